@@ -1,0 +1,39 @@
+# make demo   train the digits job under four methods, for real and in virtual time
+# make test   everything that must hold
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup test lint format demo bench clean
+
+setup: $(STAMP)
+
+# torch first: it is the one large download, and everything else must agree with it
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup
+	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
+	  --on local --on virtual --workers 4 --epochs 6 --seed 0 --out runs/demo --report report.html
+
+bench: setup
+	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

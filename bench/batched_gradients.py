@@ -1,0 +1,127 @@
+"""Gradients of mnist-mlp (784-32-10, batches of 16) for many workers: dure against a loop over as many modules.
+
+    python bench/batched_gradients.py [--workers 64] [--repeats 60] [--json FILE]
+
+One thread, one process, alternating repeats, medians. The loop is plain PyTorch: per worker its own module,
+`zero_grad(set_to_none=True)`, forward, `cross_entropy`, `backward`. Both get the same values and batches, drawn with
+MNIST's shapes, and must agree before anything is timed. Everything is warmed up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dure.models.mlp import mlp
+from dure.replica import Replica
+from dure.runtime.gradients import Evaluator, GradientWork
+
+BATCH, HIDDEN = 16, 32
+
+
+def make_replicas(workers: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [mlp(784, HIDDEN, 10) for _ in range(workers)]
+
+
+def make_works(modules: list[nn.Module]) -> list[GradientWork]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        GradientWork(
+            rank=rank,
+            step=0,
+            values=torch.cat([each.detach().flatten() for each in module.parameters()]),
+            inputs=torch.rand(BATCH, 1, 28, 28, generator=generator),
+            targets=torch.randint(10, (BATCH,), generator=generator),
+            seed=0,
+            flops=1.0,
+        )
+        for rank, module in enumerate(modules)
+    ]
+
+
+def loop(modules: list[nn.Module], works: list[GradientWork]) -> list[float]:
+    losses = []
+    for module, work in zip(modules, works, strict=True):
+        module.zero_grad(set_to_none=True)
+        loss = cross_entropy(module(work.inputs), work.targets)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def gradient_of(module: nn.Module) -> Tensor:
+    return torch.cat([each.grad.flatten() for each in module.parameters()])
+
+
+def seconds_of(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Per contestant the seconds of each repeat; they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for repeat in range(repeats + 10):
+        for name, run in contestants.items():
+            started = time.perf_counter()
+            run()
+            if repeat >= 10:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def measure(workers: int, repeats: int) -> dict[str, object]:
+    modules = make_replicas(workers)
+    works = make_works(modules)
+    job = SimpleNamespace(model=lambda: mlp(784, HIDDEN, 10), loss=cross_entropy)
+    evaluator, exact = Evaluator(job), Evaluator(job, exact=True)
+    loop(modules, works)
+    for module, gradient in zip(modules, evaluator.evaluate(works), strict=True):
+        torch.testing.assert_close(gradient.values, gradient_of(module), rtol=1e-5, atol=1e-6)
+    contestants = {
+        "loop": lambda: loop(modules, works),
+        "dure": lambda: evaluator.evaluate(works),
+        "dure, exact": lambda: exact.evaluate(works),
+    }
+    medians = {name: statistics.median(each) for name, each in seconds_of(contestants, repeats).items()}
+    return {
+        "benchmark": "batched_gradients",
+        "workers": workers,
+        "repeats": repeats,
+        "gradients_per_second": {name: round(workers / median) for name, median in medians.items()},
+        "ratio_to_loop": {name: round(medians["loop"] / median, 2) for name, median in medians.items()},
+        "parameters": Replica(modules[0]).numel,
+        "batch": BATCH,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "rule": evaluator.rule,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[64])
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results = [measure(workers, given.repeats) for workers in given.workers]
+    print(f"{'workers':>8}  {'how':<12}  {'gradients/s':>11}  {'to the loop':>11}")
+    for result in results:
+        for name, rate in result["gradients_per_second"].items():
+            print(f"{result['workers']:>8}  {name:<12}  {rate:>11,}  {result['ratio_to_loop'][name]:>10.2f}x")
+    text = json.dumps(results if len(results) > 1 else results[0])
+    if given.json:
+        given.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

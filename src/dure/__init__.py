@@ -1,0 +1,84 @@
+"""Train one PyTorch model on many machines: every way of doing it, in virtual and in real time.
+
+    import dure
+    run = dure.train("digits-mlp", sync="ssp:bound=3", topology="ps:shards=2", on="virtual", workers=8)
+    run.summary()
+
+Importing this imports no torch: a name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dure.attach import attach
+    from dure.compare import compare
+    from dure.errors import DureError
+    from dure.job import Job
+    from dure.runtime.cluster import Cluster
+    from dure.strategy import Strategy
+    from dure.sync.averaging import Averaging
+    from dure.sync.bsp import BSP
+    from dure.sync.downpour import Downpour
+    from dure.sync.ssp import SSP
+    from dure.topology.spec import Collective, ParameterServer
+    from dure.train import train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSP",
+    "SSP",
+    "Averaging",
+    "Cluster",
+    "Collective",
+    "Downpour",
+    "DureError",
+    "Job",
+    "ParameterServer",
+    "Strategy",
+    "attach",
+    "compare",
+    "train",
+]
+
+_HOMES = {
+    "BSP": "dure.sync.bsp",
+    "SSP": "dure.sync.ssp",
+    "Averaging": "dure.sync.averaging",
+    "Cluster": "dure.runtime.cluster",
+    "Collective": "dure.topology.spec",
+    "Downpour": "dure.sync.downpour",
+    "DureError": "dure.errors",
+    "Job": "dure.job",
+    "ParameterServer": "dure.topology.spec",
+    "Strategy": "dure.strategy",
+    "attach": "dure.attach",
+    "compare": "dure.compare",
+    "train": "dure.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"dure has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Package(ModuleType):
+    """`dure.train` is the function, whoever imported the module of that name: importing it would bind the module."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,265 @@
+"""The command line. The only place where text and the environment become objects.
+
+    defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
+
+Standard output is for the result: with `--json`, exactly one JSON object, its last line. Everything else goes to
+standard error. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from dure.config import CompareConfig, Options, TrainConfig
+from dure.errors import DureError, UsageError
+
+if TYPE_CHECKING:
+    from dure.report.record import Run
+
+O = TypeVar("O", bound=Options)  # noqa: E741  (options)
+
+PREFIX = "DURE_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """Every method, topology, codec and partition; or all about one of them."""
+
+    name: Positional[str] = ""
+    """Which one; all if left out."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self) -> dict[str, Any]:
+        """Print the table and return what is in it."""
+        from dure.methods import described, table
+
+        rows = described(self.name)
+        _show(table(rows, details=bool(self.name)), to_error=self.json)
+        return {"methods": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """One run of a job under one strategy."""
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    config: Path | None = None
+    """YAML file of options, by the names of the flags with _ for -."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+    print_config: bool = False
+    """Print the options that would be used, as YAML, and do nothing."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked when all layers are together."""
+
+    def execute(self) -> dict[str, Any]:
+        """Run it, print its row and return its summary."""
+        config = _as(TrainConfig, self)
+        config.chosen()
+        if self.print_config:
+            return _print_config(config, self.json)
+        _require_job(config)
+        from dure.train import run
+
+        finished = run(config)
+        if _speaks(self):
+            _show_runs([finished], to_error=self.json)
+        return finished.summary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(CompareConfig):
+    """The same job under several strategies: a table and a report."""
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    strategies: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="strategy")] = ()
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. Every method if left out."""
+    on: UseAppendAction[tuple[str, ...]] = ()
+    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    config: Path | None = None
+    """YAML file of options, by the names of the flags with _ for -; a list for strategies and on."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+    print_config: bool = False
+    """Print the options that would be used, as YAML, and do nothing."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked when all layers are together."""
+
+    def execute(self) -> dict[str, Any]:
+        """Run them, print the table and return the summaries."""
+        config = _as(CompareConfig, self)
+        if self.print_config:
+            return _print_config(config, self.json)
+        _require_job(config)
+        from dure.compare import run_all
+
+        comparison = run_all(config)
+        _show_runs(comparison.runs, to_error=self.json, target=config.target)
+        _say(f"report: {comparison.report}")
+        return comparison.summary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A report of finished runs."""
+
+    folders: Positional[tuple[Path, ...]]
+    """Folders of runs, or folders that hold such."""
+    out: Path = Path("report.html")
+    """Where to write the report."""
+    target: float = 0.95
+    """Test accuracy whose time is compared."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self) -> dict[str, Any]:
+        """Write the report, print the table and return the summaries."""
+        from dure.report.html import write_report
+        from dure.report.record import read_run
+
+        runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
+        path = write_report(self.out, runs, title=f"{len(runs)} runs")
+        _show_runs(runs, to_error=self.json, target=self.target)
+        _say(f"report: {path}")
+        return {"runs": [run.summary() for run in runs], "report": str(path)}
+
+
+Command = Methods | Train | Compare | Report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what `arguments` (those of this process if None) say; the exit status."""
+    try:
+        command = parse(sys.argv[1:] if arguments is None else arguments, os.environ)
+        result = command.execute()
+        if command.json and _speaks(command):
+            from dure.report.files import to_json
+
+            print(to_json(result), flush=True)  # noqa: T201
+    except DureError as error:
+        _say(f"dure: {' '.join(str(error).split())}")
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        _say("dure: interrupted")
+        return 130
+    except BrokenPipeError:  # the reader has seen enough; nothing more may be written, also at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
+    """The command in `arguments`, file and environment underneath. Wrong flags end the process with status 2."""
+    name = arguments[0] if arguments else ""
+    train = layered(Train, TrainConfig, arguments, environ) if name == "train" else Train()
+    compare = layered(Compare, CompareConfig, arguments, environ) if name == "compare" else Compare()
+    commands = (
+        Annotated[Methods, tyro.conf.subcommand("methods")]
+        | Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Compare, tyro.conf.subcommand("compare", default=compare)]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+    )
+    style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+    about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."
+    return tyro.cli(commands, prog="dure", description=about, args=list(arguments), config=style)
+
+
+def layered(kind: type[O], config: type[Options], arguments: Sequence[str], environ: Mapping[str, str]) -> O:
+    """The command `kind` before its flags: defaults, then the file named by `--config`, then the environment."""
+    values: dict[str, Any] = {}
+    path = _flag(arguments, "--config")
+    if path is not None:
+        values |= _read(Path(path), config)
+    values |= {
+        option.name: environ[f"{PREFIX}{option.name.upper()}"]
+        for option in fields(config)
+        if environ.get(f"{PREFIX}{option.name.upper()}") and not str(option.type).startswith("tuple")
+    }
+    checked = config.of(values)
+    return kind(**{name: getattr(checked, name) for name in values})
+
+
+def _read(path: Path, config: type[Options]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold options as KEY: VALUE lines, it holds {type(values).__name__}.")
+    values = {"on" if key is True else key: value for key, value in values.items()}  # YAML 1.1 reads the word as true
+    try:
+        config.of(values)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return values
+
+
+def _flag(arguments: Sequence[str], name: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _speaks(command: Command) -> bool:
+    """Under torchrun every rank is here, and the first speaks for all."""
+    return getattr(command, "on", "") != "torchrun" or os.environ.get("RANK", "0") == "0"
+
+
+def _as(kind: type[O], command: Options) -> O:
+    return kind(**{option.name: getattr(command, option.name) for option in fields(kind)})
+
+
+def _require_job(config: Options) -> None:
+    if not config.job and getattr(config, "resume", None) is None:
+        raise UsageError("no job is named. Write, for example, dure train digits-mlp.")
+
+
+def _print_config(config: Options, as_json: bool) -> dict[str, Any]:
+    import yaml
+
+    if not as_json:
+        sys.stdout.write(yaml.safe_dump(config.plain(), sort_keys=False))
+    return config.plain()
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """`folder` itself, or the runs in it where it holds some and is none."""
+    from dure.report.record import CONFIG
+
+    inside = sorted(found.parent for found in folder.glob(f"*/{CONFIG}"))
+    return inside if inside and not (folder / CONFIG).exists() else [folder]
+
+
+def _show_runs(runs: Sequence[Run], *, to_error: bool, target: float = 0.95) -> None:
+    from dure.report.table import comparison_table
+
+    _show(comparison_table(runs, target=target), to_error=to_error)
+
+
+def _show(what: Any, *, to_error: bool) -> None:
+    from rich.console import Console
+
+    Console(stderr=to_error).print(what)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,55 @@
+"""The same job under several strategies, and one report of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.config import CompareConfig
+
+if TYPE_CHECKING:
+    from dure.job import Job
+    from dure.report.record import Run
+    from dure.runtime.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Finished runs, in the order in which they were asked for, and the file of their report."""
+
+    runs: Sequence[Run]
+    report: Path
+
+    def summary(self) -> dict[str, Any]:
+        """The JSON of `dure compare`."""
+        return {"runs": [run.summary() for run in self.runs], "report": str(self.report)}
+
+
+def compare(
+    job: str | Job, *strategies: str, on: str | Cluster | Sequence[str] = "local", **options: Any
+) -> Comparison:
+    """Train `job` under each of `strategies` in each place of `on`, and write a report.
+
+    Every method if no strategy is given. `options` are those of `config.CompareConfig`. Raises what `train` does.
+    """
+    given, name = (None, job) if isinstance(job, str) else (job, job.name)
+    if isinstance(on, str):
+        on = (on,)
+    cluster, places = (None, tuple(on)) if isinstance(on, Sequence) else (on, ("virtual",))
+    config = CompareConfig.of({**options, "job": name, "strategies": strategies, "on": places})
+    return run_all(config, job=given, cluster=cluster)
+
+
+def run_all(config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None) -> Comparison:
+    """The runs of `config`, one after another. All strategies are checked before the first starts."""
+    from dure.report.html import write_report
+    from dure.train import run
+
+    configs = list(config.runs())
+    for each in configs:
+        each.chosen()
+    runs = [run(each, job=job, cluster=cluster) for each in configs]
+    report = write_report(config.report, runs, title=f"{config.job}: {len(runs)} runs")
+    return Comparison(runs, report)

@@ -1,0 +1,194 @@
+"""What a run is asked to be: every option of `train` and `compare` as one checked value.
+
+Options are plain values, so that the record of a run can hold them and a run can be made again from it. An object
+where text is asked for (a job, a method) goes beside the configuration, not into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from dure.errors import UsageError
+from dure.strategy import AXES, Strategy, by_axis, catalogue
+from dure.text import nearest, parse_calls, typed
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+
+C = TypeVar("C", bound="Options")
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+PLACES = ("local", "torchrun", "virtual")
+_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `train` and `compare` have in common. Values are checked: a wrong one is a `UsageError`."""
+
+    job: str = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    workers: Count | None = None
+    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
+    batch_size: Count | None = None
+    """Samples per mini-batch of one worker; the job's if left out."""
+    batch_sizes: tuple[Count, ...] = ()
+    """The same, one per worker, where workers differ."""
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Learning rate; the job's if left out."""
+    optimizer: str | None = None
+    """sgd, momentum, adagrad or adam, with parameters as in momentum:momentum=0.9; the job's if left out."""
+    steps: Count | None = None
+    """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
+    epochs: Seconds | None = None
+    """Passes over the training data, all workers together."""
+    seconds: Seconds | None = None
+    """Seconds, virtual or real as the run is."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial values, data order and, in virtual time, everything else."""
+    data: Path | None = None
+    """Folder of data sets; else DURE_DATA, else the user's cache."""
+    split: str | None = None
+    """How samples go to workers: iid, whole, striped, dirichlet:alpha=0.1; the job's if left out."""
+    dtype: Literal["float32", "float64"] | None = None
+    """Of parameters and data; float32 if left out."""
+    eval_every: Count | None = None
+    """Steps per worker between evaluations; a twentieth of the run if left out."""
+    checkpoint_every: Count | None = None
+    """Steps per worker between checkpoints; none if left out. Needs --out."""
+    trace: bool = False
+    """Write trace.json, which Perfetto opens: who computed, sent and waited when. Needs --out."""
+    tensorboard: bool = False
+    """Write TensorBoard events. Needs --out."""
+    exact: bool = False
+    """Evaluate gradients one at a time on one thread (virtual time)."""
+    timing_only: bool = False
+    """No tensors at all, only what takes how long (virtual time)."""
+    out: Path | None = None
+    """Folder for the run's record; nothing is written if left out."""
+
+    def __post_init__(self) -> None:
+        for name, adapter in _adapters(type(self)).items():
+            object.__setattr__(self, name, _checked(name, getattr(self, name), adapter))
+        if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
+            raise UsageError(
+                f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."
+            )
+        for name in ("checkpoint_every", "trace", "tensorboard"):
+            if getattr(self, name) and self.out is None and getattr(self, "resume", None) is None:
+                raise UsageError(f"{name} writes files, and there is no folder for them. Give out as well.")
+
+    @classmethod
+    def of(cls: type[C], values: Mapping[str, Any]) -> C:
+        """From names and values. A name that is no option is a `UsageError`."""
+        known = [option.name for option in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UsageError(f'there is no option "{name}".{nearest(str(name), known)}')
+        return cls(**values)
+
+    def plain(self) -> dict[str, Any]:
+        """As values that JSON and YAML have, `of` reads them back."""
+        return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
+
+    def optimizer_over(self, base: OptimizerSpec) -> OptimizerSpec:
+        """The job's optimizer with what is asked for here in its place.
+
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam, 0.01 for Adagrad.
+        """
+        asked = parse_calls(self.optimizer or base.name)[0]
+        changes: dict[str, Any] = {"name": asked.name}
+        if asked.name != base.name and asked.name in _RATES:
+            changes["lr"] = _RATES[asked.name]
+        changes |= typed(asked, type(base))
+        if self.lr is not None:
+            changes["lr"] = self.lr
+        return replace(base, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Options):
+    """One run of one job under one strategy."""
+
+    strategy: str = ""
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2"; the four options below override its parts."""
+    sync: str | None = None
+    """When replicas agree (`dure methods`); bsp if left out."""
+    topology: str | None = None
+    """Who talks to whom; what the method prefers if left out."""
+    codec: str | None = None
+    """What goes on the wire; fp32 if left out."""
+    partition: str | None = None
+    """How the model is split; none if left out."""
+    on: str = "local"
+    """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well."""
+    resume: Path | None = None
+    """Folder of a run to go on with, from its last complete checkpoint."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
+            raise UsageError(
+                f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'
+                f"{nearest(self.on, PLACES)}"
+            )
+
+    @property
+    def virtual(self) -> bool:
+        """Whether time is modelled."""
+        return self.on not in ("local", "torchrun")
+
+    def chosen(self) -> Strategy:
+        """The strategy. Raises `StrategyError`."""
+        asked = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        return Strategy.of(**by_axis(self.strategy) | asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Options):
+    """One job under several strategies, in one or several places."""
+
+    strategies: tuple[str, ...] = ()
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. Every method if left out."""
+    on: tuple[str, ...] = ()
+    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    report: Path = Path("report.html")
+    """Where to write the report."""
+    target: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Test accuracy whose time is compared."""
+
+    def runs(self) -> Iterator[TrainConfig]:
+        """One configuration per place and strategy, each with a folder of its own under `out`."""
+        shared = {option.name: getattr(self, option.name) for option in fields(Options)}
+        for on in self.on or ("local",):
+            for text in self.strategies or tuple(catalogue("sync")):
+                folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{Path(on).stem} {text}")
+                out = None if self.out is None else self.out / folder
+                yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
+
+
+def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {option.name: TypeAdapter(hints[option.name]) for option in fields(kind)}
+
+
+def _checked(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Input ")
+        raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {value!r}.") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,41 @@
+"""Data sets, and how their samples go to workers.
+
+    | file        | what it offers                                                                 |
+    |-------------|--------------------------------------------------------------------------------|
+    | dataset.py  | `Data`: inputs and targets side by side                                        |
+    | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
+    | download.py | `fetch`: a published file, checked and written whole or not at all             |
+    | digits.py   | `load_digits`: 8x8 digits that come with scikit-learn                          |
+    | mnist.py    | `load_mnist`: the published IDX files                                          |
+    | cifar10.py  | `load_cifar10`: the published binary layout, packed or unpacked                |
+    | split.py    | `parse_split`: `iid`, `whole`, `striped`, `dirichlet`; `Sampler`: one worker's batches |
+
+A loader returns `Loaded(train, test, source)`; `source` says in words how much was found, and where. It raises
+`DataError` for what is missing or damaged. Pixels are read as uint8 once and handed on as float32.
+"""
+
+from dure.data.cifar10 import load_cifar10
+from dure.data.dataset import Data, Loaded
+from dure.data.digits import load_digits
+from dure.data.download import fetch
+from dure.data.location import data_root, find
+from dure.data.mnist import load_mnist
+from dure.data.split import IID, Dirichlet, Sampler, Split, Striped, Whole, parse_split
+
+__all__ = [
+    "IID",
+    "Data",
+    "Dirichlet",
+    "Loaded",
+    "Sampler",
+    "Split",
+    "Striped",
+    "Whole",
+    "data_root",
+    "fetch",
+    "find",
+    "load_cifar10",
+    "load_digits",
+    "load_mnist",
+    "parse_split",
+]

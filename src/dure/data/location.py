@@ -1,0 +1,38 @@
+"""Where data sets live on this machine.
+
+Under a root, each data set has its folder:
+
+    ROOT/mnist/train-images-idx3-ubyte.gz      and three more (plain files without .gz do as well)
+    ROOT/cifar10/cifar-10-binary.tar.gz        or the unpacked folder cifar-10-batches-bin/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dure.errors import DataError
+
+
+def data_root(given: Path | str | None = None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of all data sets: `given` (the flag `--data`), else `DURE_DATA`, else the user's cache.
+
+    The cache is `$XDG_CACHE_HOME/dure/data`, or `~/.cache/dure/data`.
+    A folder that is named but is none raises `DataError`; the cache is made when first written to.
+    """
+    named = given if given is not None else environ.get("DURE_DATA") or None
+    if named is not None:
+        root = Path(named).expanduser()
+        if not root.is_dir():
+            origin = "--data" if given is not None else "DURE_DATA"
+            raise DataError(f"{origin} names {root}, which is no folder. Name the one that holds the data.")
+        return root
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "dure" / "data"
+
+
+def find(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
+    """The first of `names` that exists, in the first of `folders` that has one."""
+    wanted = tuple(names)
+    return next((folder / name for folder in folders for name in wanted if (folder / name).exists()), None)

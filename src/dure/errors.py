@@ -1,0 +1,78 @@
+"""What dure raises.
+
+    DureError
+    ├── UsageError           the request is wrong: exit status 2       (also a ValueError)
+    │   ├── StrategyError    a method, its parameters, or a combination that makes no sense
+    │   └── ClusterError     a cluster file that describes no cluster
+    ├── DataError            a data set is missing or damaged
+    ├── DeadlockError        nobody can go on; names every rank and what it waits for
+    ├── DivergedError        the loss is no longer a number
+    ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
+    ├── RecordError          a run's record is damaged
+    ├── ReplicaError         a module's parameters left the flat buffer
+    └── RemoteError          a call failed
+        ├── Refused          the host refused it, and said why
+        ├── PeerLost         the other side is gone
+        ├── CallTimeout      no answer in time
+        └── DamagedFrame     bytes arrived that nobody sent like that
+"""
+
+
+class DureError(Exception):
+    """Root of everything that dure raises on purpose."""
+
+
+class UsageError(DureError, ValueError):
+    """The request is wrong; the message says what would be right."""
+
+
+class StrategyError(UsageError):
+    """A method, one of its parameters, or a combination that makes no sense."""
+
+
+class ClusterError(UsageError):
+    """A cluster description that describes no cluster."""
+
+
+class DataError(DureError):
+    """A data set is missing or damaged."""
+
+
+class DeadlockError(DureError):
+    """Nobody can go on. The message names every rank and what it waits for."""
+
+
+class DivergedError(DureError):
+    """The loss is no longer a number."""
+
+
+class CheckpointError(DureError):
+    """No complete checkpoint where one was expected, or one cannot be written."""
+
+
+class RecordError(DureError):
+    """A run's record is damaged."""
+
+
+class ReplicaError(DureError):
+    """A module's parameters or gradients left the replica's flat buffer."""
+
+
+class RemoteError(DureError):
+    """A call to another node failed."""
+
+
+class Refused(RemoteError):
+    """The host refused the call, and said why."""
+
+
+class PeerLost(RemoteError):
+    """The other side of a connection is gone."""
+
+
+class CallTimeout(RemoteError):
+    """No answer came in time."""
+
+
+class DamagedFrame(RemoteError):
+    """Bytes arrived that are no frame, or not the frame that was sent. The connection is closed; nothing was delivered."""

@@ -1,0 +1,247 @@
+"""What is trained: a model, a loss, data, and how one would train it alone.
+
+    | built-in job    | data                          | model                                            |
+    |-----------------|-------------------------------|--------------------------------------------------|
+    | `digits-mlp`    | 8x8 digits, bundled           | one hidden layer                                 |
+    | `mnist-mlp`     | MNIST                         | one hidden layer; `hidden=32`                    |
+    | `mnist-cnn`     | MNIST                         | two convolutions, no batch norm                  |
+    | `cifar10-cnn`   | CIFAR-10                      | three convolutions with batch norm               |
+    | `quadratic`     | drawn; `dim`, `conditioning`, `noise` | a point, whose best place is known exactly |
+
+Anything else is `FILE.py:FUNCTION`, a function that returns a `Job`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.data.dataset import Data
+from dure.data.location import data_root as find_root
+from dure.data.split import Sampler, Split, parse_split
+from dure.errors import UsageError
+from dure.optim import OptimizerSpec
+from dure.text import names, nearest
+
+BUILT_IN: Mapping[str, str] = {
+    "digits-mlp": "dure.models.digits:digits_mlp",
+    "mnist-mlp": "dure.models.mnist:mnist_mlp",
+    "mnist-cnn": "dure.models.mnist:mnist_cnn",
+    "cifar10-cnn": "dure.models.cifar10:cifar10_cnn",
+    "quadratic": "dure.models.quadratic:quadratic",
+}
+
+
+@dataclass
+class Job:
+    """A model, its loss and its data, with the settings that suit one worker.
+
+    `model` makes a fresh module. `loss(outputs, targets)` is the mean over the batch, a scalar;
+    `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how samples go
+    to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all parameters.
+    `source` says in words which data these are.
+
+    A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train: Data
+    test: Data | None = None
+    batch_size: int = 32
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    steps: int = 500
+    accuracy: Callable[[Tensor, Tensor], float] | None = None
+    split: Split | str = "iid"
+    name: str = ""
+    optimum: Tensor | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
+            raise UsageError("Job.model must make a fresh module when called, got a module. Write model=lambda: Net().")
+        for key in ("model", "loss"):
+            if not callable(getattr(self, key)):
+                raise UsageError(f"Job.{key} must be a function, got {getattr(self, key)!r}.")
+        for key in ("train", "test"):
+            data = getattr(self, key)
+            if not isinstance(data, Data) and not (key == "test" and data is None):
+                raise UsageError(
+                    f"Job.{key} must be Data, got {type(data).__name__}. Write dure.Data(inputs, targets)."
+                )
+        for key in ("batch_size", "steps"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+        if isinstance(self.split, str):
+            self.split = parse_split(self.split)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """A fresh module whose initial values depend on `seed` alone; global randomness stays as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model()
+
+    def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
+        """One sampler of `train` per worker; worker k has batches of `batch_sizes[k]`."""
+        split = parse_split(self.split) if isinstance(self.split, str) else self.split
+        return split.samplers(self.train.targets, batch_sizes, seed=seed)
+
+    @cached_property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample's forward and backward pass, counted by PyTorch's counter.
+
+        It counts products of matrices and convolutions. A model without any is charged six operations per parameter,
+        as a dense layer would cost.
+        """
+        return _count_flops(self)
+
+    def to(self, dtype: torch.dtype) -> Job:
+        """The same job with floating-point data and parameters of `dtype`."""
+        train = _cast_data(self.train, dtype)
+        test = None if self.test is None else _cast_data(self.test, dtype)
+        optimum = None if self.optimum is None else self.optimum.to(dtype)
+        model = partial(_build_as, self.model, dtype)
+        return dataclasses.replace(self, train=train, test=test, optimum=optimum, model=model)
+
+
+def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
+    """The job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
+
+    `data_root` is the folder of data sets (see `data/location.py` for what None means). `overrides` change it; one
+    that is None changes nothing. Each is a parameter of the job's function (`hidden`, `dim`), a field of `Job`
+    (`batch_size`, `steps`, `split`), a field of its optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64").
+
+    Raises `UsageError` for a name or an override that does not exist, `DataError` for data that cannot be had.
+    """
+    location, folder = _locate(name_or_path)
+    target, _, function_name = location.rpartition(":")
+    given = {key: value for key, value in overrides.items() if value is not None}
+    with _ImportsFrom(folder):
+        module = importlib.import_module(target) if folder is None else _run_file(Path(target))
+        function = _function(module, function_name, name_or_path)
+        parameters = set(inspect.signature(function).parameters)
+        own = {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
+        _check_overrides(given, parameters, name_or_path)
+        if "data_root" in parameters:
+            own["data_root"] = find_root(data_root)
+        job = function(**own)
+    if not isinstance(job, Job):
+        raise UsageError(f"{name_or_path} must return a dure.Job, it returned {type(job).__name__}.")
+    job = _override(job, given)
+    job.name = job.name or (name_or_path if folder is None else function_name)
+    return job
+
+
+def _locate(text: str) -> tuple[str, Path | None]:
+    """`text` as "module:function" or "file:function", and the folder of the file if it is one."""
+    if text in BUILT_IN:
+        return BUILT_IN[text], None
+    path, _, function = text.rpartition(":")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise UsageError(f"there is no file {path} (looked from {Path.cwd()}). Write FILE.py:FUNCTION.")
+        return f"{path}:{function}", Path(path).resolve().parent
+    if text.endswith(".py"):
+        raise UsageError(f"{text} does not say which function makes the job. Write {text}:FUNCTION.")
+    raise UsageError(
+        f"no job is called {text!r}: there are {names(BUILT_IN)}, and FILE.py:FUNCTION.{nearest(text, BUILT_IN)}"
+    )
+
+
+class _ImportsFrom:
+    """While open, modules beside a job's file can be imported, as when the file is run as a script."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = None if folder is None else str(folder)
+
+    def __enter__(self) -> None:
+        if self.folder is not None:
+            sys.path.insert(0, self.folder)
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None and self.folder in sys.path:
+            sys.path.remove(self.folder)
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"dure_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} cannot be imported as Python. Write FILE.py:FUNCTION.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        known = [key for key, value in functions if value.__module__ == module.__name__]
+        raise UsageError(f"{text}: the file has {names(known) or 'no functions'}, not {name!r}.{nearest(name, known)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _check_overrides(given: Mapping[str, Any], parameters: Iterable[str], text: str) -> None:
+    fields = {each.name for kind in (Job, OptimizerSpec) for each in dataclasses.fields(kind)}
+    right = {*parameters, *fields, "dtype"} - {"data_root", "name"}
+    for key in given:
+        if key not in right:
+            raise UsageError(f"{text} has no setting {key!r}; it has {names(sorted(right))}.{nearest(key, right)}")
+
+
+def _override(job: Job, given: Mapping[str, Any]) -> Job:
+    fields = {each.name for each in dataclasses.fields(Job)}
+    own = {key: value for key, value in given.items() if key in fields}
+    rule = {key: value for key, value in given.items() if key not in fields and key != "dtype"}
+    job = dataclasses.replace(job, **own)
+    job.optimizer = dataclasses.replace(job.optimizer, **rule)
+    return job.to(dtype_named(given["dtype"])) if "dtype" in given else job
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """The floating-point dtype that `text` names.
+
+    >>> dtype_named("float64")
+    torch.float64
+    """
+    right = {"float32": torch.float32, "float64": torch.float64}
+    if text not in right:
+        raise UsageError(f"a job's dtype is {' or '.join(right)}, got {text!r}.")
+    return right[text]
+
+
+def _cast_data(data: Data, dtype: torch.dtype) -> Data:
+    inputs, targets = (each.to(dtype) if each.is_floating_point() else each for each in (data.inputs, data.targets))
+    return dataclasses.replace(data, inputs=inputs, targets=targets)
+
+
+def _build_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return model().to(dtype)
+
+
+def _count_flops(job: Job) -> float:
+    """Two rows are counted, since batch norm refuses one."""
+    module = job.build()
+    rows = torch.arange(2) % len(job.train)
+    inputs, targets = job.train.batch(rows)
+    counter = FlopCounterMode(display=False)
+    with torch.random.fork_rng(devices=[]), counter:
+        job.loss(module(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    counted = counter.get_total_flops() / 2
+    return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)

@@ -1,0 +1,299 @@
+"""What one process of a real run does, from its first word to its last.
+
+    worker                                      hub (the launcher)
+      register(where I listen) ------------------->  waits until all are there
+      <------------------ directory, store ---------
+      join the clock; ready ---------------------->  waits until all are ready
+      <------------------ go ----------------------
+      the method's work;  progress, snapshot ----->  graded, recorded
+      suspended, at a checkpoint ----------------->  waits until all are; shards save; commit
+      <------------------ go on -------------------
+      leave the clock; done(parameters) ---------->  the run's result
+      <------------------ bye ---------------------
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure import checkpoint
+from dure.checkpoint import Part
+from dure.errors import DureError, Refused
+from dure.runtime.base import Address, Call, EndOfWork, Operation, Reply, Strand, Suspend, TensorSpec
+from dure.runtime.gradients import Evaluator
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity, Loss
+
+if TYPE_CHECKING:
+    from dure.runtime.gradients import Gradient
+    from dure.runtime.process_group import ProcessGroup
+    from dure.task import Task
+    from dure.topology.admission import ClockService
+    from dure.topology.parameter_server import Shard
+    from dure.worker import Worker
+
+HUB = Address("hub", "hub")
+
+PROGRESS_SECONDS = 0.25
+"""How often a worker says how far it is."""
+
+SPANS = 4000
+"""Spans per message."""
+
+
+def main(
+    task: Task,
+    *,
+    name: str,
+    run: str,
+    incarnation: int,
+    hub: Sequence[Any],
+    interface: str = "127.0.0.1",
+    resume: str | None = None,
+) -> None:
+    """Be the process called `name` of `run`, whose hub listens at `hub`; start from the checkpoint folder `resume`."""
+    torch.set_num_threads(1)
+    kind, number = name.split()
+    identity = Identity(run, name, int(number), incarnation)
+    config = task.config
+    evaluator = Evaluator(task.job, exact=config.exact) if kind == "worker" else None
+    node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
+    node.directory["hub"] = (str(hub[0]), int(hub[1]))
+    port = node.wire.listen(interface)
+    life = WorkerLife(task, node) if kind == "worker" else ServerLife(task, node)
+    parts = checkpoint.load(Path(resume)).parts if resume is not None else {}
+    try:
+        node.loop.run_until(node.spawn(life.live((interface, port), parts), name))
+    finally:
+        node.wire.close()
+
+
+class Life:
+    """What workers and servers have in common: they register, and obey the hub."""
+
+    def __init__(self, task: Task, node: ProcessNode) -> None:
+        self.task = task
+        self.node = node
+        self.bye: Operation[None] = node.promise("the hub's goodbye")
+        node.on_lost = self._lost
+
+    async def register(self, where: tuple[str, int]) -> Reply:
+        reply = await self.node.call(HUB, "register", host=where[0], port=where[1])
+        self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
+        return reply
+
+    def counters(self) -> dict[str, int]:
+        """Payload bytes and messages exchanged with everyone but the hub."""
+        counts = {"bytes_sent": 0, "bytes_received": 0, "messages": 0}
+        for peer, traffic in self.node.wire.traffic.items():
+            if peer != "hub":
+                counts["bytes_sent"] += traffic.payload_nbytes_sent
+                counts["bytes_received"] += traffic.payload_nbytes_received
+                counts["messages"] += traffic.messages_sent
+        return counts
+
+    def _lost(self, loss: Loss) -> None:
+        if loss.peer == "hub":
+            raise SystemExit(1)
+
+
+class Control:
+    """The service by which the hub tells a process what to do: `handlers` by method."""
+
+    def __init__(self, **handlers: Any) -> None:
+        self._handlers = handlers
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    def handle(self, call: Call) -> Reply:
+        if call.caller != "hub" or call.method not in self._handlers:
+            raise Refused(f"{call.caller} may not ask a process to {call.method}.")
+        self._handlers[call.method](**call.fields)
+        return Reply()
+
+
+class ServerLife(Life):
+    """A process that hosts one shard, and the clock if it is the first."""
+
+    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+        number = self.node.rank
+        self.shard: Shard = self.task.shard(self.node, number, log=True)
+        self.clock: ClockService | None = self.task.clock(self.node) if number == 0 else None
+        if parts:
+            self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
+            if self.clock is not None:
+                self.clock.restore(parts["clock"].plain)
+        self.node.serve("shard", self.shard)
+        if self.clock is not None:
+            self.node.serve("clock", self.clock)
+        self.node.serve("process", Control(bye=self.bye.resolve, save=self._save))
+        await self.register(where)
+        await self.node.call(HUB, "ready")
+        await self.bye
+
+    def _save(self, draft: str) -> None:
+        tensors, plain = self.shard.state()
+        checkpoint.write_part(Path(draft), f"shard-{self.node.rank}", Part(tensors, plain))
+        if self.clock is not None:
+            checkpoint.write_part(Path(draft), "clock", Part({}, self.clock.state()))
+
+
+class WorkerLife(Life):
+    """A process that is one worker."""
+
+    def __init__(self, task: Task, node: ProcessNode) -> None:
+        super().__init__(task, node)
+        self.suspending = False
+        self.evaluates = False
+        self.next_checkpoint = 0
+        self._said = 0.0
+        self._role: Strand[None] | None = None
+
+    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+        node, task = self.node, self.task
+        self.node.serve("process", Control(bye=self.bye.resolve, suspend=self._suspend_now, evaluate=self._evaluate))
+        reply = await self.register(where)
+        if not task.servers:
+            node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
+        self.worker = worker = task.worker(node, node.rank, node.meter)
+        worker.on_step = self._on_step
+        resumed = self._restore(parts)
+        if worker.server is not None and not resumed:
+            await worker.server.join()
+        go = await node.call(HUB, "ready")
+        node.begin(go.fields["seconds"])
+        self.evaluates = go.fields["evaluates"]
+        if go.fields["newcomer"] and worker.server is not None:
+            worker.adopt(await worker.pull())
+        await self._work()
+        await self._finish()
+
+    def _restore(self, parts: dict[str, Part]) -> bool:
+        """Go on from a checkpoint if this worker is in it; whether it was."""
+        every = self.task.config.checkpoint_every
+        if every:
+            self.next_checkpoint = (parts["run"].plain["checkpoint"] if parts else 0) + every
+            self.worker.boundary.suspend = self._suspend_due
+        mine = parts.get(f"worker-{self.node.rank}")
+        if mine is not None:
+            self.worker.restore(mine.tensors, mine.plain)
+        return mine is not None
+
+    async def _work(self) -> None:
+        """The method's work, begun anew after each checkpoint."""
+        while True:
+            role = self.node.spawn(self._role_until_suspended(), self.node.name)
+            self._role = role
+            try:
+                await role
+            except Suspend:
+                await self._checkpoint()
+            except DureError as error:
+                await self.node.call(HUB, "failed", kind=type(error).__name__, message=str(error))
+                raise SystemExit(1) from error
+            else:
+                return
+
+    async def _role_until_suspended(self) -> None:
+        try:
+            await self.task.sync.work(self.worker)
+        except EndOfWork:
+            pass
+
+    async def _finish(self) -> None:
+        worker, node = self.worker, self.node
+        if worker.server is not None:
+            await worker.server.leave()
+        seconds = node.now()
+        counts = self.counters()
+        group = worker.group
+        if group is not None:
+            for name in counts:
+                counts[name] += getattr(group, name)
+        await self._send_spans()
+        tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
+        await node.call(
+            HUB, "done", *tensors, seconds=seconds, steps=worker.clock, time=dict(node.meter.seconds), **counts
+        )
+        await self.bye
+
+    async def _send_spans(self) -> None:
+        spans = self.node.meter.spans or []
+        for start in range(0, len(spans), SPANS):
+            await self.node.call(HUB, "spans", spans=[list(span) for span in spans[start : start + SPANS]])
+
+    # ---- while it works
+
+    def _on_step(self, worker: Worker, gradient: Gradient) -> None:
+        now = self.node.now()
+        if now >= self._said + PROGRESS_SECONDS or worker.clock == self.task.steps:
+            self._said = now
+            self._tell("progress", steps=worker.clock, loss=gradient.loss, bytes=self._bytes_sent())
+        done = worker.clock - 1  # this gradient has not been used yet
+        if self.evaluates and done and done % self.task.snapshot_every == 0:
+            self.node.spawn(self._snapshot(done), f"a snapshot of {self.node.name}")
+
+    async def _snapshot(self, steps: int) -> None:
+        worker = self.worker
+        seconds = self.node.now()
+        values = worker.params.clone()
+        buffers = [] if worker.buffers is None else [worker.buffers.clone()]
+        if worker.server is not None:
+            values = (await worker.server.pull(values)).values
+        await self.node.call(HUB, "snapshot", values, *buffers, seconds=seconds, steps=steps, bytes=self._bytes_sent())
+
+    def _bytes_sent(self) -> int:
+        group = self.worker.group
+        return self.counters()["bytes_sent"] + (group.bytes_sent if group is not None else 0)  # type: ignore[attr-defined]
+
+    def _tell(self, method: str, **fields: Any) -> None:
+        """Say something to the hub without waiting for its answer."""
+        self.node.call(HUB, method, **fields)
+
+    def _evaluate(self) -> None:
+        self.evaluates = True
+
+    # ---- checkpoints
+
+    def _suspend_due(self, worker: Worker) -> bool:
+        due = self.next_checkpoint <= worker.clock < self.task.steps
+        return due or self.suspending
+
+    def _suspend_now(self) -> None:
+        """Another worker has reached the scheduled clock: stop at the next step boundary."""
+        self.suspending = True
+        if self.worker.asking and self._role is not None:
+            self._role.throw(Suspend())
+
+    async def _checkpoint(self) -> None:
+        reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)
+        tensors, plain = self.worker.state()
+        checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
+        await self.node.call(HUB, "saved", step=self.next_checkpoint)
+        self.suspending = False
+        self.worker.asking = False
+        assert self.task.config.checkpoint_every is not None
+        self.next_checkpoint += self.task.config.checkpoint_every
+
+
+def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:
+    """Join the engine's process group of all workers; what makes a `Group` of ranks."""
+    import torch.distributed as dist
+
+    from dure.runtime.process_group import TIMEOUT, ProcessGroup
+
+    connected = dist.TCPStore(store[0], int(store[1]), workers, is_master=False, timeout=timedelta(seconds=60))
+    prefix = dist.PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected)
+    dist.init_process_group("gloo", store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
+
+    def group(ranks: Sequence[int]) -> ProcessGroup:
+        engine = None if len(ranks) == workers else dist.new_group(list(ranks))
+        return ProcessGroup(node, ranks, engine)
+
+    return group

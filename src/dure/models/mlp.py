@@ -1,0 +1,35 @@
+"""Dense layers, and what all classifiers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from dure.errors import UsageError
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Dense layers from `widths[0]` inputs to `widths[-1]` outputs with ReLU between; inputs are flattened per sample.
+
+    >>> sum(each.numel() for each in mlp(784, 32, 10).parameters())
+    25450
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def mlp_maker(*widths: int) -> Callable[[], nn.Sequential]:
+    """What makes `mlp(*widths)`; refuses impossible widths at once."""
+    if len(widths) < 2 or min(widths) < 1:
+        raise UsageError(f"dense layers need at least two widths of at least 1, got {widths}: write hidden=32.")
+    return partial(mlp, *widths)
+
+
+def top1(outputs: Tensor, targets: Tensor) -> float:
+    """Share of samples whose highest score, of (batch, classes), is at their label."""
+    return float((outputs.argmax(dim=1) == targets).double().mean())

@@ -1,0 +1,271 @@
+"""Update rules, as plain values and on flat vectors.
+
+| name       | state  | the new value of w, given g                                       | equals               |
+|------------|--------|-------------------------------------------------------------------|----------------------|
+| `sgd`      | (v)    | w - lr (g + weight_decay w); with `momentum`, as the next row     | `torch.optim.SGD`    |
+| `momentum` | v      | v = momentum v + g; w - lr v, or w - lr (g + momentum v) if `nesterov` | `torch.optim.SGD` |
+| `adagrad`  | G      | G = G + g^2; w - lr g / (sqrt(G) + eps)                           | `torch.optim.Adagrad` |
+| `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
+| `assign`   |        | g: a server that keeps what it is given                           |                      |
+
+Weight decay is the coupled one: g + weight_decay w takes the place of g. Adagrad on a server is that of Dean
+et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero, so
+it is added to the root, as PyTorch does.
+
+Every rule is element-wise: on a slice it does, bit for bit (float32 and float64), what it does to that slice of
+the whole, so a result does not depend on how a model is cut into shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dure.errors import StrategyError
+from dure.text import names, nearest, parse_calls, typed, value_text
+
+BLOCK = 1 << 18
+"""Elements that a rule of several passes takes at a time, so that all passes but the first find them in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer as plain values. `str` gives the text form, `parse` reads it.
+
+    `momentum` without a value of its own uses 0.9.
+
+    >>> OptimizerSpec.parse("adam:lr=0.001")
+    OptimizerSpec(name='adam', lr=0.001, momentum=0.0, nesterov=False, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-08)
+    >>> str(OptimizerSpec("momentum", lr=0.01, nesterov=True))
+    'momentum:lr=0.01,momentum=0.9,nesterov=true'
+
+    Raises:
+        StrategyError: a value is out of its range, or `name` is unknown.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.name not in _RULES:
+            raise StrategyError(f'no optimizer "{self.name}"; there are {names(_RULES)}.{nearest(self.name, _RULES)}')
+        for name in ("lr", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise StrategyError(f"{self.name}: {name} must be a number >= 0, got {value}.")
+        if len(self.betas) != 2:
+            raise StrategyError(f"{self.name}: betas must be two numbers, as in betas=0.9/0.999, got {self.betas}.")
+        if self.name == "momentum" and self.momentum == 0:
+            object.__setattr__(self, "momentum", 0.9)
+        for name, value in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
+            if not 0 <= value < 1:
+                raise StrategyError(f"{self.name}: {name} must be at least 0 and below 1, got {value}.")
+        if self.nesterov and self.momentum == 0:
+            raise StrategyError(f"{self.name}: nesterov needs a momentum; write momentum=0.9,nesterov=true.")
+
+    @classmethod
+    def parse(cls, text: str) -> OptimizerSpec:
+        """The optimizer that `text` names, as `NAME:KEY=VALUE,KEY=VALUE`; betas as `betas=0.9/0.999`."""
+        (call, *more) = parse_calls(text)
+        if more:
+            raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
+        return cls(**{**typed(call, cls), "name": call.name})
+
+    def __str__(self) -> str:
+        plain = OptimizerSpec()
+        parts = []
+        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps"):
+            value = getattr(self, name)
+            if name == "lr" or value != getattr(plain, name):
+                parts.append(f"{name}={value_text(value)}")
+        return f"{self.name}:{','.join(parts)}"
+
+
+class Segment(NamedTuple):
+    """A slice `[start, stop)` with hyper-parameters of its own; `group` is its place in a sequence of rates."""
+
+    start: int
+    stop: int
+    overrides: Mapping[str, Any]
+    group: int = 0
+
+
+def restrict(segments: Sequence[Segment], ranges: Sequence[tuple[int, int]]) -> list[Segment]:
+    """`segments` of a whole vector as seen in the vector that holds only `ranges` of it, one after another."""
+    found = []
+    offset = 0
+    for start, stop in ranges:
+        for segment in segments:
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high:
+                found.append(segment._replace(start=offset + low - start, stop=offset + high - start))
+        offset += stop - start
+    return found
+
+
+class FlatOptimizer:
+    """An update rule for a flat vector of `numel` elements, and its state.
+
+    `segments` are slices whose hyper-parameters differ (parameter groups): `(start, stop, overrides)` with
+    fields of `OptimizerSpec` except its name, not overlapping; the rest of the vector goes by `spec`.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        segments: Sequence[Segment | tuple[int, int, Mapping[str, Any]]] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec = spec
+        self.numel = numel
+        self.steps = 0
+        self._pieces = _pieces(spec, numel, [Segment(*segment) for segment in segments])
+        kept = [name for piece in self._pieces for name in _rule(piece[2]).keeps]
+        self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys(kept)}
+        self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device)
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """One step: the new values of `values`, given `gradient`, are written to `out`, which may be `values`.
+
+        `lr` replaces the rates of `spec` and `segments`: one for all, or one per group of the segments.
+        """
+        self.steps += 1
+        for start, stop, spec, group in self._pieces:
+            rate = spec.lr if lr is None else lr if isinstance(lr, (int, float)) else lr[group]
+            rule = _rule(spec)
+            size = stop - start if rule is _RULES["sgd"] and not spec.weight_decay else BLOCK
+            for low in range(start, stop, max(size, 1)):
+                high = min(low + size, stop)
+                rule.update(self._view(spec, rate, slice(low, high), values, gradient, out))
+
+    def _view(
+        self,
+        spec: OptimizerSpec,
+        lr: float,
+        cut: slice,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+    ) -> _View:
+        decayed, scratch = self._scratch[:, : cut.stop - cut.start]
+        values, gradient = values[cut], gradient[cut]
+        if spec.weight_decay:
+            gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
+        kept = [self.vectors[name][cut] for name in _rule(spec).keeps]
+        return _View(spec, lr, self.steps, values, gradient, out[cut], scratch, kept)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""
+        return dict(self.vectors), {"steps": self.steps}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
+        if tensors.keys() != self.vectors.keys():
+            given, wanted = names(sorted(tensors)) or "nothing", names(sorted(self.vectors)) or "nothing"
+            raise ValueError(f"{self.spec} keeps {wanted}, and the state given has {given}: it is another optimizer's.")
+        for name, vector in self.vectors.items():
+            if tensors[name].shape != vector.shape:
+                raise ValueError(f"{name} has {tensors[name].numel()} elements, and the optimizer {self.numel}.")
+            vector.copy_(tensors[name])
+        self.steps = int(plain["steps"])
+
+
+# ---- the rules, each in PyTorch's order of operations
+
+
+class _View(NamedTuple):
+    """What a rule sees: equal slices of everything. `kept` are the vectors that the rule keeps."""
+
+    spec: OptimizerSpec
+    lr: float
+    step: int
+    values: torch.Tensor
+    gradient: torch.Tensor
+    out: torch.Tensor
+    scratch: torch.Tensor
+    kept: Sequence[torch.Tensor]
+
+
+def _assign(view: _View) -> None:
+    view.out.copy_(view.gradient)
+
+
+def _sgd(view: _View) -> None:
+    torch.add(view.values, view.gradient, alpha=-view.lr, out=view.out)
+
+
+def _momentum(view: _View) -> None:
+    (velocity,) = view.kept
+    direction = velocity.mul_(view.spec.momentum).add_(view.gradient)
+    if view.spec.nesterov:
+        direction = torch.add(view.gradient, velocity, alpha=view.spec.momentum, out=view.scratch)
+    torch.add(view.values, direction, alpha=-view.lr, out=view.out)
+
+
+def _adagrad(view: _View) -> None:
+    (squares,) = view.kept
+    squares.addcmul_(view.gradient, view.gradient)
+    root = torch.sqrt(squares, out=view.scratch).add_(view.spec.eps)
+    torch.addcdiv(view.values, view.gradient, root, value=-view.lr, out=view.out)
+
+
+def _adam(view: _View) -> None:
+    mean, squares = view.kept
+    first, second = view.spec.betas
+    mean.lerp_(view.gradient, 1 - first)
+    squares.mul_(second).addcmul_(view.gradient, view.gradient, value=1 - second)
+    root = torch.sqrt(squares, out=view.scratch).div_((1 - second**view.step) ** 0.5).add_(view.spec.eps)
+    torch.addcdiv(view.values, mean, root, value=-view.lr / (1 - first**view.step), out=view.out)
+
+
+class _Rule(NamedTuple):
+    update: Callable[[_View], None]
+    keeps: tuple[str, ...]
+
+
+_RULES: Mapping[str, _Rule] = {
+    "sgd": _Rule(_sgd, ()),
+    "momentum": _Rule(_momentum, ("velocity",)),
+    "adagrad": _Rule(_adagrad, ("squares",)),
+    "adam": _Rule(_adam, ("mean", "squares")),
+    "assign": _Rule(_assign, ()),
+}
+
+
+def _rule(spec: OptimizerSpec) -> _Rule:
+    return _RULES["momentum" if spec.name == "sgd" and spec.momentum else spec.name]
+
+
+def _pieces(spec: OptimizerSpec, numel: int, segments: Sequence[Segment]) -> list[tuple[int, int, OptimizerSpec, int]]:
+    """The whole vector in slices of one set of hyper-parameters each: start, stop, spec, group."""
+    pieces = []
+    at = 0
+    for start, stop, overrides, group in sorted(segments, key=lambda segment: segment[:2]):
+        if not at <= start <= stop <= numel:
+            raise ValueError(f"segment [{start}, {stop}) overlaps another or leaves a vector of {numel} elements.")
+        unknown = set(overrides) - {field.name for field in fields(OptimizerSpec) if field.name != "name"}
+        if unknown:
+            raise ValueError(f"segment [{start}, {stop}) sets {names(sorted(unknown))}, no hyper-parameter of a slice.")
+        pieces += [(at, start, spec, 0), (start, stop, replace(spec, **overrides), group)]
+        at = stop
+    pieces.append((at, numel, spec, 0))
+    return [piece for piece in pieces if piece[0] < piece[1]]

@@ -1,0 +1,98 @@
+"""What a run has counted, and the summary that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dure.report.metrics import Staleness, TimeShare
+
+if TYPE_CHECKING:
+    from dure.runtime.meter import Span
+    from dure.task import Task
+
+COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applied", "updates_refused")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Everything a run counts; grows over the segments between checkpoints and is saved with them."""
+
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    staleness: Staleness = field(default_factory=Staleness)
+    time: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communicate": 0.0, "wait": 0.0})
+    per_worker: dict[str, dict[str, int]] = field(default_factory=dict)
+    per_shard: dict[str, dict[str, int]] = field(default_factory=dict)
+    failures_survived: int = 0
+    events: int = 0
+
+    def count(self, table: str, node: str, **amounts: int) -> None:
+        """Add `amounts` to what `node` has counted in "per_worker" or "per_shard"."""
+        row = getattr(self, table).setdefault(node, {})
+        for name, amount in amounts.items():
+            row[name] = row.get(name, 0) + amount
+
+    def add_time(self, seconds: Mapping[str, float]) -> None:
+        for kind in self.time:
+            self.time[kind] += seconds.get(kind, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "counts": self.counts,
+            "staleness": self.staleness.as_dict(),
+            "time": self.time,
+            "per_worker": self.per_worker,
+            "per_shard": self.per_shard,
+            "failures_survived": self.failures_survived,
+            "events": self.events,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Totals:
+        totals = cls(**{**state, "staleness": Staleness.from_dict(state["staleness"])})
+        totals.counts, totals.time = dict(totals.counts), dict(totals.time)
+        return totals
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: its totals, its rows of history, and the parameters that it delivers."""
+
+    totals: Totals
+    history: list[dict[str, Any]]
+    digest: str
+    spans: list[Span] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
+    """The JSON object of `dure train`."""
+    totals, history = outcome.totals, outcome.history
+    last = history[-1] if history else {}
+    accuracies = [row["accuracy"] for row in history if row.get("accuracy") is not None]
+    share = TimeShare(**totals.time)
+    return {
+        "job": task.job.name,
+        "strategy": task.strategy.text(),
+        "on": task.config.on,
+        "time": time,
+        "workers": task.workers,
+        "steps": task.steps,
+        **{name: totals.counts[name] for name in ("samples",)},
+        "seconds": totals.seconds,
+        "loss": last.get("loss"),
+        "accuracy": last.get("accuracy"),
+        "best_accuracy": max(accuracies, default=None),
+        **{name: totals.counts[name] for name in COUNTS if name != "samples"},
+        "staleness": totals.staleness.as_dict(),
+        "time_share": share.as_dict(),
+        "failures_survived": totals.failures_survived,
+        "params_sha256": outcome.digest,
+        "seed": task.config.seed,
+        "per_worker": totals.per_worker,
+        "per_shard": totals.per_shard,
+        **outcome.notes,
+    }

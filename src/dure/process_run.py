@@ -1,0 +1,468 @@
+"""A real run as its launcher sees it: who is there, how far they are, what they deliver, who died."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from dure import checkpoint, errors
+from dure.checkpoint import Part
+from dure.errors import DureError, Refused
+from dure.examine import Examiner, Grade
+from dure.outcome import Outcome, Totals
+from dure.replica import digest
+from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.meter import Span
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity, Loss
+
+if TYPE_CHECKING:
+    from dure.task import Task
+    from dure.virtual_run import Row, Watch
+
+START_SECONDS = 120.0
+"""How long processes may take to come up."""
+
+
+class Launcher(Protocol):
+    """Who starts and watches processes. `exited` maps names to exit statuses."""
+
+    exited: Mapping[str, int]
+
+    def start(self, name: str, **arguments: Any) -> None: ...
+
+    def look(self) -> None: ...
+
+    def last_words(self, name: str) -> str: ...
+
+
+class Snapshot(NamedTuple):
+    """The delivered parameters at one moment."""
+
+    row: Row
+    values: torch.Tensor
+    buffers: torch.Tensor | None
+
+
+class Grader:
+    """Grades snapshots on a thread of its own, at the lowest priority: the workers come first."""
+
+    def __init__(self, task: Task, finished: Callable[[Row], None]) -> None:
+        self._examiner = Examiner(task.job)
+        self._finished = finished
+        self._waiting: deque[Snapshot] = deque()
+        self._graded: deque[Row] = deque()
+        self._wake = threading.Semaphore(0)
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="dure grader", daemon=True)
+        self._thread.start()
+
+    def give(self, snapshot: Snapshot) -> None:
+        self._waiting.append(snapshot)
+        self._wake.release()
+
+    def look(self) -> None:
+        """Hand over what has been graded."""
+        if self._error is not None:
+            raise self._error
+        while self._graded:
+            self._finished(self._graded.popleft())
+
+    def close(self) -> None:
+        """Grade what is left."""
+        self._closing = True
+        self._wake.release()
+        self._thread.join()
+        self.look()
+
+    def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        torch.set_num_threads(1)
+        try:
+            while True:
+                self._wake.acquire()  # released by `give` and `close`
+                if not self._waiting:
+                    if self._closing:
+                        return
+                    continue
+                snapshot = self._waiting.popleft()
+                grade: Grade = self._examiner.grade(snapshot.values, snapshot.buffers)
+                self._graded.append({**snapshot.row, "loss": grade.loss, "accuracy": grade.accuracy})
+        except BaseException as error:  # noqa: BLE001  (raised again on the launcher's thread, by `look`)
+            self._error = error
+
+
+class Hub:
+    """The service that all processes of a run talk to, and the launcher's view of them."""
+
+    def __init__(self, task: Task, watch: Watch, launcher: Launcher, *, folder: Path | None, absent: Sequence[int] = ()) -> None:
+        self.task = task
+        self.watch = watch
+        self.launcher = launcher
+        self.folder = folder
+        self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
+        self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seed)
+        self.node.on_lost = self._lost
+        self.address = ("127.0.0.1", self.node.wire.listen("127.0.0.1"))
+        self.node.serve("hub", self)
+        self.store = self._store() if not task.servers else None
+        self.totals = Totals()
+        self.history: list[Row] = []
+        self.spans: list[Span] = []
+        self.grader = Grader(task, self._graded)
+        self.incarnations: dict[str, int] = {}
+        self.places: dict[str, tuple[str, int]] = {}
+        self.present: set[str] = set()
+        self.ready: set[str] = set()
+        self.finished: dict[str, Mapping[str, Any]] = {}
+        self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.dead: dict[str, str] = {}
+        self.failures: dict[str, DureError] = {}
+        self.progress: dict[str, Mapping[str, Any]] = {}
+        self.base: dict[str, Any] = {}
+        self._servers = [f"server {number}" for number in range(task.servers)]
+        self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in absent]
+        self._everyone = {*self._servers, *self._workers}
+        self._registering: Operation[None] = self.node.promise("all processes to register")
+        self._going: Operation[None] = self.node.promise("all processes to be ready")
+        self._suspended: set[str] = set()
+        self._saved: set[str] = set()
+        self._all_suspended: Operation[None] | None = None
+        self._all_saved: Operation[None] | None = None
+
+    def _store(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.TCPStore("127.0.0.1", 0, self.task.workers, is_master=True, wait_for_workers=False)
+
+    # ---- the service
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        if method not in ("snapshot", "done"):
+            return ()
+        replica = self.task.replica
+        specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel)]
+        buffers = replica.buffers_flat()
+        if buffers.numel():
+            specs.append(TensorSpec(str(buffers.dtype).removeprefix("torch."), buffers.numel()))
+        return specs
+
+    def handle(self, call: Call) -> Any:
+        handler = {
+            "register": self._register,
+            "ready": self._ready,
+            "progress": self._progress,
+            "snapshot": self._snapshot,
+            "spans": self._spans,
+            "suspended": self._suspend,
+            "saved": self._save,
+            "failed": self._failed,
+            "done": self._done,
+        }.get(call.method)
+        if handler is None:
+            raise Refused(f'the hub has no method "{call.method}".')
+        return handler(call)
+
+    async def _register(self, call: Call) -> Reply:
+        self.places[call.caller] = (call.fields["host"], call.fields["port"])
+        self.present.add(call.caller)
+        if self._everyone <= self.places.keys():
+            self._registering.resolve()
+        await self._registering
+        store = None if self.store is None else [self.store.host, self.store.port]
+        return Reply({"directory": {name: list(place) for name, place in self.places.items()}, "store": store})
+
+    async def _ready(self, call: Call) -> Reply:
+        newcomer = self._going.done
+        self.ready.add(call.caller)
+        if not newcomer and self._everyone - self.dead.keys() <= self.ready:
+            self.node.begin(self.totals.seconds)
+            self._going.resolve()
+        await self._going
+        living = sorted((name for name in self._workers if name not in self.dead), key=_number)
+        evaluates = bool(living) and call.caller == living[0]
+        return Reply({"seconds": self.node.now(), "newcomer": newcomer, "evaluates": evaluates})
+
+    def _progress(self, call: Call) -> Reply:
+        self.progress[call.caller] = call.fields
+        steps = call.fields["steps"]
+        self.watch.progress(steps, self.task.steps, call.fields["loss"], self._samples())
+        return Reply()
+
+    def _samples(self) -> int:
+        sizes = self.task.batch_sizes
+        return sum(int(said["steps"]) * sizes[_number(name)] for name, said in self.progress.items())
+
+    def _snapshot(self, call: Call) -> Reply:
+        sent = sum(int(said["bytes"]) for said in self.progress.values())
+        row = {
+            "seconds": call.fields["seconds"],
+            "step": call.fields["steps"],
+            "samples": self._samples(),
+            "loss": None,
+            "accuracy": None,
+            "bytes": max(sent, call.fields["bytes"]) + self.base.get("bytes", 0),
+        }
+        values, *buffers = [tensor.clone() for tensor in call.tensors]
+        self.grader.give(Snapshot(row, values, buffers[0] if buffers else None))
+        return Reply()
+
+    def _spans(self, call: Call) -> Reply:
+        self.spans.extend(Span(*span) for span in call.fields["spans"])
+        return Reply()
+
+    def _failed(self, call: Call) -> Reply:
+        kind = getattr(errors, call.fields["kind"], DureError)
+        self.failures[call.caller] = kind(call.fields["message"])
+        return Reply()
+
+    def _done(self, call: Call) -> Reply:
+        values, *buffers = [tensor.clone() for tensor in call.tensors]
+        self.delivered[call.caller] = (values, buffers[0] if buffers else None)
+        self.finished[call.caller] = dict(call.fields)
+        self._check_suspended()
+        return Reply()
+
+    # ---- checkpoints
+
+    async def _suspend(self, call: Call) -> Reply:
+        if self._all_suspended is None:
+            self._all_suspended = self.node.promise("all workers to stop for the checkpoint")
+            self._all_saved = self.node.promise("the checkpoint to be written")
+            self.node.spawn(self._checkpoint(call.fields["step"]), "the checkpoint")
+        self._suspended.add(call.caller)
+        self._check_suspended()
+        await self._all_suspended
+        assert self.folder is not None
+        return Reply({"draft": str(self.folder / f"step-{call.fields['step']}.tmp")})
+
+    def _check_suspended(self) -> None:
+        if self._all_suspended is not None and self._living() <= self._suspended:
+            self._all_suspended.resolve()
+        if self._all_saved is not None and self._living() <= self._saved:
+            self._all_saved.resolve()
+
+    def _living(self) -> set[str]:
+        return {name for name in self._workers if name not in self.dead and name not in self.finished}
+
+    async def _checkpoint(self, step: int) -> None:
+        assert self.folder is not None
+        assert self._all_suspended is not None
+        assert self._all_saved is not None
+        draft = checkpoint.begin(self.folder, step)
+        if not self.task.sync.lockstep:
+            for name in self._living() - self._suspended:
+                await self.node.call(Address(name, "process"), "suspend")
+        await self._all_suspended
+        for name in self._servers:
+            await self.node.call(Address(name, "process"), "save", draft=str(draft))
+        run = {"checkpoint": step, "history": self.history, "totals": self.totals.state(), "seconds": self.node.now()}
+        checkpoint.write_part(draft, "run", Part({}, run))
+
+    async def _save(self, call: Call) -> Reply:
+        assert self._all_saved is not None
+        self._saved.add(call.caller)
+        if self._living() <= self._saved and not self._all_saved.done:
+            assert self.folder is not None
+            checkpoint.commit(self.folder, call.fields["step"])
+            checkpoint.prune(self.folder, 3)
+            self._all_saved.resolve()
+        await self._all_saved
+        self._all_suspended = None
+        self._suspended.clear()
+        self._saved.clear()
+        return Reply()
+
+    # ---- deaths
+
+    def _lost(self, loss: Loss) -> None:
+        if loss.incoming and not loss.finished:
+            self._died(loss.peer, loss.reason)
+
+    def _died(self, name: str, reason: str) -> None:
+        if name in self.dead or name in self.finished or name not in self._everyone:
+            return
+        self.dead[name] = reason
+        if name.startswith("server") or not self.task.servers or name in self.failures:
+            return
+        self.totals.failures_survived += 1
+        if self._everyone - self.dead.keys() <= self.places.keys():
+            self._registering.resolve()
+        if self._everyone - self.dead.keys() <= self.ready:
+            self._going.resolve()
+        self._check_suspended()
+        living = sorted(self._living(), key=_number)
+        if self._going.done and living:
+            self.node.spawn(self._appoint(living[0]), "choosing who is evaluated")
+
+    async def _appoint(self, name: str) -> None:
+        await self.node.call(Address(name, "process"), "evaluate")
+
+    def _check_failures(self) -> None:
+        """Raise what ends the run."""
+        if self.failures:
+            name, error = min(self.failures.items(), key=lambda item: not isinstance(item[1], errors.DivergedError))
+            raise type(error)(f"{name}: {error}")
+        for name, reason in self.dead.items():
+            if name.startswith("server"):
+                raise DureError(f"{name} died ({self._cause(name, reason)}), and its part of the model with it. {_RESUME}")
+            if not self.task.servers:
+                raise DureError(
+                    f"{name} died ({self._cause(name, reason)}), and {self.task.strategy} needs every worker. {_RESUME}"
+                )
+        if self._workers and all(name in self.dead for name in self._workers):
+            name = self._workers[0]
+            raise DureError(f"all workers died; {name}: {self._cause(name, self.dead[name])}.")
+
+    def _cause(self, name: str, reason: str) -> str:
+        status = self.launcher.exited.get(name)
+        words = self.launcher.last_words(name)
+        if status is not None and status < 0:
+            return f"killed by signal {-status}"
+        return words or reason
+
+    # ---- running
+
+    def start(self, name: str, *, resume: Path | None = None) -> None:
+        """Start a process; one that was there before comes as a new incarnation."""
+        incarnation = self.incarnations.get(name, -1) + 1
+        self.incarnations[name] = incarnation
+        if incarnation or name not in self._everyone:
+            self.dead.pop(name, None)
+            self._everyone.add(name)
+            if name not in self._workers:
+                self._workers.append(name)
+        self.launcher.start(
+            name,
+            run=self.run_name,
+            incarnation=incarnation,
+            hub=list(self.address),
+            resume=None if resume is None else str(resume),
+        )
+
+    def run(self, resume: Path | None = None) -> Outcome:
+        """Start everybody, and wait until the work is done."""
+        if resume is not None:
+            self._resume(checkpoint.load(resume).parts["run"].plain)
+        for name in (*self._servers, *self._workers):
+            self.start(name, resume=resume)
+        while not self._all_finished():
+            self.turn()
+        return self.node.loop.run_until(self.node.spawn(self._gather(), "gathering the results"))
+
+    def turn(self) -> None:
+        """One look at everything."""
+        self.node.loop.turn(0.1)
+        self.launcher.look()
+        for name, status in dict(self.launcher.exited).items():
+            if status and name not in self.finished:
+                self._died(name, f"exit status {status}")
+        self.grader.look()
+        self._check_failures()
+        if not self._going.done and self.node.now() > START_SECONDS:
+            missing = sorted(self._everyone - self.ready - self.dead.keys())
+            raise DureError(f"{', '.join(missing)} did not come up within {START_SECONDS:g} s.")
+
+    def _all_finished(self) -> bool:
+        return self._going.done and all(name in self.finished or name in self.dead for name in self._workers)
+
+    def _resume(self, plain: Mapping[str, Any]) -> None:
+        self.totals = Totals.restored(plain["totals"])
+        self.totals.seconds = plain["seconds"]
+        self.history = [dict(row) for row in plain["history"]]
+        if self.history:
+            self.base = {"bytes": self.history[-1]["bytes"]}
+
+    async def _gather(self) -> Outcome:
+        totals, task = self.totals, self.task
+        for name, said in self.finished.items():
+            totals.count("per_worker", name, **{key: said[key] for key in ("steps", *_TRAFFIC)})
+            totals.add_time(said["time"])
+            totals.counts["samples"] += said["steps"] * task.batch_sizes[_number(name)]
+            for key in _TRAFFIC:
+                totals.counts[key] += said[key]
+        totals.seconds = max(said["seconds"] for said in self.finished.values())
+        values = await self._deliver()
+        for name in self._everyone - self.dead.keys():
+            await self.node.call(Address(name, "process"), "bye")
+        row = {
+            "seconds": totals.seconds,
+            "step": max(said["steps"] for said in self.finished.values()),
+            "samples": totals.counts["samples"],
+            "bytes": totals.counts["bytes_sent"],
+        }
+        self.grader.give(Snapshot(row, values, self._mean_buffers()))
+        self.grader.close()
+        return Outcome(totals, self.history, digest(values), self.spans, {"deaths": dict(self.dead)})
+
+    async def _deliver(self) -> torch.Tensor:
+        """The final parameters; what the shards have counted."""
+        task, totals = self.task, self.totals
+        if not task.servers:
+            totals.counts["updates_applied"] = sum(int(said["steps"]) for said in self.finished.values())
+            totals.staleness.histogram[0] = totals.counts["updates_applied"]
+            living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
+            return living[0]
+        for name, place in self.places.items():
+            self.node.directory[name] = place
+        reports = []
+        for name in self._servers:
+            status = (await self.node.call(Address(name, "shard"), "status")).fields
+            totals.count("per_shard", name, applied=status["applied"], refused=status["refused"])
+            reports.append(status)
+        worst = max(reports, key=lambda status: _mean(status["staleness"]))
+        totals.staleness.histogram.update({int(behind): n for behind, n in worst["staleness"].items()})
+        totals.counts["updates_applied"] = worst["applied"]
+        totals.counts["updates_refused"] = worst["refused"]
+        client = task.client(self.node, -1)
+        return (await client.pull(task.replica.params.clone())).values
+
+    def _mean_buffers(self) -> torch.Tensor | None:
+        found = [buffers for _, buffers in self.delivered.values() if buffers is not None]
+        return torch.stack(found).mean(dim=0) if found else None
+
+    def _graded(self, row: Row) -> None:
+        self.history.append(row)
+        self.watch.row(row)
+
+    def close(self) -> None:
+        self.node.wire.close()
+
+
+_TRAFFIC = ("bytes_sent", "bytes_received", "messages")
+_RESUME = "Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
+
+
+def _number(name: str) -> int:
+    return int(name.split()[1])
+
+
+def _mean(histogram: Mapping[str, int]) -> float:
+    total = sum(histogram.values())
+    return sum(int(behind) * count for behind, count in histogram.items()) / total if total else 0.0
+
+
+def run_processes(task: Task, watch: Watch, resume: Path | None, folder: Path | None, *, named: bool) -> Outcome:
+    """Train `task` on processes of this machine. `named`: its job can be made again from its name."""
+    from dure.errors import UsageError
+    from dure.runtime.launch.nursery import Nursery
+
+    if not named:
+        raise UsageError(
+            "a Job object cannot be handed to other processes. Put its function into a file and name it "
+            '("train.py:make_job"), or run in virtual time (on="virtual").'
+        )
+    with Nursery(task.config.plain()) as nursery:
+        hub = Hub(task, watch, nursery, folder=folder)
+        try:
+            return hub.run(resume)
+        finally:
+            hub.close()

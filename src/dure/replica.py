@@ -1,0 +1,306 @@
+"""A module whose trainable parameters, and their gradients, lie in one contiguous buffer each.
+
+    module     0.weight (32, 784)   0.bias (32,)   2.weight (10, 32)   2.bias (10,)      views of
+    params    |--------------------|--------------|-------------------|------------|     one flat tensor
+    grads     |--------------------|--------------|-------------------|------------|     another
+               layers[0]            layers[1]      layers[2]           layers[3]         named slices
+
+Methods, codecs and shards work on flat slices; the module never notices. A parameter that several layers share lies
+there once, and one with `requires_grad=False` not at all: it stays what and where it was.
+
+Buffers that training changes (batch norm's running statistics) are part of a replica too. `buffers_flat` is a
+snapshot of them in float64, which holds float32 and counts below 2**53 exactly: floating values first, then integers.
+Where replicas agree, floating values are averaged, and of integers (batch norm's `num_batches_tracked`) everybody
+takes the largest. Boolean, complex and non-persistent buffers are constants and are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from dure.errors import ReplicaError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
+_ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The slice [start, stop) of the flat buffer that parameter `name` is."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter, where in the module it hangs, and its two views."""
+
+    layer: Layer
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    values: Tensor
+    gradient: Tensor
+
+
+class Replica:
+    """`module`, laid out flat: `params` and `grads` are 1-D, in the order of `module.named_parameters()`.
+
+    Writing to `params` changes the module, and `loss.backward()` adds to `grads`. Calls that move parameters
+    elsewhere (`.to()`, `.double()`, `load_state_dict(assign=True)`) break that: call `check()` before relying on it.
+
+    Raises `ReplicaError` for a module that cannot be laid out flat.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = _trainable(module)
+        first = found[0][1]
+        stops = list(accumulate(parameter.numel() for _, parameter in found))
+        self.module = module
+        self.layers = tuple(
+            Layer(name, stop - parameter.numel(), stop, tuple(parameter.shape))
+            for (name, parameter), stop in zip(found, stops, strict=True)
+        )
+        self.params = torch.empty(stops[-1], dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.params)
+        self._slots = tuple(
+            self._adopt(layer, parameter) for layer, (_, parameter) in zip(self.layers, found, strict=True)
+        )
+        self._frozen = tuple((n, p) for n, p in module.named_parameters() if not p.requires_grad)
+        persistent = module.state_dict(keep_vars=True)
+        buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        self._floating = [name for name, buffer in buffers if buffer.is_floating_point()]
+        self._integer = [name for name, buffer in buffers if _is_integer(buffer)]
+
+    def _adopt(self, layer: Layer, parameter: nn.Parameter) -> _Slot:
+        values = self.params[layer.start : layer.stop].view(layer.shape)
+        gradient = self.grads[layer.start : layer.stop].view(layer.shape)
+        values.copy_(parameter.data)
+        parameter.data = values
+        if parameter.grad is not None:
+            gradient.copy_(_dense(parameter.grad))
+        parameter.grad = gradient
+        path, _, attribute = layer.name.rpartition(".")
+        return _Slot(layer, self.module.get_submodule(path), attribute, parameter, values, gradient)
+
+    @property
+    def numel(self) -> int:
+        return self.params.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.params.device
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The module's trainable parameters, in the order of `layers`."""
+        return tuple(slot.parameter for slot in self._slots)
+
+    def load(self, values: Tensor) -> None:
+        """Copy the flat `values` in. Raises `ReplicaError` if they do not fit."""
+        if values.shape != self.params.shape or values.dtype != self.dtype:
+            raise ReplicaError(
+                f"this replica has {self.numel} parameters of {self.dtype}, "
+                f"got values of shape {tuple(values.shape)} and {values.dtype}."
+            )
+        self.params.copy_(values)
+
+    def zero_grad(self) -> None:
+        """Zero `grads` in place; the module's gradients stay views of it."""
+        self.grads.zero_()
+
+    # ---- calls that detach views
+
+    def check(self) -> None:
+        """Bring foreign gradients home, and refuse parameters that have moved away.
+
+        `zero_grad()` sets gradients to None and the next `backward()` makes new ones: those are copied into `grads`,
+        and the parameter gets its view back. A gradient that is None counts as zero.
+
+        Raises `ReplicaError` naming the call that most likely moved a parameter.
+        """
+        for slot in self._slots:
+            if getattr(slot.owner, slot.attribute) is not slot.parameter or _moved(slot):
+                raise ReplicaError(_explain_move(slot))
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ReplicaError(
+                    f"parameter {name!r} was frozen when the replica was made and requires a gradient now, "
+                    "so it would not be trained. Call requires_grad_(True) first and make the replica then."
+                )
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                slot.gradient.zero_()
+            elif gradient is not slot.gradient and not _same_memory(gradient, slot.gradient):
+                slot.gradient.copy_(_dense(gradient))
+            slot.parameter.grad = slot.gradient
+
+    # ---- buffers
+
+    def buffers_flat(self) -> Tensor:
+        """The buffers that training may change: float64, flat, a copy; of no elements where there are none."""
+        named = dict(self.module.named_buffers())
+        parts = [named[name].detach().reshape(-1).double() for name in (*self._floating, *self._integer)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
+
+    def load_buffers(self, values: Tensor) -> None:
+        """Copy a flat snapshot in; integers are rounded. Raises `ReplicaError` if it does not fit."""
+        named = dict(self.module.named_buffers())
+        targets = [named[name] for name in (*self._floating, *self._integer)]
+        sizes = [target.numel() for target in targets]
+        if values.shape != (sum(sizes),):
+            raise ReplicaError(
+                f"the buffers of this replica have {sum(sizes)} elements, got shape {tuple(values.shape)}. "
+                "Load what buffers_flat() of the same model gave."
+            )
+        for target, part in zip(targets, torch.split(values, sizes), strict=True):
+            part = part.view(target.shape)
+            target.copy_(part.round() if _is_integer(target) else part)
+
+    def merge_buffers(self, snapshots: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+        """What replicas agree on: the mean of floating buffers, weighted, and the largest of integer ones."""
+        stacked = torch.stack(list(snapshots))
+        share = torch.ones(len(stacked), 1) if weights is None else torch.tensor(weights).unsqueeze(1)
+        share = (share.to(stacked) / share.sum()).to(stacked)
+        named = dict(self.module.named_buffers())
+        floating = sum(named[name].numel() for name in self._floating)
+        return torch.cat([(stacked[:, :floating] * share).sum(0), stacked[:, floating:].amax(0)])
+
+    # ---- what a module is like
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether samples of a batch influence each other and leave a trace in buffers."""
+        return any(isinstance(module, _BATCH_NORMS) for module in self.module.modules())
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a module that is in training mode draws random numbers, as dropout does.
+
+        Draws that a model's own `forward` makes cannot be seen from here.
+        """
+        return any(module.training and _draws(module) for module in self.module.modules())
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256 of the values' raw little-endian bytes, in hexadecimal.
+
+    >>> digest(torch.tensor([1.0, 2.0]))[:16]
+    '65e6abcec0bbc41d'
+    """
+    array = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        array = array.reshape(-1, values.element_size())[:, ::-1]
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter, each parameter once. Raises `ReplicaError` if they do not fit in one buffer."""
+    found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    kind = type(module).__name__
+    if not found:
+        raise ReplicaError(f"{kind} has no trainable parameters. Give a module with some whose requires_grad is True.")
+    lazy = [name for name, parameter in found if isinstance(parameter, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ReplicaError(f"parameter {lazy[0]!r} has no shape yet. Run one batch through {kind} first.")
+    _refuse_mixture(kind, found)
+    places: dict[int, str] = {}
+    for name, parameter in found:
+        other = places.setdefault(parameter.data_ptr(), name)
+        if other != name and parameter.numel():
+            raise ReplicaError(
+                f"parameters {other!r} and {name!r} are two objects in the same memory, which a flat buffer would "
+                f"separate. Share the object instead: module.{name} = module.{other}."
+            )
+    return found
+
+
+def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> None:
+    first_name, first = found[0]
+    if not first.is_floating_point():
+        raise ReplicaError(f"parameter {first_name!r} is {first.dtype}. Real floating-point parameters are supported.")
+    for name, parameter in found:
+        if parameter.dtype != first.dtype:
+            raise ReplicaError(
+                f"{kind} mixes dtypes: {first_name!r} is {first.dtype}, {name!r} is {parameter.dtype}. One dtype per "
+                "replica is supported: convert the module before making the replica, as in Replica(module.float())."
+            )
+        if parameter.device != first.device:
+            raise ReplicaError(
+                f"{kind} lies on several devices: {first_name!r} on {first.device}, {name!r} on {parameter.device}. "
+                f'One device per replica is supported: write Replica(module.to("{first.device}")).'
+            )
+
+
+def _moved(slot: _Slot) -> bool:
+    return not _same_memory(slot.parameter, slot.values)
+
+
+def _same_memory(tensor: Tensor, view: Tensor) -> bool:
+    return (
+        tensor.layout == view.layout
+        and tensor.data_ptr() == view.data_ptr()
+        and tensor.dtype == view.dtype
+        and tensor.shape == view.shape
+        and tensor.stride() == view.stride()
+    )
+
+
+def _explain_move(slot: _Slot) -> str:
+    """Which call took the parameter out of the flat buffer, as far as its present state tells."""
+    name, home = slot.layer.name, slot.values
+    now = getattr(slot.owner, slot.attribute)
+    if now is not slot.parameter:
+        call = f"load_state_dict(assign=True), or an assignment to module.{name},"
+        advice = "Call load_state_dict(state) without assign=True, or make the replica afterwards."
+    elif now.dtype != home.dtype:
+        name_of_dtype = str(now.dtype).removeprefix("torch.")
+        call = f".{_CONVERSIONS.get(now.dtype, f'to({now.dtype})')} made it {name_of_dtype}: the call"
+        advice = f"Convert first and make the replica then: Replica(module.to({now.dtype}))."
+    elif now.device != home.device:
+        call = f'.to("{now.device}")'
+        advice = f'Move first and make the replica then: Replica(module.to("{now.device}")).'
+    else:
+        call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
+        advice = "Copy values in place: replica.load(values), or parameter.data.copy_(values)."
+    return f"parameter {name!r} is no longer in the replica's flat buffer: {call} moved it. {advice}"
+
+
+_CONVERSIONS = {torch.float64: "double()", torch.float32: "float()", torch.float16: "half()"}
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+
+
+def _is_integer(buffer: Tensor) -> bool:
+    return not buffer.is_floating_point() and not buffer.is_complex() and buffer.dtype != torch.bool
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, _DROPOUTS):
+        return module.p > 0
+    if isinstance(module, _WITH_DROPOUT):
+        return module.dropout > 0
+    return isinstance(module, _ALWAYS_RANDOM)

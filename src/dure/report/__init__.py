@@ -1,0 +1,44 @@
+"""What a run leaves behind, and what people see of it.
+
+| module       | holds                                                            |
+|--------------|------------------------------------------------------------------|
+| `comparison` | runs side by side, as values and as text                         |
+| `figures`    | the report's figures, as SVG                                     |
+| `files`      | JSON that any reader can parse; files that are whole or absent   |
+| `html`       | the report: one HTML file that opens offline                     |
+| `metrics`    | counters, staleness, time shares, time to an accuracy            |
+| `progress`   | a progress bar on standard error                                 |
+| `record`     | a run's folder, written and read                                 |
+| `sinks`      | where a history goes besides: JSON Lines, TensorBoard            |
+| `table`      | runs side by side in the terminal                                |
+| `trace`      | who did what when, for Perfetto                                  |
+
+Nothing here reads a clock, and nothing imports a runtime or a method.
+"""
+
+from dure.report.html import write_report
+from dure.report.metrics import Counters, Staleness, TimeShare, time_to
+from dure.report.progress import Progress
+from dure.report.record import Run, RunFolder, read_run
+from dure.report.sinks import JsonLines, Sink, TensorBoard
+from dure.report.table import comparison_table, print_table
+from dure.report.trace import Span, write_trace
+
+__all__ = [
+    "Counters",
+    "JsonLines",
+    "Progress",
+    "Run",
+    "RunFolder",
+    "Sink",
+    "Span",
+    "Staleness",
+    "TensorBoard",
+    "TimeShare",
+    "comparison_table",
+    "print_table",
+    "read_run",
+    "time_to",
+    "write_report",
+    "write_trace",
+]

@@ -1,0 +1,284 @@
+"""What the terminal table and the HTML report say about runs, as values and as text.
+
+Runs are compared with the first run *of the same kind of time*: a virtual second is a model's, a real one the
+wall clock's, and no ratio is taken between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dure.report.metrics import time_to
+from dure.report.record import Run
+
+NOTHING = "\N{EN DASH}"
+_AXES = ("sync", "topology", "codec", "partition")
+_REAL_PLACES = ("local", "torchrun", "ray")
+_DEFAULTS = ("", "none", "fp32")
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One run among others: its figures, and how it does against the first one of its kind of time.
+
+    `speedup` is the first run's time to the target over this one's: 2.0 means in half the time.
+    """
+
+    run: Run
+    figures: Mapping[str, Any]
+    label: str
+    strategy: str
+    time: str
+    reached: float | None
+    speedup: float | None
+
+    @property
+    def diverged(self) -> bool:
+        losses = [row.get("loss") for row in self.run.history[-1:]] + [self.figures.get("loss")]
+        return any(loss is not None and not math.isfinite(loss) for loss in losses)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.run.figures)
+
+    def figure(self, name: str, part: str | None = None) -> float | None:
+        """The summary's number `name` (or its `part`); None where it has none."""
+        value = self.figures.get(name)
+        if part is not None:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def entries(runs: Sequence[Run], *, target: float) -> list[Entry]:
+    """One entry per run, in order. `target` is the test accuracy (a fraction) whose time is taken."""
+    figures = [run.summary() for run in runs]
+    strategies = _strategies(runs, figures)
+    times = [_kind_of_time(run, values) for run, values in zip(runs, figures, strict=True)]
+    reached = [time_to(run.history, target) for run in runs]
+    first: dict[str, float | None] = {}
+    for kind, seconds in zip(times, reached, strict=True):
+        first.setdefault(kind, seconds)
+    labels = _labels(strategies, times)
+    return [
+        Entry(run, values, label, strategy, kind, seconds, _ratio(first[kind], seconds))
+        for run, values, label, strategy, kind, seconds in zip(
+            runs, figures, labels, strategies, times, reached, strict=True
+        )
+    ]
+
+
+def shared_strategy(runs: Sequence[Run]) -> str:
+    """What all runs' strategies have in common, and their labels therefore leave out."""
+    parts = [_axes(run, run.summary()) for run in runs]
+    alike = [axis for axis in _AXES[1:] if len(parts) > 1 and len({values[axis] for values in parts}) == 1]
+    return " ".join(parts[0][axis] for axis in alike if parts[0][axis] not in _DEFAULTS)
+
+
+def _ratio(first: float | None, seconds: float | None) -> float | None:
+    return first / seconds if first is not None and seconds else None
+
+
+def _kind_of_time(run: Run, figures: Mapping[str, Any]) -> str:
+    """As the summary says; of a run that did not finish, as follows from where it ran."""
+    where = str(run.config.get("on") or "")
+    guess = "real" if where.split(":")[0] in _REAL_PLACES else "virtual" if where else "unknown"
+    return str(figures.get("time") or guess)
+
+
+def _axes(run: Run, figures: Mapping[str, Any]) -> dict[str, str]:
+    strategy = figures.get("strategy") or run.config.get("strategy") or run.config
+    if isinstance(strategy, str):
+        strategy = {"sync": strategy}
+    return {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
+
+
+def _strategies(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each run's strategy as text, without the axes on which all agree and without defaults."""
+    parts = [_axes(run, values) for run, values in zip(runs, figures, strict=True)]
+    differ = {axis for axis in _AXES if len(parts) == 1 or len({values[axis] for values in parts}) > 1} | {"sync"}
+    texts = [" ".join(v[axis] for axis in _AXES if axis in differ and v[axis] not in _DEFAULTS) for v in parts]
+    names = [run.path.name if run.path else f"run {number}" for number, run in enumerate(runs, start=1)]
+    return [text or name for text, name in zip(texts, names, strict=True)]
+
+
+def _labels(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
+    """Strategies made unique: by their kind of time where that differs, then by a number."""
+    mixed = len(set(times)) > 1
+    labels = [f"{text} ({time})" if mixed else text for text, time in zip(strategies, times, strict=True)]
+    total, seen = Counter(labels), Counter[str]()
+    for place, label in enumerate(labels):
+        seen[label] += 1
+        labels[place] = f"{label} #{seen[label]}" if total[label] > 1 else label
+    return labels
+
+
+# --- figures as text
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Three digits in the unit that suits: "3.20 ms", "12.4 s", "7 min 05 s", "2 h 10 min"."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
+        if abs(seconds) < limit:
+            return f"{_digits(seconds * factor)} {unit}" if seconds else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 120 else f"{minutes} min {rest:02d} s"
+
+
+def bytes_text(nbytes: float | None) -> str:
+    """Three digits in decimal units: "1.50 MB"."""
+    if nbytes is None:
+        return NOTHING
+    for factor, unit in _BYTES:
+        if nbytes >= factor:
+            return f"{_digits(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def count_text(count: float | None) -> str:
+    """A whole number: "12,345"."""
+    return NOTHING if count is None else f"{count:,.0f}"
+
+
+def number_text(value: float | None) -> str:
+    """Four digits: "0.1234"."""
+    if value is None:
+        return NOTHING
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
+
+
+def mean_text(value: float | None) -> str:
+    """Two places: "3.05"."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def percent_text(fraction: float | None) -> str:
+    """A fraction as "96.4 %"."""
+    return NOTHING if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f} %"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """How many times as fast."""
+    return NOTHING if ratio is None else f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
+
+
+def loss_text(entry: Entry) -> str:
+    """The final loss, or that it is no number."""
+    return "diverged" if entry.diverged else number_text(entry.figure("loss"))
+
+
+def target_text(target: float) -> str:
+    """A fraction as "95 %"."""
+    return f"{100 * target:g} %"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+# --- the whole summary, row by row
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure of all runs: its name, its text per run, the places of the best ones (empty: no best)."""
+
+    name: str
+    cells: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+
+
+def lines(found: Sequence[Entry], *, target: float) -> list[tuple[str, list[Line]]]:
+    """Every figure of the summaries, in groups: (heading, lines)."""
+    shares = ("compute", "communicate", "wait")
+    return [
+        ("Result", _result(found, target)),
+        ("Work", _work(found)),
+        (
+            "Communication",
+            [
+                _line(found, "Sent by workers", bytes_text, "bytes_sent", lowest=True),
+                _line(found, "Received by workers", bytes_text, "bytes_received"),
+                _line(found, "Messages", count_text, "messages"),
+            ],
+        ),
+        (
+            "Agreement",
+            [
+                _line(found, "Updates applied", count_text, "updates_applied"),
+                _line(found, "Updates refused", count_text, "updates_refused"),
+                _line(found, "Staleness, mean", mean_text, "staleness", "mean"),
+                _line(found, "Staleness, largest", count_text, "staleness", "max"),
+                _line(found, "Failures survived", count_text, "failures_survived"),
+            ],
+        ),
+        ("Share of time", [_line(found, part.capitalize(), percent_text, "time_share", part) for part in shares]),
+    ]
+
+
+def _line(
+    found: Sequence[Entry],
+    name: str,
+    text: Callable[[float | None], str],
+    key: str,
+    part: str | None = None,
+    *,
+    lowest: bool = False,
+) -> Line:
+    best = _best(found, lambda entry: entry.figure(key, part), across=True) if lowest else frozenset[int]()
+    return Line(name, tuple(text(entry.figure(key, part)) for entry in found), best)
+
+
+def _result(found: Sequence[Entry], target: float) -> list[Line]:
+    accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
+    reached = tuple(seconds_text(entry.reached) for entry in found)
+    return [
+        Line("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True)),
+        Line("Test accuracy", accuracies, _best(found, lambda e: _negative(e.figure("accuracy")), across=True)),
+        _line(found, "Best test accuracy", percent_text, "best_accuracy"),
+        Line(f"Time to {target_text(target)}", reached, _best(found, lambda entry: entry.reached)),
+        Line("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)),
+    ]
+
+
+def _work(found: Sequence[Entry]) -> list[Line]:
+    speeds = tuple(count_text(_speed(entry)) for entry in found)
+    return [
+        Line("Kind of time", tuple(entry.time for entry in found)),
+        _line(found, "Whole run", seconds_text, "seconds"),
+        _line(found, "Workers", count_text, "workers"),
+        _line(found, "Mini-batches per worker", count_text, "steps"),
+        _line(found, "Samples", count_text, "samples"),
+        Line("Samples per second", speeds, _best(found, lambda entry: _negative(_speed(entry)))),
+    ]
+
+
+def _speed(entry: Entry) -> float | None:
+    samples, seconds = entry.figure("samples"), entry.figure("seconds")
+    return samples / seconds if samples is not None and seconds else None
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+def _loss_rank(entry: Entry) -> float | None:
+    return None if entry.diverged else entry.figure("loss")
+
+
+def _best(found: Sequence[Entry], rank: Callable[[Entry], float | None], *, across: bool = False) -> frozenset[int]:
+    """Places of the lowest `rank` within each kind of time (`across`: over all), where there is a choice."""
+    best: set[int] = set()
+    for kind in [None] if across else sorted({entry.time for entry in found}):
+        ranked = [(rank(e), place) for place, e in enumerate(found) if kind is None or e.time == kind]
+        values = [(value, place) for value, place in ranked if value is not None and math.isfinite(value)]
+        if len(values) > 1 and len({value for value, _ in values}) > 1:
+            lowest = min(values)[0]
+            best |= {place for value, place in values if value == lowest}
+    return frozenset(best)

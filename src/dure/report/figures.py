@@ -1,0 +1,275 @@
+"""The report's figures, drawn by matplotlib as SVG that goes inline into a page.
+
+Nothing here keeps state: no pyplot, settings only for the time of drawing, and the same runs give the same bytes.
+Matplotlib is imported when a figure is drawn. The functions return SVG text in which all text of the runs is escaped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dure.report.comparison import Entry, target_text
+from dure.report.metrics import Staleness
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which the colour-blind tell apart; without its yellow, too pale for lines on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
+DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
+SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
+
+_INK, _FAINT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
+_MOST_POINTS = 400
+_MOST_BARS = 40
+_LOG_FROM = 30.0
+_SETTINGS: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9AA5B1",
+    "axes.labelcolor": _FAINT,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "text.color": _INK,
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+}
+_ACCURACIES = (0.0, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+_SECONDS = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
+_BYTES = ((1e12, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (1e3, 1e3, "kB"), (0.0, 1.0, "B"))
+
+Unit = tuple[float, float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a run is drawn, everywhere: `dash` is an SVG dash array, "" for a solid line."""
+
+    color: str
+    dash: str
+
+    @property
+    def style(self) -> Any:
+        """The same for matplotlib."""
+        return (0, tuple(map(float, self.dash.split()))) if self.dash else "-"
+
+
+def looks(found: Sequence[Entry]) -> list[Look]:
+    """One look per run, no two alike up to 28 runs: a colour per strategy, a dash for each repeat of it."""
+    order = list(dict.fromkeys(entry.strategy for entry in found))
+    every = [Look(color, dash) for dash in DASHES for color in COLORS]
+    given: list[Look] = []
+    for entry in found:
+        place = order.index(entry.strategy)
+        wanted = [Look(COLORS[place % len(COLORS)], dash) for dash in DASHES[place // len(COLORS) :]]
+        given.append(next((look for look in [*wanted, *every] if look not in given), every[0]))
+    return given
+
+
+def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: float) -> str | None:
+    """`y` ("loss" or "accuracy") over `x` ("seconds", "step" or "bytes"); None when there is nothing to draw.
+
+    A run whose loss is no number any more ends in a cross.
+    """
+    drawn = [(entry, look, _points(entry, x, y)) for entry, look in zip(found, given, strict=True)]
+    drawn = [item for item in drawn if any(math.isfinite(value) for _, value in item[2])]
+    if not drawn:
+        return None
+    ends = [max(place for place, _ in points) for _, _, points in drawn]
+    unit = _unit(x, max(ends))
+    with _drawing(f"{x} {y} {found[0].time}", width=5.6, height=3.3) as (figure, svg):
+        axes = figure.subplots()
+        for _, look, points in drawn:
+            _curve(axes, [(place / unit[1], value) for place, value in points], look)
+        _scale_x(axes, [end / unit[1] for end in ends])
+        axes.set_xlabel(_x_label(x, unit, found))
+        if y == "loss":
+            _scale_loss(axes, [[value for _, value in points] for _, _, points in drawn])
+        else:
+            _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], target)
+        for entry, look, points in drawn:
+            if entry.diverged:
+                _cross(axes, [(place / unit[1], value) for place, value in points if math.isfinite(value)][-1], look)
+    return svg()
+
+
+def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
+    """The share of updates at each staleness, on an axis up to `largest` versions; None without a stale update."""
+    from matplotlib.ticker import MaxNLocator
+
+    values = entry.figures.get("staleness")
+    histogram = Staleness.from_dict(values).histogram if values and values.get("histogram") else {}
+    updates = sum(histogram.values())
+    if not any(count for versions, count in histogram.items() if versions > 0):
+        return None
+    width = largest // _MOST_BARS + 1
+    heights = [0.0] * (largest // width + 1)
+    for versions, count in histogram.items():
+        heights[versions // width] += 100 * count / updates
+    with _drawing(f"staleness {entry.label}", width=3.7, height=2.3) as (figure, svg):
+        axes = figure.subplots()
+        axes.bar(
+            [width * (place + 0.5) - 0.5 for place in range(len(heights))], heights, 0.86 * width, color=look.color
+        )
+        axes.set_xlim(-0.7, max(largest, 4) + 0.7)
+        axes.set_ylim(0, None)
+        axes.grid(visible=False, axis="x")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_formatter(_plain(" %"))
+        axes.set_xlabel("staleness (versions)" if width == 1 else f"staleness (versions, in bars of {width})")
+        axes.set_ylabel("updates")
+    return svg()
+
+
+def _points(entry: Entry, x: str, y: str) -> list[tuple[float, float]]:
+    """At most `_MOST_POINTS` of a run's rows, the first and the last among them. A NaN is a gap."""
+    rows = [(row.get(x), row.get(y)) for row in entry.run.history]
+    points = [(float(place), float(value)) for place, value in rows if place is not None and value is not None]
+    stride = math.ceil(len(points) / _MOST_POINTS) or 1
+    return points[::stride] + (points[-1:] if (len(points) - 1) % stride else [])
+
+
+def _curve(axes: Axes, points: list[tuple[float, float]], look: Look) -> None:
+    finite = [point for point in points if math.isfinite(point[1])]
+    marker = "o" if len(finite) == 1 else None
+    places, values = [place for place, _ in points], [v if math.isfinite(v) else math.nan for _, v in points]
+    axes.plot(places, values, color=look.color, linestyle=look.style, linewidth=1.8, marker=marker, markersize=4)
+
+
+def _cross(axes: Axes, point: tuple[float, float], look: Look) -> None:
+    """Where a loss stopped being a number; at the figure's upper edge where it left the figure before."""
+    height = min(point[1], axes.get_ylim()[1])
+    axes.plot(point[0], height, color=look.color, marker="X", markersize=9, mec="white", zorder=5, clip_on=False)
+
+
+def _unit(x: str, largest: float) -> Unit:
+    if x == "step":
+        return 0.0, 1.0, ""
+    return next(unit for unit in (_SECONDS if x == "seconds" else _BYTES) if largest >= unit[0])
+
+
+def _x_label(x: str, unit: Unit, found: Sequence[Entry]) -> str:
+    kinds = {entry.time for entry in found} - {"unknown"}
+    kind = f"{kinds.pop()} " if len(kinds) == 1 else ""
+    return {
+        "seconds": f"{kind}time ({unit[2]})",
+        "step": "mini-batches per worker",
+        "bytes": f"sent by all workers ({unit[2]})",
+    }[x]
+
+
+def _scale_x(axes: Axes, ends: Sequence[float]) -> None:
+    """Runs whose ends lie far apart share a logarithmic axis: on a linear one the short ones would be a wall."""
+    positive = [end for end in ends if end > 0]
+    if positive and max(positive) / min(positive) > _LOG_FROM:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(_plain(None))
+    else:
+        axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(_plain(""))
+
+
+def _scale_loss(axes: Axes, values: Sequence[Sequence[float]]) -> None:
+    finite = [[value for value in run if math.isfinite(value)] for run in values]
+    lowest, highest = min(map(min, finite)), max(map(max, finite))
+    highest = min(highest, 10 * max(run[0] for run in finite)) if lowest > 0 else highest
+    axes.set_ylabel("loss")
+    if lowest > 0 and highest / lowest > 5:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.15, highest * 1.15)
+        few = highest / lowest < 200
+        axes.yaxis.set_minor_formatter(_plain("", only=(2, 5) if few else ()))
+        axes.yaxis.set_major_formatter(_plain(""))
+    elif highest > lowest:
+        margin = 0.05 * (highest - lowest)
+        axes.set_ylim(lowest - margin, highest + margin)
+
+
+def _scale_accuracy(axes: Axes, values: Sequence[float], target: float) -> None:
+    """Where accuracies are high, what counts is the error: it is drawn on a logarithmic scale, labelled as accuracy."""
+    finite = [value for value in values if math.isfinite(value)]
+    lowest, highest = min(finite), max(finite)
+    if highest >= 0.9 <= target:
+        axes.set_ylabel("test accuracy (error on a log scale)")
+        _scale_error(axes, lowest, max(highest, target))
+    else:
+        axes.set_ylabel("test accuracy")
+        axes.set_ylim(max(0.0, min(lowest, target) - 0.04), min(1.0, max(highest, target) + 0.04))
+    axes.yaxis.set_major_formatter(_plain(" %", factor=100))
+    axes.axhline(target, color=_FAINT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        target_text(target), (1, target), xycoords=("axes fraction", "data"), xytext=(4, 0),
+        textcoords="offset points", va="center", fontsize=9, color=_FAINT, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _scale_error(axes: Axes, lowest: float, highest: float) -> None:
+    import numpy as np
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    least = max(1 - highest, 1e-3) / 1.3
+
+    def forward(accuracy: Any) -> Any:
+        return -np.log10(np.maximum(1 - np.asarray(accuracy), least))
+
+    axes.set_yscale("function", functions=(forward, lambda place: 1 - 10 ** -np.asarray(place)))
+    axes.set_ylim(max(0.0, lowest - 0.02), 1 - least)
+    axes.yaxis.set_major_locator(FixedLocator([mark for mark in _ACCURACIES if lowest - 0.02 <= mark <= 1 - least]))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _plain(unit: str | None, *, factor: float = 1.0, only: Sequence[int] | None = None) -> Any:
+    """Numbers as people write them; `only` these leading digits, or None: no label at all."""
+    from matplotlib.ticker import FuncFormatter
+
+    def text(value: float, _place: object) -> str:
+        shown = factor * value
+        if unit is None or (only is not None and not _leads(shown, only)):
+            return ""
+        return f"{shown:,.0f}{unit}" if abs(shown) >= 1000 else f"{shown:.6g}{unit}"
+
+    return FuncFormatter(text)
+
+
+def _leads(value: float, digits: Sequence[int]) -> bool:
+    return value > 0 and round(value / 10 ** math.floor(math.log10(value) + 1e-9)) in digits
+
+
+@contextmanager
+def _drawing(name: str, *, width: float, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
+    """A figure of `width` x `height` inches, and a function that gives its SVG once the block has ended."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    salt = hashlib.sha256(name.encode()).hexdigest()[:8]
+    text = io.StringIO()
+    with mpl.rc_context({**_SETTINGS, "svg.hashsalt": salt}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, lambda: _inline(text.getvalue())
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+
+
+def _inline(svg: str) -> str:
+    """Without what only a file of its own needs, and without fixed width: the page decides."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    return re.sub(r'<g id="[^"]*"', "<g", svg)

@@ -1,0 +1,69 @@
+"""JSON that any reader can parse, and files that are whole or absent.
+
+JSON has no word for what is no number. Here "NaN", "Infinity" and "-Infinity" are written as these texts, as
+Protocol Buffers' JSON mapping does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+_NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """`value` as strict JSON: what is no finite number becomes "NaN", "Infinity" or "-Infinity"."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def from_json(text: str) -> Any:
+    """The inverse of `to_json`. Raises `json.JSONDecodeError`."""
+    return _numbers(json.loads(text))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NOT_NUMBERS.get(value, value)
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+    """A text file that takes the place of `path` when the block ends, and leaves it alone when the block fails.
+
+    The new file is on the disk (fsync) before it gets its name: a kill or a full disk leaves the old one whole.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,198 @@
+"""The report: one HTML file that opens offline, asks nothing of the network and runs no script.
+
+Text that comes from outside (names, paths, strategies) is escaped by Jinja2's autoescape on the page and by
+matplotlib inside the figures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure.errors import UsageError
+from dure.report import comparison, figures
+from dure.report.comparison import Entry
+from dure.report.figures import Look
+from dure.report.files import replacing, to_json
+from dure.report.record import Run
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+_X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent"}
+_SENTENCES = {
+    "virtual": "Time is virtual: gradients are real, seconds come from a model of the machines and the network.",
+    "real": "Time is real: measured by the clock while processes worked.",
+    "unknown": "The record does not say whether time is virtual or real.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One figure of the page: what it shows, in words, and its SVG."""
+
+    title: str
+    svg: str
+
+
+def write_report(
+    path: str | Path, runs: Sequence[Run], *, title: str = "Comparison of strategies", target: float = 0.95
+) -> Path:
+    """Write the report of `runs` to `path`, whole or not at all; returns the path.
+
+    Runs are compared with the first one. `target` is the test accuracy (a fraction) whose time is compared.
+    """
+    if not runs:
+        raise UsageError("a report needs at least one run, got none. Name the folders of finished runs.")
+    if not 0 < target <= 1:
+        raise UsageError(f"target is a test accuracy above 0 and at most 1, got {target}. For 95 % write 0.95.")
+    page = render(runs, title=title, target=target)
+    with replacing(Path(path)) as file:
+        file.write(page)
+    return Path(path)
+
+
+def render(runs: Sequence[Run], *, title: str, target: float) -> str:
+    """The page as text. The same runs give the same text."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["svg"] = Markup
+    environment.filters["breakable"] = _breakable
+    environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
+    template = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    found = comparison.entries(runs, target=target)
+    given = figures.looks(found)
+    return environment.from_string(template).render(
+        title=title,
+        subtitle=_subtitle(runs),
+        notices=_notices(found),
+        verdict=_verdict(found, target),
+        target=comparison.target_text(target),
+        rows=list(zip(found, given, _bars(found), strict=True)),
+        curves=_curves(found, given, target),
+        staleness=_staleness(found, given),
+        fresh=[entry.label for entry in found if entry.figure("staleness", "max") == 0],
+        shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
+        share_colors=figures.SHARES,
+        groups=comparison.lines(found, target=target),
+        origins=[_origin(entry) for entry in found],
+    )
+
+
+_FILTERS = ("seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    """What all runs have in common: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
+    parts = [_common([str(run.config.get("job") or "") for run in runs])]
+    workers = _common([str(run.summary().get("workers") or "") for run in runs])
+    parts.append(f"{workers} worker{'s' if workers != '1' else ''}" if workers else "")
+    parts.append(comparison.shared_strategy(runs))
+    seed = _common([str(run.seed) if run.seed is not None else "" for run in runs])
+    parts.append(f"seed {seed}" if seed else "")
+    return " · ".join(part for part in parts if part)
+
+
+def _common(texts: Sequence[str]) -> str:
+    return texts[0] if len(set(texts)) == 1 else ""
+
+
+def _notices(found: Sequence[Entry]) -> list[str]:
+    """For each kind of time its sentence; labels carry the kind where kinds are mixed."""
+    kinds = list(dict.fromkeys(entry.time for entry in found))
+    if len(kinds) == 1:
+        return [_sentence(kinds[0])]
+    mixed = "No ratio is taken between kinds of time: a speed-up is on the first run of the same kind."
+    return [*(f"Runs marked ({kind}): {_sentence(kind)}" for kind in kinds), mixed]
+
+
+def _sentence(kind: str) -> str:
+    return _SENTENCES.get(kind, _SENTENCES["unknown"])
+
+
+def _verdict(found: Sequence[Entry], target: float) -> list[str]:
+    """Who reached the target first, one sentence for each kind of time."""
+    sentences = []
+    for kind in dict.fromkeys(entry.time for entry in found):
+        among = [entry for entry in found if entry.time == kind]
+        arrived = sorted((entry for entry in among if entry.reached is not None), key=lambda e: e.reached or 0.0)
+        if arrived:
+            sentences.append(_first_arrival(arrived[0], among[0], len(among), target))
+    if not sentences and any(entry.figure("accuracy") is not None for entry in found):
+        sentences.append(f"No run reached {comparison.target_text(target)} test accuracy.")
+    return sentences
+
+
+def _first_arrival(best: Entry, first: Entry, among: int, target: float) -> str:
+    kind = f"{best.time} " if best.time != "unknown" else ""
+    when = f"{comparison.target_text(target)} test accuracy after {comparison.seconds_text(best.reached)} of {kind}time"
+    if among == 1:
+        return f"{best.strategy} reached {when}."
+    if best is first or best.speedup is None:
+        return f"{best.strategy} reached {when}, before all others."
+    return f"{best.strategy} reached {when}, {best.speedup:.1f} times as fast as {first.strategy}."
+
+
+def _bars(found: Sequence[Entry]) -> list[float]:
+    """For each run the length of its bar, in per cent of the slowest of its kind of time; 0 without a time."""
+    slowest: dict[str, float] = {}
+    for entry in found:
+        slowest[entry.time] = max(slowest.get(entry.time, 0.0), entry.reached or 0.0)
+    return [100 * (entry.reached or 0.0) / (slowest[entry.time] or 1.0) for entry in found]
+
+
+def _curves(found: Sequence[Entry], given: Sequence[Look], target: float) -> list[tuple[str, list[Panel]]]:
+    """Rows of panels, loss and accuracy: one row for each kind of time, then steps, then bytes."""
+    rows: list[tuple[str, str, list[int]]] = []
+    for kind in dict.fromkeys(entry.time for entry in found):
+        title = f"against {kind} time" if kind != "unknown" else "against time"
+        rows.append((title, "seconds", [place for place, entry in enumerate(found) if entry.time == kind]))
+    rows += [(title, x, list(range(len(found)))) for x, title in _X_TITLES.items()]
+    drawn = []
+    for title, x, places in rows:
+        some, styles = [found[place] for place in places], [given[place] for place in places]
+        panels = []
+        for y, name in (("loss", "Loss"), ("accuracy", "Test accuracy")):
+            svg = figures.curves(some, styles, x=x, y=y, target=target)
+            panels += [Panel(f"{name} {title}", svg)] if svg else []
+        if panels:
+            drawn.append((title, panels))
+    return drawn
+
+
+def _staleness(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
+    largest = max((int(entry.figure("staleness", "max") or 0) for entry in found), default=0)
+    drawn = [(entry, figures.staleness(entry, look, largest=largest)) for entry, look in zip(found, given, strict=True)]
+    return [Panel(entry.label, svg) for entry, svg in drawn if svg]
+
+
+def _shares(entry: Entry) -> dict[str, float]:
+    """Per cent of the workers' time, by what they did."""
+    return {part: 100 * (entry.figure("time_share", part) or 0.0) for part in figures.SHARES}
+
+
+def _breakable(text: str) -> Markup:
+    """`text`, escaped, with places where a long strategy may be broken over lines."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(,)", r"\1<wbr>", str(escape(text))))  # noqa: S704  (escaped just here)
+
+
+def _origin(entry: Entry) -> dict[str, str]:
+    """Where a run comes from and what would repeat it."""
+    run, figures_ = entry.run, entry.figures
+    return {
+        "label": entry.label,
+        "where": str(figures_.get("on") or run.config.get("on") or comparison.NOTHING),
+        "seed": str(run.seed) if run.seed is not None else comparison.NOTHING,
+        "hash": str(figures_.get("params_sha256") or comparison.NOTHING),
+        "versions": ", ".join(f"{name} {number}" for name, number in run.versions.items()) or comparison.NOTHING,
+        "folder": str(run.path) if run.path else comparison.NOTHING,
+        "config": to_json(run.config, indent=2) if run.config else "",
+    }

@@ -1,0 +1,114 @@
+"""What a run counts, and the figures that are made of it.
+
+Each kind of total can be kept per worker or per shard and merged at the end: merging is addition, so the
+order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from dure.errors import UsageError
+
+Activity = Literal["compute", "communicate", "wait"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals of one worker, one shard, or one run. Bytes include what the runtime adds (headers)."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+    updates_applied: int = 0
+    updates_refused: int = 0
+
+    def merge(self, other: Counters) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Staleness:
+    """How many updates were applied at each staleness (server versions between pull and application).
+
+    >>> staleness = Staleness()
+    >>> staleness.add(0); staleness.add(3)
+    >>> staleness.as_dict()
+    {'mean': 1.5, 'max': 3, 'histogram': {'0': 1, '3': 1}}
+    """
+
+    histogram: Counter[int] = field(default_factory=Counter)
+
+    def add(self, versions: int, updates: int = 1) -> None:
+        if versions < 0:
+            raise ValueError(f"staleness counts versions and must be >= 0, got {versions}. Was the base version newer?")
+        self.histogram[versions] += updates
+
+    def merge(self, other: Staleness) -> None:
+        self.histogram.update(other.histogram)
+
+    @property
+    def mean(self) -> float:
+        """Mean over updates; 0.0 when there are none."""
+        updates = self.histogram.total()
+        return sum(versions * count for versions, count in self.histogram.items()) / updates if updates else 0.0
+
+    @property
+    def max(self) -> int:
+        return max(self.histogram, default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As in `summary.json`: the histogram's keys are text, in rising order."""
+        histogram = {str(versions): self.histogram[versions] for versions in sorted(self.histogram)}
+        return {"mean": self.mean, "max": self.max, "histogram": histogram}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Staleness:
+        return cls(Counter({int(versions): int(count) for versions, count in values["histogram"].items()}))
+
+
+@dataclass(slots=True)
+class TimeShare:
+    """Seconds that ranks spent computing, communicating and waiting; `as_dict` gives shares of their sum."""
+
+    compute: float = 0.0
+    communicate: float = 0.0
+    wait: float = 0.0
+
+    def add(self, activity: Activity, seconds: float) -> None:
+        if not seconds >= 0:
+            raise ValueError(f"a time spent must be >= 0 s, got {seconds} s of {activity!r}. Did a clock go backwards?")
+        if activity not in ("compute", "communicate", "wait"):
+            raise ValueError(f"an activity is 'compute', 'communicate' or 'wait', got {activity!r}.")
+        setattr(self, activity, getattr(self, activity) + seconds)
+
+    def merge(self, other: TimeShare) -> None:
+        self.compute += other.compute
+        self.communicate += other.communicate
+        self.wait += other.wait
+
+    def as_dict(self) -> dict[str, float]:
+        """Shares that sum to 1, or all 0.0 when no time was spent."""
+        total = self.compute + self.communicate + self.wait
+        return {name: seconds / total if total else 0.0 for name, seconds in asdict(self).items()}
+
+
+def time_to(history: Iterable[Mapping[str, Any]], accuracy: float) -> float | None:
+    """Seconds of the first row whose test accuracy is at least `accuracy`; None where none is.
+
+    Rows are not interpolated: what was not measured is not claimed.
+    """
+    if not 0 <= accuracy <= 1:
+        raise UsageError(f"accuracy is a fraction between 0 and 1, got {accuracy}. For 95 % write 0.95.")
+    for row in history:
+        reached = row.get("accuracy")
+        if reached is not None and reached >= accuracy:
+            return float(row["seconds"])
+    return None

@@ -1,0 +1,229 @@
+"""A run's record: one folder, readable while the run goes on and after it was killed.
+
+    config.json      configuration, versions, seed; written before the first step
+    history.jsonl    one row per evaluation, flushed line by line; a torn last line is ignored
+    summary.json     the figures of `dure train --json`; written at the end, whole or not at all
+    trace.json       who did what when, if asked for (`report.trace`)
+    checkpoints/     made first, and exclusively: two runs never share a folder
+
+Numbers that are not finite are written as text (`report.files`).
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dure.errors import RecordError, UsageError
+from dure.report.files import from_json, replacing, to_json
+from dure.report.sinks import JsonLines
+
+CONFIG, HISTORY, SUMMARY, TRACE, CHECKPOINTS = (
+    "config.json",
+    "history.jsonl",
+    "summary.json",
+    "trace.json",
+    "checkpoints",
+)
+
+Row = Mapping[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's bits. Reads package metadata: imports nothing heavy."""
+    found = {"python": platform.python_version()}
+    for package in ("dure", "torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is known of one run: fresh from training, or read from its folder.
+
+    `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
+    `summary.json` (empty for a run that did not finish).
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[Row] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `dure train --json`. Of a run that did not finish: what its last row of history says."""
+        if self.figures or not self.history:
+            return dict(self.figures)
+        last = self.history[-1]
+        names = {"step": "steps", "bytes": "bytes_sent"}
+        return {names.get(key, key): value for key, value in last.items()}
+
+    def report(self, path: str | Path, *, title: str | None = None) -> Path:
+        """Write this run's report, one HTML file that opens offline; returns its path."""
+        from dure.report.html import write_report
+
+        return write_report(path, [self], title=title or "Training report")
+
+
+class RunFolder:
+    """The folder that a run writes. Made by `create`, `numbered` or `resume`; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._history: JsonLines | None = None
+
+    @classmethod
+    def create(cls, path: str | Path) -> RunFolder:
+        """Take `path` for a new run: a folder that does not exist yet, or is empty. UsageError otherwise."""
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            taken = any(path.iterdir())
+        except OSError as error:
+            raise UsageError(f"cannot make the run folder {path}: {error.strerror}. Choose another --out.") from error
+        if not taken:
+            try:
+                (path / CHECKPOINTS).mkdir()
+            except FileExistsError:
+                taken = True
+        if taken:
+            raise UsageError(
+                f"the run folder {path} is not empty, and a run never overwrites another. "
+                f"Choose another --out, remove the folder, or resume the run in it."
+            )
+        return cls(path)
+
+    @classmethod
+    def numbered(cls, parent: str | Path, name: str) -> RunFolder:
+        """A new folder `parent/name-001` (002, ... the first free one). `name` may be a strategy's text."""
+        parent = Path(parent)
+        stem = re.sub(r"[^A-Za-z0-9._=-]+", "-", name).strip("-.") or "run"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            number = 1 + sum(1 for entry in parent.iterdir() if entry.name.startswith(f"{stem}-"))
+            while True:
+                path = parent / f"{stem}-{number:03d}"
+                try:
+                    path.mkdir()
+                    (path / CHECKPOINTS).mkdir()
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise UsageError(f"cannot make a run folder in {parent}: {error.strerror}. Choose another.") from error
+
+    @classmethod
+    def resume(cls, path: str | Path, *, step: int) -> RunFolder:
+        """Go on with the run in `path` from its checkpoint at `step`: later rows of its history are dropped."""
+        path = Path(path)
+        _require_run(path)
+        kept = [row for row in read_history(path / HISTORY) if row.get("step", 0) <= step]
+        with replacing(path / HISTORY) as file:
+            file.writelines(f"{to_json(row)}\n" for row in kept)
+        (path / SUMMARY).unlink(missing_ok=True)
+        (path / CHECKPOINTS).mkdir(exist_ok=True)
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def trace(self) -> Path:
+        return self.path / TRACE
+
+    def write_config(self, config: Mapping[str, Any], *, seed: int | None) -> None:
+        """Write `config.json`: the configuration that is used, the seed, and this environment's versions."""
+        self._write(CONFIG, {"config": config, "seed": seed, "versions": versions()})
+
+    def append(self, row: Row) -> None:
+        """Add a row to the history; it is with the operating system when this returns."""
+        if self._history is None:
+            self._history = JsonLines(self.path / HISTORY)
+        self._history.write(row)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, whole or not at all."""
+        self._write(SUMMARY, summary)
+
+    def close(self) -> None:
+        if self._history is not None:
+            self._history.close()
+            self._history = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        with replacing(self.path / name) as file:
+            file.write(to_json(value, indent=2) + "\n")
+
+
+def read_run(path: str | Path) -> Run:
+    """The run that `path` holds, finished or not.
+
+    UsageError where there is no run, RecordError naming file and line where its record is damaged.
+    """
+    path = Path(path)
+    _require_run(path)
+    record = _read_object(path / CONFIG)
+    config = record.get("config")
+    if not isinstance(config, dict):
+        raise RecordError(f'{path / CONFIG} has no object "config"; it is no configuration that dure wrote.')
+    figures = _read_object(path / SUMMARY) if (path / SUMMARY).exists() else {}
+    history = read_history(path / HISTORY)
+    return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"))
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `history.jsonl`; none where there is no file. A last line without its end is ignored.
+
+    Such a line is what a kill leaves behind. Damage anywhere else is a RecordError that names the line.
+    """
+    if not path.exists():
+        return []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    return [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = from_json(line.decode("utf-8"))
+    except ValueError as error:
+        raise RecordError(f"line {number} of {path} is damaged ({error}). Remove the line to use the rest.") from error
+    if not isinstance(row, dict):
+        raise RecordError(f"line {number} of {path} is no row of a history: it holds {line[:40]!r}.")
+    return row
+
+
+def _require_run(path: Path) -> None:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}. Name the folder of a run, as given to --out.")
+    if not (path / CONFIG).is_file():
+        inside = sorted(str(found.parent) for found in path.glob(f"*/{CONFIG}"))
+        hint = f" Did you mean {', '.join(inside[:3])}?" if inside else " Name the folder of a run, as given to --out."
+        raise UsageError(f"{path} holds no run: there is no {CONFIG} in it.{hint}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{path} is damaged: {error}.") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"{path} holds {type(value).__name__} where an object was expected.")
+    return value

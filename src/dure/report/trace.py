@@ -1,0 +1,142 @@
+"""Who did what when, as a Chrome trace: open it at https://ui.perfetto.dev, beside `torch.profiler`'s.
+
+Format: "Trace Event Format" (Google, 2016), JSON object form. One process per rank; in it one thread each for
+
+    compute | communicate (send, recv, communicate) | wait | apply
+
+Spans that overlap in one thread (two messages on the wire at once) go to further threads, "communicate 2" and
+so on, so that no viewer has to guess which contains which. Times are microseconds, exact to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Literal, NamedTuple
+
+from dure.report.files import replacing
+
+Kind = Literal["compute", "send", "recv", "communicate", "wait", "apply"]
+
+_THREADS: dict[str, str] = {
+    "compute": "compute",
+    "send": "communicate",
+    "recv": "communicate",
+    "communicate": "communicate",
+    "wait": "wait",
+    "apply": "apply",
+}
+_ORDER = ("compute", "communicate", "wait", "apply")
+
+
+class Span(NamedTuple):
+    """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.
+
+    `detail` is what a viewer shows ("push to server 1"); without it, the kind. Use few different texts:
+    viewers colour by them.
+    """
+
+    rank_name: str
+    kind: Kind
+    start: float
+    end: float
+    detail: str = ""
+
+
+def write_trace(path: str | Path, spans: Iterable[Span], *, time: Literal["virtual", "real"]) -> None:
+    """Write `spans`, in any order, to `path`; the file appears whole or not at all.
+
+    ValueError for a span that ends before it starts, is not finite, or whose kind is unknown.
+    """
+    if time not in ("virtual", "real"):
+        raise ValueError(f"time is 'virtual' or 'real', got {time!r}.")
+    ordered = sorted(spans, key=_when)
+    ranks = sorted({span.rank_name for span in ordered}, key=_rank_order)
+    with replacing(Path(path)) as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {{"time": "{time}"}}, "traceEvents": [\n')
+        _write_events(file, ordered, ranks)
+        file.write("\n]}\n")
+
+
+def _when(span: Span) -> tuple[float, float]:
+    if not (math.isfinite(span.start) and span.start <= span.end < math.inf):
+        raise ValueError(f"a span ends at or after its start, both finite seconds; got {span}.")
+    if span.kind not in _THREADS:
+        raise ValueError(f"a span's kind is one of {', '.join(_THREADS)}; got {span.kind!r} in {span}.")
+    return span.start, span.end
+
+
+def _rank_order(name: str) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """Workers, then servers, then others; "worker 10" after "worker 9"."""
+    role = 0 if name.startswith("worker") else 1 if name.startswith("server") else 2
+    parts = re.split(r"(\d+)", name)
+    return role, tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+
+class _Lanes:
+    """Gives each span of one rank and thread the lowest lane that is free when it starts."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[int, int]] = []
+        self._free: list[int] = []
+        self._lanes = 0
+
+    def take(self, start: int, end: int) -> int:
+        while self._busy and self._busy[0][0] <= start:
+            heapq.heappush(self._free, heapq.heappop(self._busy)[1])
+        if self._free:
+            lane = heapq.heappop(self._free)
+        else:
+            lane, self._lanes = self._lanes, self._lanes + 1
+        heapq.heappush(self._busy, (end, lane))
+        return lane
+
+
+def _write_events(file: IO[str], ordered: Sequence[Span], ranks: Sequence[str]) -> None:
+    """One event per line. Thread numbers are unique over all processes: some viewers mix them up otherwise."""
+    text = lru_cache(maxsize=4096)(json.dumps)
+    processes = {rank: number for number, rank in enumerate(ranks, start=1)}
+    lanes: dict[tuple[str, str], _Lanes] = {}
+    threads: dict[tuple[str, str, int], int] = {}
+    file.write(",\n".join(_process_names(processes)))
+    for span in ordered:
+        process, thread = processes[span.rank_name], _THREADS[span.kind]
+        start, end = round(span.start * 1e9), round(span.end * 1e9)
+        lane = lanes.setdefault((span.rank_name, thread), _Lanes()).take(start, end)
+        key = (span.rank_name, thread, lane)
+        if key not in threads:
+            threads[key] = len(ranks) + 1 + len(threads)
+            file.write(",\n" + ",\n".join(_thread_names(process, threads[key], thread, lane)))
+        file.write(
+            f',\n{{"ph": "X", "pid": {process}, "tid": {threads[key]}, "ts": {_microseconds(start)}, '
+            f'"dur": {_microseconds(end - start)}, "cat": "{span.kind}", "name": {text(span.detail or span.kind)}}}'
+        )
+
+
+def _microseconds(nanoseconds: int) -> str:
+    """Exact decimal text: through a float, neighbouring spans would come to overlap."""
+    sign = "-" if nanoseconds < 0 else ""
+    whole, rest = divmod(abs(nanoseconds), 1000)
+    return f"{sign}{whole}.{rest:03d}"
+
+
+def _process_names(processes: dict[str, int]) -> list[str]:
+    return [
+        json.dumps({"ph": "M", "pid": process, "tid": 0, "name": name, "args": args})
+        for rank, process in processes.items()
+        for name, args in (("process_name", {"name": rank}), ("process_sort_index", {"sort_index": process}))
+    ]
+
+
+def _thread_names(process: int, number: int, thread: str, lane: int) -> list[str]:
+    shown = f"{thread} {lane + 1}" if lane else thread
+    place = 1000 * _ORDER.index(thread) + lane
+    return [
+        json.dumps({"ph": "M", "pid": process, "tid": number, "name": name, "args": args})
+        for name, args in (("thread_name", {"name": shown}), ("thread_sort_index", {"sort_index": place}))
+    ]

@@ -1,0 +1,360 @@
+"""What an algorithm may ask of the world, and the loop that answers.
+
+An algorithm is written as coroutines (*roles*) and objects that others call (*services*). It touches the
+world only through the operations of its `Node`. Two runtimes implement `Node`: one in virtual time
+(`runtime.virtual`), one over processes and sockets (`runtime.process`). Both resume coroutines with the
+`Loop` below: it is not asyncio, and no algorithm can tell them apart.
+
+An operation *starts when it is called* and is *waited for when it is awaited*:
+
+    reply = node.call(shard, "pull")     # on its way
+    await node.compute(work)             # meanwhile
+    values = await reply
+
+A tensor given to an operation is lent to it until the operation has been awaited.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+T = TypeVar("T")
+Fields = Mapping[str, Any]
+
+
+class Operation(Generic[T]):
+    """Something that was started and will finish: await it, or cancel it.
+
+    `label` says what it is in words, for the error that names who waits for what.
+    """
+
+    __slots__ = ("_error", "_value", "_waiters", "done", "label", "loop", "on_cancel")
+
+    def __init__(self, loop: Loop, label: str = "") -> None:
+        self.loop = loop
+        self.label = label
+        self.done = False
+        self.on_cancel: Callable[[], None] | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiters: list[Callable[[], None]] = []
+
+    def __await__(self) -> Generator[Operation[Any], None, T]:
+        if not self.done:
+            yield self
+        return self.result()
+
+    def result(self) -> T:
+        """The value of a finished operation; raises the error that it failed with."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
+
+    def resolve(self, value: Any = None) -> None:
+        """Finish with `value`. The first end counts: finishing twice changes nothing."""
+        if not self.done:
+            self.done = True
+            self._value = value
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish with `error`, raised in everyone who awaits."""
+        if not self.done:
+            self.done = True
+            self._error = error
+            self._wake()
+
+    def cancel(self) -> None:
+        """Give up: whoever awaits gets `Cancelled`; what has not begun never will."""
+        if not self.done:
+            if self.on_cancel is not None:
+                self.on_cancel()
+            self.fail(Cancelled(self.label))
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` from the loop once this is finished."""
+        if self.done:
+            self.loop.soon(callback)
+        else:
+            self._waiters.append(callback)
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """Undo `when_done`."""
+        if callback in self._waiters:
+            self._waiters.remove(callback)
+
+    def _wake(self) -> None:
+        if self._waiters:
+            self.loop.ready.extend(self._waiters)
+            self._waiters.clear()
+
+
+class Cancelled(Exception):  # noqa: N818  (a verdict, not an error)
+    """Raised in whoever awaits an operation that was cancelled."""
+
+
+class EndOfWork(Exception):  # noqa: N818
+    """Thrown into a pending `gradient()` when there is no more work; a method may catch it and still await."""
+
+
+class Suspend(BaseException):
+    """Thrown into a role at a step boundary, for a checkpoint. Not for methods to catch."""
+
+
+class Strand(Operation[T]):
+    """A coroutine that the loop resumes; itself an operation that ends when the coroutine does."""
+
+    __slots__ = ("coroutine", "name", "waits_for")
+
+    def __init__(self, loop: Loop, coroutine: Coroutine[Operation[Any], None, T], name: str) -> None:
+        super().__init__(loop, label=name)
+        self.coroutine = coroutine
+        self.name = name
+        self.waits_for: Operation[Any] | None = None
+
+    def advance(self) -> None:
+        """Run the coroutine to its next unfinished operation."""
+        if self.done:
+            return
+        try:
+            operation = self.coroutine.send(None)
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except BaseException as error:
+            self._end(None, error)
+        else:
+            self.waits_for = operation
+            operation.when_done(self.advance)
+
+    def throw(self, error: BaseException) -> None:
+        """Raise `error` in the coroutine where it waits."""
+        if self.done:
+            return
+        if self.waits_for is not None:
+            self.waits_for.forget(self.advance)
+        try:
+            operation = self.coroutine.throw(error)
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except BaseException as raised:
+            self._end(None, raised)
+        else:
+            self.waits_for = operation
+            operation.when_done(self.advance)
+
+    def kill(self) -> None:
+        """End the coroutine where it stands, as a crash would: nothing in it runs any more."""
+        if self.waits_for is not None:
+            self.waits_for.forget(self.advance)
+        self.done = True
+        self.loop.strands.pop(self, None)
+        self.coroutine.close()
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        self.waits_for = None
+        self.loop.strands.pop(self, None)
+        if error is None:
+            self.resolve(value)
+        else:
+            unheard = not self._waiters
+            self.fail(error)
+            if unheard:
+                self.loop.unheard(self, error)
+
+
+class Loop:
+    """Runs strands until they wait. A runtime adds what they wait for."""
+
+    def __init__(self) -> None:
+        self.ready: deque[Callable[[], None]] = deque()
+        self.strands: dict[Strand[Any], None] = {}
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        self.ready.append(callback)
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str) -> Strand[T]:
+        strand = Strand(self, coroutine, name)
+        self.strands[strand] = None
+        self.ready.append(strand.advance)
+        return strand
+
+    def run_ready(self) -> None:
+        ready = self.ready
+        while ready:
+            ready.popleft()()
+
+    def unheard(self, strand: Strand[Any], error: BaseException) -> None:
+        """A strand failed and nobody awaits it. A runtime decides; by default it is raised."""
+        raise error
+
+
+class Address(NamedTuple):
+    """Where a service lives: the name of its node (`"worker 3"`, `"server 0"`) and its own name there."""
+
+    node: str
+    service: str
+
+
+@dataclass(slots=True)
+class Call:
+    """A call as its handler sees it. `tensors` are the handler's until it returns; keep by copying."""
+
+    caller: str
+    method: str
+    fields: Fields
+    tensors: Sequence[torch.Tensor]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a handler answers. `tensors` are lent to the runtime, which calls `release` once they have left."""
+
+    fields: Fields = field(default_factory=dict)
+    tensors: Sequence[torch.Tensor] = ()
+    release: Callable[[], None] = _nothing
+
+
+class TensorSpec(NamedTuple):
+    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements."""
+
+    dtype: str
+    numel: int
+
+
+class Service(Protocol):
+    """An object that a node hosts and others call.
+
+    `handle` may be plain or `async`; it is atomic between its awaits, and defers its reply by awaiting
+    `node.promise()`. `expects` answers, from what the service knows itself, which tensors a call of `method`
+    carries; a runtime compares before it receives a byte of them.
+    """
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]: ...
+
+    def expects(self, method: str) -> Sequence[TensorSpec]: ...
+
+
+class Group(Protocol):
+    """Ranks that act together. Every member calls the same operations in the same order."""
+
+    ranks: Sequence[int]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        """The sum over members, in place."""
+        ...
+
+    def mean_gradient(self, work: Work, share: float) -> Operation[Any]:
+        """The sum over members of `share` times the gradient that `work` gives, sent while it is computed."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]: ...
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        """The sum over members; each keeps its slice (`topology.sharding.equal_ranges`)."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]: ...
+
+    def barrier(self) -> Operation[None]: ...
+
+
+class Node(Protocol):
+    """The handful of operations through which a role or a service touches the world."""
+
+    name: str
+    rank: int
+    rng: np.random.Generator
+
+    def compute(self, work: Work) -> Operation[Any]:
+        """Do `work` on this node; its value."""
+        ...
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] = (),
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        """Call a service. `fields` are plain JSON values.
+
+        The reply's tensors are received into `into`, which must fit exactly. Calls from one node to one
+        service arrive in the order in which they were made.
+
+        Raises `Refused`, `PeerLost`, `CallTimeout` where awaited.
+        """
+        ...
+
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]: ...
+
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]: ...
+
+    def group(self, ranks: Sequence[int]) -> Group: ...
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        """Whichever finishes first; None when `timeout` seconds pass before."""
+        ...
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Operation[T]: ...
+
+    def sleep(self, seconds: float) -> Operation[None]: ...
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        ...
+
+    def promise(self, label: str) -> Operation[Any]:
+        """An operation that the caller finishes itself: how a handler defers its reply."""
+        ...
+
+    def serve(self, name: str, service: Service) -> Address: ...
+
+
+class Work(Protocol):
+    """Something a node computes. `run` gives the value for real; virtual time asks `seconds` of its cluster."""
+
+    def run(self) -> Any: ...
+
+
+@dataclass(slots=True)
+class Apply:
+    """Work over `nbytes` bytes of memory on a shard: what virtual time charges `nbytes * gamma` for."""
+
+    function: Callable[[], Any]
+    nbytes: int
+
+    def run(self) -> Any:
+        return self.function()
+
+
+class Ghost:
+    """Stands for a tensor of `numel` elements in a timing-only run: has a size, holds nothing."""
+
+    __slots__ = ("nbytes", "_numel")
+
+    def __init__(self, numel: int, itemsize: int = 4) -> None:
+        self._numel = numel
+        self.nbytes = numel * itemsize
+
+    def numel(self) -> int:
+        return self._numel
+
+    def _same(self, *_: Any, **__: Any) -> Ghost:
+        return self
+
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _same
+    __mul__ = __rmul__ = __imul__ = __truediv__ = __itruediv__ = __neg__ = _same
+    add_ = sub_ = mul_ = div_ = zero_ = copy_ = clone = lerp_ = detach = _same

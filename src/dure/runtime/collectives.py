@@ -1,0 +1,109 @@
+"""What collectives cost in virtual time: closed forms of the algorithms that engines use, not simulated messages.
+
+    kind            algorithm             rounds           bytes that a rank sends (n elements of b bytes, K ranks)
+    all_reduce      ring                  2 (K - 1)        2 (K - 1) / K n b
+    reduce_scatter  ring                  K - 1            (K - 1) / K n b
+    all_gather      ring                  K - 1            (K - 1) n b, n being what one rank brings
+    broadcast       binomial tree         ceil(log2 K)     n b to each child: the root ceil(log2 K) n b
+    barrier         dissemination         ceil(log2 K)     a header per round
+
+The ring cuts a tensor into K chunks whose sizes differ by at most one element, the larger first. A round lasts
+as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), and where
+it adds, gamma for each byte. Chunks travel without headers. Nothing else that uses the cards at that time slows
+a collective, or is slowed by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+HEADER = 64
+"""Bytes of a message's header."""
+
+
+class Path(NamedTuple):
+    """What a round between neighbors costs: seconds, seconds per message, bytes/s, and seconds per byte."""
+
+    latency: float
+    alpha: float
+    bandwidth: float
+    beta: float = 0.0
+    gamma: float = 0.0
+
+    def seconds(self, nbytes: int, *, adds: bool = False) -> float:
+        """One message of `nbytes`, alone; its bytes are added to others at the end if `adds`."""
+        per_byte = self.beta + 1.0 / self.bandwidth + (self.gamma if adds else 0.0)
+        return self.latency + self.alpha + nbytes * per_byte
+
+
+class Cost(NamedTuple):
+    """Of one collective: its seconds, and the bytes and messages of each rank."""
+
+    seconds: float
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    messages: tuple[int, ...]
+
+
+def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:
+    """The bytes of the `ranks` chunks of a tensor of `numel` elements.
+
+    >>> chunk_bytes(10, 4)
+    (12, 12, 8, 8)
+    """
+    size, larger = divmod(numel, ranks)
+    return tuple((size + (i < larger)) * itemsize for i in range(ranks))
+
+
+def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """The sum at every rank. In round r of the first half, rank i sends chunk i - r (modulo `ranks`).
+
+    >>> ring_all_reduce(10, 4, Path(latency=0.5, alpha=0.0, bandwidth=12.0))
+    Cost(seconds=9.0, sent=(60, 64, 60, 56), received=(56, 60, 64, 60), messages=(6, 6, 6, 6))
+    """
+    chunks = chunk_bytes(numel, ranks, itemsize)
+    # Of all chunks, rank i never sends i + 1 while adding (it ends there) nor i + 2 while gathering.
+    sent = tuple(2 * sum(chunks) - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
+    rounds = ranks - 1
+    seconds = rounds * (path.seconds(chunks[0], adds=True) + path.seconds(chunks[0]))
+    return Cost(seconds, sent, sent[-1:] + sent[:-1], (2 * rounds,) * ranks)
+
+
+def ring_reduce_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """The sum of chunk i at rank i, which sends every other chunk once."""
+    chunks = chunk_bytes(numel, ranks, itemsize)
+    sent = tuple(sum(chunks) - own for own in chunks)
+    seconds = (ranks - 1) * path.seconds(chunks[0], adds=True)
+    return Cost(seconds, sent, sent[-1:] + sent[:-1], (ranks - 1,) * ranks)
+
+
+def ring_all_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """Everybody's tensor of `numel` elements at every rank: each passes on all but its neighbor's own."""
+    rounds, nbytes = ranks - 1, numel * itemsize
+    moved = (rounds * nbytes,) * ranks
+    return Cost(rounds * path.seconds(nbytes), moved, moved, (rounds,) * ranks)
+
+
+def tree_broadcast(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """The first rank's tensor at every rank. In round r, each of the first 2^r ranks sends to the one 2^r further."""
+    nbytes, rounds = numel * itemsize, (ranks - 1).bit_length()
+    messages = tuple(sum(i < 2**r and i + 2**r < ranks for r in range(rounds)) for i in range(ranks))
+    received = tuple(nbytes * (i > 0) for i in range(ranks))
+    return Cost(rounds * path.seconds(nbytes), tuple(nbytes * m for m in messages), received, messages)
+
+
+def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
+    """Nobody leaves before everybody came. In round r, each rank sends a header to the one 2^r further."""
+    rounds = (ranks - 1).bit_length()
+    moved = (rounds * HEADER,) * ranks
+    return Cost(rounds * path.seconds(HEADER), moved, moved, (rounds,) * ranks)
+
+
+COLLECTIVES: dict[str, Callable[[int, int, Path, int], Cost]] = {
+    "all_reduce": ring_all_reduce,
+    "reduce_scatter": ring_reduce_scatter,
+    "all_gather": ring_all_gather,
+    "broadcast": tree_broadcast,
+    "barrier": barrier,
+}

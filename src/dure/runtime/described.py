@@ -1,0 +1,83 @@
+"""Parts of a description that a person writes: pydantic models whose errors are one sentence."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from dure.errors import ClusterError
+
+
+class Fault(ClusterError):  # noqa: N818
+    """An error that knows the place of what is wrong, so that whatever holds it can name the whole path."""
+
+    def __init__(self, place: tuple[str | int, ...], problem: str) -> None:
+        self.place = place
+        self.problem = problem
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+        super().__init__(f"{path}: {problem}." if path else f"{problem}.")
+
+
+class Described(BaseModel):
+    """Base of the parts: frozen, no unknown keys, and any error a `ClusterError` of one sentence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _fault(type(self), error.errors(include_url=False)[0]) from None
+
+
+def _fault(model: type[BaseModel], detail: ErrorDetails) -> Fault:
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    inner = context.get("error")
+    # Parts name their own places, so all that follows a field's name here is an index or a union's tag.
+    place = tuple(step for i, step in enumerate(detail["loc"]) if i == 0 or isinstance(step, int))
+    if isinstance(inner, Fault):
+        return Fault(place + inner.place, inner.problem)
+    if kind == "value_error":
+        return Fault(place, str(inner).rstrip("."))
+    if kind == "extra_forbidden":
+        return Fault(place[:-1], _unknown(model, str(place[-1])))
+    if kind == "missing":
+        return Fault(place, "is required and not there")
+    if kind == "union_tag_invalid":
+        return Fault((*place, "distribution"), _choice(context["tag"], context["expected_tags"].replace("'", "")))
+    if kind == "literal_error":
+        return Fault(place, _choice(given, context["expected"].replace("'", "").replace(" or ", ", ")))
+    return Fault(place, f"{given!r} {_must(kind, context) or 'is not right: ' + detail['msg']}")
+
+
+def _must(kind: str, context: dict[str, Any]) -> str | None:
+    """What a value must be, in our words."""
+    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
+    for name, words in bounds.items():
+        if kind == name:
+            return f"must be {words} {next(iter(context.values())):g}"
+    shapes = {
+        "int": "must be a whole number",
+        "float": "must be a number",
+        "tuple": "must be a list",
+        "finite": "must be finite",
+        "model": "must be a mapping of keys to values",
+        "too": "has too few entries: write at least one",
+    }
+    return shapes.get(kind.partition("_")[0])
+
+
+def _choice(given: object, expected: str) -> str:
+    near = get_close_matches(str(given), expected.split(", "), n=1)
+    hint = f"did you mean {near[0]!r}, out of {expected}?" if near else f"write one of {expected}"
+    return f"{given!r} is unknown: {hint}".rstrip("?")
+
+
+def _unknown(model: type[BaseModel], key: str) -> str:
+    names = sorted(field.alias or name for name, field in model.model_fields.items())
+    near = get_close_matches(key, names, n=1)
+    hint = f"did you mean {near[0]!r}, out of" if near else "write one of"
+    return f"unknown key {key!r}: {hint} {', '.join(names)}"

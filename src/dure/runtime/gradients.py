@@ -1,0 +1,341 @@
+"""Gradients at flat parameters, one at a time or many at once.
+
+A simulation of K workers needs K gradients of one model at K places, and the gradient of a small model costs more in
+calls than in arithmetic. Which gradients are computed together follows from shapes and from how many are pending,
+never from a measured time, so that a run's bits do not depend on how busy the machine was:
+
+    | model                                            | computed                                              |
+    |--------------------------------------------------|-------------------------------------------------------|
+    | dense layers and element-wise activations in a   | stacked, whatever number is pending (`stacked.py`)    |
+    | plain `Sequential`                               |                                                       |
+    | what else `torch.func.vmap` takes                | stacked where at least LEAST_PENDING are pending      |
+    | convolutions, buffers (batch norm), dropout and  | one at a time                                         |
+    | other randomness, sparse gradients, and models   |                                                       |
+    | of which LEAST_PENDING do not fit in MOST_BYTES  |                                                       |
+
+Only gradients of equal shapes are stacked. Before the first of a shape is, a check computes the same works in several
+compositions: if one bit depends on the company, or a result differs from the one computed alone, that shape is
+computed one at a time. `Evaluator.rule` says what was decided, for the run's record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dure.errors import UsageError
+from dure.replica import Replica
+from dure.runtime.base import Ghost
+from dure.runtime.stacked import Dense, Stacked, Vmapped, find_fault
+
+LEAST_PENDING = 16
+"""Fewer pending gradients than this are not given to vmap, and a model must fit so often in MOST_BYTES."""
+
+MOST_BYTES = 25_000_000
+"""The largest stacked tensor; beyond it, memory traffic eats what fewer calls gain."""
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+class _Job(Protocol):
+    """The part of a job that a gradient depends on."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class GradientWork:
+    """The gradient of one mini-batch at `values`, to be computed.
+
+    `values` are flat parameters, lent: not changed until the result is there. `inputs` and `targets` have a sample
+    per row, and are None where only time counts. Random layers draw from (`seed`, `rank`, `step`). `flops` is what
+    the whole batch costs, for virtual time. `buffers` is this worker's own snapshot (`Replica.buffers_flat`), None for
+    those of a fresh model.
+    """
+
+    rank: int
+    step: int
+    values: Tensor
+    inputs: Tensor | None
+    targets: Tensor | None
+    seed: int
+    flops: float
+    buffers: Tensor | None = None
+
+    def run(self) -> NoReturn:
+        """A gradient is not computed alone: give it to a runtime's `Evaluator`."""
+        raise TypeError("GradientWork is computed by an Evaluator. Write evaluator.evaluate([work])[0].")
+
+    def ghost(self) -> Gradient:
+        """What stands for the gradient in a timing-only run."""
+        ghost: Any = Ghost(self.values.numel())
+        return Gradient(ghost, loss=0.0, samples=0)
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A flat gradient that is its receiver's own, the batch's mean loss, and how many samples that was.
+
+    Gradients that were computed together share memory without overlapping: who keeps one for long keeps a copy.
+    `buffers` is the worker's new snapshot, None where the model has none.
+    """
+
+    values: Tensor
+    loss: float
+    samples: int
+    buffers: Tensor | None = None
+
+    def scaled(self, factor: float) -> Gradient:
+        """This gradient times `factor`, in place."""
+        self.values *= factor
+        return self
+
+    def with_values(self, values: Tensor) -> Gradient:
+        """The same, but for the gradient itself."""
+        return replace(self, values=values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """How works of one shape are computed: by `stacked`, `most` at a time, or alone because of `why`."""
+
+    stacked: Stacked | None
+    most: int
+    why: str
+
+
+class Evaluator:
+    """Computes gradients of `job.loss` at any flat parameters, with one module that it keeps to itself.
+
+    `exact=True` computes one at a time on one thread. No call disturbs PyTorch's global random state.
+    """
+
+    def __init__(self, job: _Job, *, exact: bool = False) -> None:
+        self.job = job
+        self.exact = exact
+        self.replica = Replica(self._build(0))
+        self._fresh_buffers = self.replica.buffers_flat()
+        self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
+        self._decisions: dict[Any, _Decision] = {}
+
+    def initial_values(self, seed: int) -> Tensor:
+        """The flat parameters of a model that is freshly made under `seed`."""
+        return Replica(self._build(seed)).params
+
+    def evaluate(self, works: Sequence[GradientWork]) -> list[Gradient]:
+        """The gradient of each work, in order.
+
+        A loss that is not finite is passed on as it is. Raises `UsageError` where the loss is no single number.
+        """
+        results: dict[int, Gradient] = {}
+        for decision, indices in self._groups(works):
+            if decision.stacked is None:
+                for index in indices:
+                    results[index] = self._evaluate_alone(works[index])
+                continue
+            for part in _even_parts(indices, decision.most):
+                values, losses = decision.stacked.evaluate([works[index] for index in part])
+                samples = len(works[part[0]].inputs)  # type: ignore[arg-type]
+                for index, row, loss in zip(part, values.unbind(), losses, strict=True):
+                    results[index] = Gradient(row, loss, samples)
+        return [results[index] for index in range(len(works))]
+
+    def batches(self, works: Sequence[GradientWork]) -> bool:
+        """Whether, by the rule, some of these would be computed together."""
+        return any(decision.stacked is not None for decision, _ in self._groups(works))
+
+    def backward(self, work: GradientWork, share: float) -> Gradient:
+        """The gradient times `share`, added to `replica.grads`, so that hooks on parameters see it come.
+
+        `values` of the result is `replica.grads` itself.
+        """
+        replica = self.replica
+        with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
+            loss = self._loss(work)
+            loss.backward(torch.full_like(loss, share))  # type: ignore[no-untyped-call]
+        buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
+        return Gradient(replica.grads, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What decides which gradients are computed together, as plain values for the run's record."""
+        return {
+            "exact": self.exact,
+            "threads": 1 if self.exact else torch.get_num_threads(),
+            "least_pending": LEAST_PENDING,
+            "most_bytes": MOST_BYTES,
+            "one_at_a_time": self._alone or None,
+            "shapes": {
+                _describe(signature): f"stacked: {decision.stacked.describe}, at most {decision.most}"
+                if decision.stacked
+                else f"one at a time: {decision.why}"
+                for signature, decision in self._decisions.items()
+            },
+        }
+
+    # ---- deciding
+
+    def _groups(self, works: Sequence[GradientWork]) -> Iterator[tuple[_Decision, list[int]]]:
+        """Works that are treated alike: the decision, and their places in `works`."""
+        groups: dict[Any, list[int]] = {}
+        for index, work in enumerate(works):
+            groups.setdefault(None if self._alone else _signature(work), []).append(index)
+        for signature, indices in groups.items():
+            decision = _Decision(None, 1, self._alone)
+            if signature is not None:
+                decision = self._decide(signature, works[indices[0]])
+            if decision.stacked is not None and len(indices) < decision.stacked.least:
+                decision = _Decision(None, 1, "too few are pending")
+            yield decision, indices
+
+    def _decide(self, signature: Any, work: GradientWork) -> _Decision:
+        if signature not in self._decisions:
+            self._decisions[signature] = self._try(work)
+        return self._decisions[signature]
+
+    def _try(self, work: GradientWork) -> _Decision:
+        """The first way of stacking that gives the same bits in any company."""
+        assert work.inputs is not None
+        assert work.targets is not None
+        largest = max(each.nbytes for each in (work.values, work.inputs, work.targets))
+        most = MOST_BYTES // max(largest, 1)
+        if most < LEAST_PENDING:
+            return _Decision(None, 1, f"{LEAST_PENDING} times {largest} bytes are more than {MOST_BYTES}")
+        faults = []
+        for stacked in self._ways(work):
+            fault = find_fault(stacked, work, most, self._evaluate_alone)
+            if fault is None:
+                return _Decision(stacked, most, "")
+            faults.append(f"{stacked.describe}: {fault}")
+        return _Decision(None, 1, "; ".join(faults))
+
+    def _ways(self, work: GradientWork) -> Iterator[Stacked]:
+        for fewest in (1, 2):  # where a single row takes another kernel, it is given company
+            dense = Dense.of(self.replica, self.job.loss, work, fewest)
+            if dense is not None:
+                yield dense
+        yield Vmapped(self.replica, self.job.loss, LEAST_PENDING)
+
+    # ---- one at a time
+
+    def _evaluate_alone(self, work: GradientWork) -> Gradient:
+        replica = self.replica
+        with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
+            loss = self._loss(work)
+            gradients = torch.autograd.grad(loss.reshape(()), replica.parameters, allow_unused=True)
+        values = torch.cat([_flat(g, p) for g, p in zip(gradients, replica.parameters, strict=True)])
+        buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
+        return Gradient(values, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
+
+    def _loss(self, work: GradientWork) -> Tensor:
+        """The forward pass of `work`, with its parameters and its buffers."""
+        assert work.inputs is not None
+        replica = self.replica
+        if work.values.data_ptr() != replica.params.data_ptr():
+            replica.load(work.values)
+        if self._fresh_buffers.numel():
+            replica.load_buffers(self._fresh_buffers if work.buffers is None else work.buffers)
+        loss: Tensor = self.job.loss(replica.module(work.inputs), work.targets)  # type: ignore[arg-type]
+        if loss.numel() != 1:
+            raise UsageError(
+                f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. "
+                "Write loss=lambda outputs, targets: (...).mean()."
+            )
+        return loss
+
+    def _build(self, seed: int) -> nn.Module:
+        with _drawing(seed, torch.device("cpu")):
+            return self.job.model()
+
+
+def _why_alone(replica: Replica) -> str:
+    """Why this model's gradients are never stacked; empty if they may be."""
+    modules = list(replica.module.modules())
+    if replica.is_stochastic:
+        return "the model draws random numbers"
+    if replica.has_batch_norm or replica.buffers_flat().numel():
+        return "the model has buffers that training may change"
+    if any(_has_hooks(module) for module in modules) or any(each._backward_hooks for each in replica.parameters):
+        return "the model has hooks"
+    if any(isinstance(module, _CONVOLUTIONS) for module in modules):
+        return "the model has convolutions"
+    if any(
+        getattr(module, "sparse", False) for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ):
+        return "the model has sparse gradients"
+    return ""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _signature(work: GradientWork) -> tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]:
+    assert work.inputs is not None
+    assert work.targets is not None
+    return work.inputs.shape, work.inputs.dtype, work.targets.shape, work.targets.dtype
+
+
+def _describe(signature: tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]) -> str:
+    inputs, input_dtype, targets, target_dtype = signature
+    return f"inputs {tuple(inputs)} {input_dtype}, targets {tuple(targets)} {target_dtype}"
+
+
+def _even_parts(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    """As few parts as hold at most `most` each, of sizes that differ by at most one."""
+    parts = -(-len(indices) // most)
+    for number in range(parts):
+        yield indices[len(indices) * number // parts : len(indices) * (number + 1) // parts]
+
+
+def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    """A parameter that the loss does not depend on has the gradient zero."""
+    if gradient is None:
+        return torch.zeros_like(parameter).reshape(-1)
+    return (gradient.to_dense() if gradient.layout != torch.strided else gradient).reshape(-1)
+
+
+def _mix(work: GradientWork) -> int:
+    """A random state for this worker's step alone; PyTorch's CPU generator uses 32 bits of it."""
+    text = f"{work.seed}/{work.rank}/{work.step}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+@contextmanager
+def _drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """PyTorch's generators seeded with `seed`, and afterwards as they were."""
+    if device.type != "cpu":
+        with torch.random.fork_rng([device], device_type=device.type):
+            torch.manual_seed(seed)
+            yield
+        return
+    state = torch.get_rng_state()  # a fiftieth of what fork_rng costs
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if not wanted or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,235 @@
+"""The process from which a run's processes on this machine are forked, and the launcher's end of it.
+
+    launcher ── starts ──> nursery: imports torch, loads the job once, then waits
+                              ├── fork ──> server 0
+                              ├── fork ──> worker 0      milliseconds each; the data are shared, not copied
+                              └── fork ──> worker 1
+    launcher ── {"start": "worker 2", ...} ──> nursery ── {"exited": "worker 2", "status": -9} ──> launcher
+
+The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Every process
+of the run watches a pipe whose other end only the launcher holds: when the launcher is gone, however it went,
+they end at once. Requests are JSON lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dure.errors import DureError
+
+STOP_SECONDS = 5.0
+"""How long processes may take to end when they are told to."""
+
+LOOK_SECONDS = 0.2
+"""How often the nursery looks for processes that have ended."""
+
+
+class Nursery:
+    """The launcher's end: starts processes, hears of their ends, leaves none behind. A context manager.
+
+    `exited` maps names to exit statuses, negative for the signal that ended them.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.exited: dict[str, int] = {}
+        self.pids: dict[str, int] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="dure-")
+        self._life, self._sentinel = os.pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dure.runtime.launch.nursery", str(self._life)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._life],
+            start_new_session=True,
+            env=environment,
+        )
+        os.close(self._life)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._partial = b""
+        self._say({"config": dict(config), "logs": self._folder.name})
+
+    def start(self, name: str, **arguments: Any) -> None:
+        """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
+        self.exited.pop(name, None)
+        self._say({"start": name, "arguments": arguments})
+
+    def look(self) -> None:
+        """Hear what has happened since the last look."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while piece := self._process.stdout.read(1 << 16):
+                self._partial += piece
+        *lines, self._partial = self._partial.split(b"\n")
+        for line in lines:
+            heard = json.loads(line)
+            if "exited" in heard:
+                self.exited[heard["exited"]] = heard["status"]
+            else:
+                self.pids[heard["started"]] = heard["pid"]
+        if self._process.poll() is not None:
+            raise DureError(f"the launcher's helper process ended unexpectedly (status {self._process.returncode}).")
+
+    def last_words(self, name: str) -> str:
+        """The last line that a process wrote to its standard error; empty if none."""
+        path = Path(self._folder.name) / f"{name}.err"
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        return lines[-1] if lines else ""
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process that was started here and has not ended."""
+        if name in self.pids and name not in self.exited:
+            os.kill(self.pids[name], number)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_SECONDS)
+        os.close(self._sentinel)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _say(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise DureError("the launcher's helper process is gone; see its message above.") from error
+
+
+class _Forks:
+    """The nursery's own side."""
+
+    def __init__(self, life: int) -> None:
+        self.life = life
+        self.children: dict[int, str] = {}
+        self.logs = Path()
+
+    def serve(self, main: Callable[..., None]) -> None:
+        """Until the launcher closes our standard input; then end all children."""
+        pending = b""
+        while True:
+            self._reap()
+            ready, _, _ = select.select([0], [], [], LOOK_SECONDS)
+            if not ready:
+                continue
+            piece = os.read(0, 1 << 16)
+            if not piece:
+                self._end_all()
+                return
+            *lines, pending = (pending + piece).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                if "start" in request:
+                    self._fork(main, request["start"], request["arguments"])
+
+    def _fork(self, main: Callable[..., None], name: str, arguments: Mapping[str, Any]) -> None:
+        pid = os.fork()
+        if pid:
+            self.children[pid] = name
+            _tell({"started": name, "pid": pid})
+            return
+        status = 1
+        try:
+            self._settle(name)
+            main(name=name, **arguments)
+            status = 0
+        finally:
+            if status:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _settle(self, name: str) -> None:
+        """In the child: own standard streams, and an eye on the launcher."""
+        log = os.open(self.logs / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd, target in ((0, null), (1, null), (2, log)):
+            os.dup2(target, fd)
+        threading.Thread(target=_watch, args=(self.life,), daemon=True, name="dure sentinel").start()
+
+    def _reap(self) -> None:
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            name = self.children.pop(pid)
+            _tell({"exited": name, "status": os.waitstatus_to_exitcode(status)})
+
+    def _end_all(self) -> None:
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.children:
+            os.waitpid(pid, 0)
+
+
+def _tell(message: Mapping[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _watch(life: int) -> None:
+    """Returns from the read only when the launcher is gone."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+def _first_request() -> dict[str, Any]:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(0)
+        line += byte
+    request: dict[str, Any] = json.loads(line)
+    return request
+
+
+def main() -> None:
+    """The nursery's process: load the job, then fork on request."""
+    import torch
+
+    from dure import member
+    from dure.config import TrainConfig
+    from dure.train import resolve
+
+    torch.set_num_threads(1)
+    forks = _Forks(int(sys.argv[1]))
+    request = _first_request()
+    forks.logs = Path(request["logs"])
+    task, _ = resolve(TrainConfig.of(request["config"]))
+    task.prepare()
+    forks.serve(lambda **arguments: member.main(task, **arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Sending a gradient while it is computed: flat slices leave as backward completes them.
+
+Backward completes parameters roughly from the last to the first. The flat gradient is cut into fixed slices at
+borders of parameters; a slice is launched once all its parameters are complete *and* all slices behind it have
+been launched, so that every rank launches in the same order. Slices never change, as a codec's state needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.replica import Replica
+
+SLICE_NBYTES = 4 << 20
+"""Slices are closed at the first border of a parameter after this many bytes."""
+
+Launch = Callable[["torch.Tensor"], Any]
+
+
+def cut(replica: Replica, nbytes: int = SLICE_NBYTES) -> list[tuple[int, int]]:
+    """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last."""
+    ranges = []
+    stop = replica.numel
+    for layer in reversed(replica.layers):
+        if (stop - layer.start) * replica.params.element_size() >= nbytes or layer.start == 0:
+            ranges.append((layer.start, stop))
+            stop = layer.start
+    return ranges
+
+
+class Overlap:
+    """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed."""
+
+    def __init__(self, replica: Replica, nbytes: int = SLICE_NBYTES) -> None:
+        self.replica = replica
+        self.slices = cut(replica, nbytes)
+        self._slice_of = [self._find(layer.start) for layer in replica.layers]
+        self._launch: Launch | None = None
+        self._missing: list[set[int]] = []
+        self._next = 0
+        self._works: list[Any] = []
+        for index, parameter in enumerate(replica.parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))
+
+    def arm(self, launch: Launch) -> None:
+        """From now on, give each complete slice of the next backward to `launch`."""
+        self._launch = launch
+        self._missing = [set() for _ in self.slices]
+        for index, number in enumerate(self._slice_of):
+            self._missing[number].add(index)
+        self._next = 0
+        self._works = []
+
+    def finish(self) -> list[Any]:
+        """Disarm; launch what backward did not reach (its gradient is zero). All that `launch` returned, in order."""
+        for missing in self._missing:
+            missing.clear()
+        self._send_complete()
+        self._launch = None
+        return self._works
+
+    @property
+    def armed(self) -> bool:
+        return self._launch is not None
+
+    def _find(self, position: int) -> int:
+        return next(n for n, (start, stop) in enumerate(self.slices) if start <= position < stop or start == position)
+
+    def _completed(self, index: int) -> None:
+        if self._launch is not None:
+            self._missing[self._slice_of[index]].discard(index)
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        assert self._launch is not None
+        while self._next < len(self.slices) and not self._missing[self._next]:
+            start, stop = self.slices[self._next]
+            self._works.append(self._launch(self.replica.grads[start:stop]))
+            self._next += 1

@@ -1,0 +1,300 @@
+"""Real time: each node is a process; its roles and services run on one thread, its bytes travel by `runtime.wire`.
+
+The loop below turns the wire while every strand waits. A computation runs at once, on the loop's thread; what
+is on its way meanwhile goes on in the wire's helper thread, and is heard of when the computation is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dure.errors import DureError, Refused, RemoteError
+from dure.runtime.base import Address, Call, Loop, Operation, Reply, Service, Strand, TensorSpec, Work
+from dure.runtime.gradients import GradientWork
+from dure.runtime.meter import Meter
+from dure.runtime.wire import Identity, Limits, Loss, Request, Respond, Wire
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.runtime.gradients import Evaluator
+    from dure.runtime.process_group import ProcessGroup
+
+T = TypeVar("T")
+
+CALL_SECONDS = 300.0
+"""How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
+
+CONNECT_SECONDS = 20.0
+
+IDLE_SECONDS = 1.0
+"""The longest that the loop sleeps without looking around."""
+
+
+class ProcessLoop(Loop):
+    """Runs strands; sleeps in the wire until a message, a timer or a death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wire: Wire
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
+
+    def run_until(self, operation: Operation[T]) -> T:
+        """Until `operation` is done; its value."""
+        while True:
+            self.run_ready()
+            if operation.done:
+                return operation.result()
+            self.turn(IDLE_SECONDS)
+
+    def turn(self, longest: float) -> None:
+        """One round: wait at most `longest` seconds for something to happen, then let it."""
+        if self._timers:
+            longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
+        self.wire.poll(0.0 if self.ready else longest)
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self.run_ready()
+
+
+class ProcessNode:
+    """This process, as its roles and services see it.
+
+    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        seed: int = 0,
+        trace: bool = False,
+        limits: Limits | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        self.loop = ProcessLoop()
+        self.identity = identity
+        self.name = identity.name
+        self.rank = identity.rank
+        self.rng = np.random.default_rng([seed, identity.rank, 7])
+        self.meter = Meter(identity.name, [] if trace else None)
+        self.evaluator = evaluator
+        self.services: dict[str, Service] = {}
+        self.directory: dict[str, tuple[str, int]] = {}
+        self.on_lost: Callable[[Loss], None] | None = None
+        self.refuses: Callable[[Identity], str | None] = lambda caller: None
+        self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
+        self.wire = Wire(identity, Hosting(self), limits=limits)
+        self.loop.wire = self.wire
+        self._outbox = Outbox(self)
+        self.serve("outbox", self._outbox)
+        self._began = time.monotonic()
+
+    def begin(self, seconds: float = 0.0) -> None:
+        """`seconds` of the run have passed by now."""
+        self._began = time.monotonic() - seconds
+
+    # ---- the primitives
+
+    def compute(self, work: Work) -> Operation[Any]:
+        operation: Operation[Any] = Operation(self.loop, "its computation")
+        with self.wire.in_background():
+            if isinstance(work, GradientWork):
+                assert self.evaluator is not None
+                value = self.evaluator.evaluate([work])[0]
+            else:
+                value = work.run()
+        operation.resolve(value)
+        return operation
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] = (),
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
+        if service.node == self.name:
+            self._call_myself(operation, service.service, Call(self.name, method, fields, tensors), into)
+            return operation
+
+        def done(answer: Reply | RemoteError) -> None:
+            if isinstance(answer, Reply):
+                operation.resolve(answer)
+            else:
+                operation.fail(answer)
+
+        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS)
+        try:
+            self._connect(service.node)
+            pending = self.wire.call(service.node, request, done)
+        except RemoteError as error:
+            operation.fail(error)
+        else:
+            operation.on_cancel = pending.cancel
+        return operation
+
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
+        return self._outbox.put(peer, tensor, tag)
+
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
+        return self.spawn(self._recv(peer, into, tag), f"a message from {peer}")
+
+    async def _recv(self, peer: str, into: torch.Tensor, tag: int) -> torch.Tensor:
+        await self.call(Address(peer, "outbox"), "fetch", into=(into.view(-1),), tag=tag)
+        return into
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+        if self.collectives is None:
+            raise DureError(f"{self.name} has no process group: collectives were not set up for this run.")
+        return self.collectives(ranks)
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        winner: Operation[Any] = Operation(self.loop, " or ".join(each.label for each in operations))
+        for operation in operations:
+            operation.when_done(lambda o=operation: winner.resolve(o))  # type: ignore[misc]
+        if timeout is not None:
+            self.loop.after(timeout, lambda: winner.resolve(None))
+        return winner
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
+        return self.loop.spawn(coroutine, name or self.name)
+
+    def sleep(self, seconds: float) -> Operation[None]:
+        operation: Operation[None] = Operation(self.loop, f"{seconds:g} s to pass")
+        self.loop.after(seconds, operation.resolve)
+        return operation
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def promise(self, label: str) -> Operation[Any]:
+        return Operation(self.loop, label)
+
+    def serve(self, name: str, service: Service) -> Address:
+        self.services[name] = service
+        return Address(self.name, name)
+
+    # ---- beneath
+
+    def _connect(self, peer: str) -> None:
+        if self.wire.connected(peer):
+            return
+        if peer not in self.directory:
+            raise RemoteError(f"{self.name} does not know where {peer} is; it knows {', '.join(self.directory) or 'nobody'}.")
+        host, port = self.directory[peer]
+        self.wire.connect(peer, host, port, CONNECT_SECONDS)
+
+    def _call_myself(self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor]) -> None:
+        def answered(answer: Reply | RemoteError) -> None:
+            if isinstance(answer, RemoteError):
+                operation.fail(answer)
+                return
+            for destination, tensor in zip(into, answer.tensors, strict=True):
+                destination.copy_(tensor)
+            answer.release()
+            operation.resolve(answer)
+
+        self.handle(service, call, answered)
+
+    def handle(self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None]) -> None:
+        """Have a service of this node answer `call`, now or later."""
+        try:
+            answer = self.services[service].handle(call)
+        except RemoteError as error:
+            respond(error)
+            return
+        except DureError as error:
+            respond(Refused(str(error)))
+            return
+        if isinstance(answer, Reply):
+            respond(answer)
+            return
+        strand: Strand[Reply] = self.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
+
+        def done() -> None:
+            try:
+                reply = strand.result()
+            except RemoteError as error:
+                respond(error)
+            except DureError as error:
+                respond(Refused(str(error)))
+            else:
+                respond(reply)
+
+        strand.when_done(done)
+
+
+class Hosting:
+    """What the wire tells a node."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
+
+    def admit(self, caller: Identity) -> str | None:
+        return self._node.refuses(caller)
+
+    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
+        services = self._node.services
+        if service not in services:
+            raise Refused(f"{self._node.name} hosts {', '.join(services) or 'no service'}, and was asked for {service!r}.")
+        return services[service].expects(method)
+
+    def request(self, service: str, call: Call, respond: Respond) -> None:
+        self._node.handle(service, call, respond)
+
+    def lost(self, loss: Loss) -> None:
+        node = self._node
+        if loss.incoming and not loss.finished:
+            for service in list(node.services.values()):
+                lost = getattr(service, "lost", None)
+                if lost is not None:
+                    lost(loss.peer)
+        if node.on_lost is not None:
+            node.on_lost(loss)
+
+
+class Outbox:
+    """Messages point to point, kept by their sender until the receiver fetches them: it alone knows their size."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
+        self._deposits: dict[tuple[str, int], deque[tuple[Operation[None], torch.Tensor]]] = {}
+        self._fetching: dict[tuple[str, int], deque[Operation[Reply]]] = {}
+
+    def put(self, peer: str, tensor: torch.Tensor, tag: int) -> Operation[None]:
+        operation: Operation[None] = Operation(self._node.loop, f"its message to {peer} to be fetched")
+        self._deposits.setdefault((peer, tag), deque()).append((operation, tensor))
+        self._match((peer, tag))
+        return operation
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    async def handle(self, call: Call) -> Reply:
+        key = (call.caller, int(call.fields["tag"]))
+        fetched: Operation[Reply] = Operation(self._node.loop, f"a message for {call.caller}")
+        self._fetching.setdefault(key, deque()).append(fetched)
+        self._match(key)
+        return await fetched
+
+    def _match(self, key: tuple[str, int]) -> None:
+        deposits, fetching = self._deposits.get(key), self._fetching.get(key)
+        while deposits and fetching:
+            operation, tensor = deposits.popleft()
+            fetching.popleft().resolve(Reply(tensors=(tensor.reshape(-1),), release=operation.resolve))

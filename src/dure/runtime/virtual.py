@@ -1,0 +1,445 @@
+"""Virtual time: gradients are real, seconds are modelled, one process plays every node.
+
+The kernel is a heap of (time, sequence, callback); coroutines are resumed by the loop of `runtime.base`.
+Compute times come from the cluster's distributions, messages from its network model, and a gradient is
+evaluated when its value is first needed, together with all others that have started meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dure.errors import DeadlockError, PeerLost
+from dure.runtime.base import Address, Apply, Call, Ghost, Loop, Operation, Reply, Service, Strand, Work
+from dure.runtime.gradients import GradientWork
+from dure.runtime.meter import Meter
+from dure.runtime.virtual_group import VirtualGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.runtime.cluster import Cluster
+    from dure.runtime.compute import Durations
+    from dure.runtime.gradients import Evaluator
+    from dure.runtime.network import Network
+
+T = TypeVar("T")
+
+HEADER = 64
+"""Bytes of a message's header."""
+
+FIELD = 16
+"""Bytes that one plain field of a message takes."""
+
+
+class Kernel(Loop):
+    """Runs callbacks in the order of their virtual times; at equal times, in the order they were asked for."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        super().__init__()
+        self.now = now
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+
+    def at(self, time: float, callback: Callable[[], None]) -> None:
+        """Call `callback` at virtual `time` (seconds)."""
+        self._sequence += 1
+        heappush(self._heap, (time, self._sequence, callback))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        heap, ready = self._heap, self.ready
+        while True:
+            while ready:
+                ready.popleft()()
+            if not heap:
+                return
+            self.now, _, callback = heappop(heap)
+            self.events += 1
+            callback()
+
+    def check_deadlock(self, expected: Sequence[Strand[Any]]) -> None:
+        """Raise `DeadlockError` if one of `expected` has not ended though nothing is left to happen."""
+        stuck = [strand for strand in expected if not strand.done]
+        if stuck:
+            waits = "; ".join(f"{s.name} waits for {s.waits_for.label if s.waits_for else 'nothing'}" for s in stuck)
+            raise DeadlockError(f"nobody can go on at {self.now:.6g} virtual seconds: {waits}")
+
+
+class Sleep(Operation[None]):
+    """An operation that ends at a time; cancelled, it is skipped when its time comes."""
+
+    __slots__ = ()
+
+
+class Computation(Operation[Any]):
+    """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
+
+    __slots__ = ("evaluated", "finish", "node", "value", "work")
+
+    def __init__(self, node: VirtualNode, work: Work, finish: float) -> None:
+        super().__init__(node.runtime.kernel, "its computation")
+        self.node = node
+        self.work = work
+        self.finish = finish
+        self.evaluated = False
+        self.value: Any = None
+
+    def due(self) -> None:
+        """Called by the kernel at the time that was once the finish."""
+        runtime = self.node.runtime
+        if self.done:
+            return
+        if self.finish > runtime.kernel.now:
+            runtime.kernel.at(self.finish, self.due)
+            return
+        self.node.running.pop(self, None)
+        self.resolve(runtime.value_of(self))
+
+    def cancel(self) -> None:
+        self.node.running.pop(self, None)
+        self.node.runtime.pending.pop(self, None)
+        super().cancel()
+
+
+class VirtualNode:
+    """A machine of the cluster, as the roles and services on it see it."""
+
+    def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.rank = rank
+        self.rng = np.random.default_rng([runtime.seed, rank, 7])
+        self.meter = Meter(name, [] if runtime.trace else None)
+        self.services: dict[str, Service] = {}
+        self.running: dict[Computation, None] = {}
+        self.strands: list[Strand[Any]] = []
+        self.alive = True
+        self.paused_until = 0.0
+        self.slowness = 1.0
+        self._calls: dict[Operation[Any], str] = {}
+
+    # ---- the primitives
+
+    def compute(self, work: Work) -> Operation[Any]:
+        runtime = self.runtime
+        seconds = runtime.seconds_of(self, work)
+        operation = Computation(self, work, runtime.kernel.now + seconds)
+        if isinstance(work, GradientWork):
+            runtime.pending[operation] = None
+        self.running[operation] = None
+        runtime.kernel.at(operation.finish, operation.due)
+        return operation
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] = (),
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        return RemoteCall(self, service, Call(self.name, method, fields, tensors), into)
+
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
+        return self.runtime.mail(self.name, peer, tag).send(self, tensor)
+
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
+        return self.runtime.mail(peer, self.name, tag).recv(self, into)
+
+    def group(self, ranks: Sequence[int]) -> VirtualGroup:
+        return VirtualGroup(self, tuple(ranks))
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        winner: Operation[Any] = Operation(self.runtime.kernel, " or ".join(o.label for o in operations))
+        for operation in operations:
+            operation.when_done(lambda o=operation: winner.resolve(o))  # type: ignore[misc]
+        if timeout is not None:
+            self.runtime.kernel.at(self.runtime.kernel.now + timeout, lambda: winner.resolve(None))
+        return winner
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
+        strand = self.runtime.kernel.spawn(coroutine, name or self.name)
+        self.strands.append(strand)
+        if len(self.strands) > 64:
+            self.strands = [s for s in self.strands if not s.done]
+        return strand
+
+    def sleep(self, seconds: float) -> Operation[None]:
+        operation = Sleep(self.runtime.kernel, f"{seconds:g} s to pass")
+        self.runtime.kernel.at(self.runtime.kernel.now + seconds, operation.resolve)
+        return operation
+
+    def now(self) -> float:
+        return self.runtime.kernel.now
+
+    def promise(self, label: str) -> Operation[Any]:
+        return Operation(self.runtime.kernel, label)
+
+    def serve(self, name: str, service: Service) -> Address:
+        self.services[name] = service
+        return Address(self.name, name)
+
+    # ---- events of the cluster
+
+    def crash(self) -> None:
+        """Gone, without a word: strands end where they stand, messages under way are lost."""
+        self.alive = False
+        self.runtime.network.drop(self.name)
+        for computation in list(self.running):
+            self.runtime.pending.pop(computation, None)
+            computation.done = True
+        self.running.clear()
+        for strand in self.strands:
+            if not strand.done:
+                strand.kill()
+
+    def revive(self) -> None:
+        """A new incarnation: what the one before was doing is forgotten."""
+        self.alive = True
+        self.paused_until = 0.0
+        self.slowness = 1.0
+        self.strands.clear()
+
+    def pause(self, seconds: float) -> None:
+        """Stand still for `seconds`: computations and answers are late by what is left of them."""
+        self.paused_until = max(self.paused_until, self.runtime.kernel.now + seconds)
+        for computation in self.running:
+            computation.finish += seconds
+
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes `factor` times as long as the cluster says."""
+        now = self.runtime.kernel.now
+        change = factor / self.slowness
+        self.slowness = factor
+        moved = list(self.running)
+        for computation in moved:
+            computation.finish = now + (computation.finish - now) * change
+            self.runtime.kernel.at(computation.finish, computation.due)
+
+    def when_awake(self, callback: Callable[[], None]) -> None:
+        """Now, or when the pause is over."""
+        kernel = self.runtime.kernel
+        if kernel.now < self.paused_until:
+            kernel.at(self.paused_until, callback)
+        else:
+            callback()
+
+
+class RemoteCall(Operation[Reply]):
+    """A call on its way there, being handled, or on its way back."""
+
+    __slots__ = ("_call", "_into", "_reply", "_source", "_target")
+
+    def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
+        runtime = source.runtime
+        super().__init__(runtime.kernel, call.method)
+        self.label = f"{call.method} of {service.service} at {service.node}"
+        self._source = source
+        self._call = call
+        self._into = into
+        self._reply: Reply | None = None
+        target = runtime.nodes[service.node]
+        self._target = target
+        if not target.alive:
+            runtime.kernel.at(runtime.kernel.now + runtime.detection, self._lost)
+            return
+        nbytes = 0
+        for tensor in call.tensors:
+            nbytes += tensor.nbytes
+        self._call.method = call.method
+        runtime.in_flight[self] = service
+        runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
+
+    def _arrive(self) -> None:
+        target = self._target
+        if target.paused_until > self.loop.now:  # type: ignore[attr-defined]
+            target.when_awake(self._arrive)
+            return
+        service = target.services[target.runtime.in_flight[self].service]
+        try:
+            answer = service.handle(self._call)
+        except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
+            self._answer_error(error)
+            return
+        if isinstance(answer, Reply):
+            self._answer(answer)
+        else:
+            strand: Strand[Reply] = target.spawn(answer, self.label)  # type: ignore[arg-type]
+            strand.when_done(lambda: self._handled(strand))
+
+    def _handled(self, strand: Strand[Reply]) -> None:
+        try:
+            reply = strand.result()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._answer_error(error)
+        else:
+            self._answer(reply)
+
+    def _answer(self, reply: Reply) -> None:
+        self._reply = reply
+        nbytes = 0
+        for tensor in reply.tensors:
+            nbytes += tensor.nbytes
+        size = HEADER + FIELD * len(reply.fields)
+        self._target.runtime.network.send(self._target.name, self._source.name, nbytes, self._deliver, size)
+
+    def _answer_error(self, error: Exception) -> None:
+        self._target.runtime.network.send(
+            self._target.name, self._source.name, 0, lambda: self._finish_with(error), HEADER
+        )
+
+    def _finish_with(self, error: Exception) -> None:
+        self._source.runtime.in_flight.pop(self, None)
+        self.fail(error)
+
+    def _deliver(self) -> None:
+        source, reply = self._source, self._reply
+        assert reply is not None
+        if source.paused_until > self.loop.now:  # type: ignore[attr-defined]
+            source.when_awake(self._deliver)
+            return
+        source.runtime.in_flight.pop(self, None)
+        if not self.done:
+            for destination, tensor in zip(self._into, reply.tensors, strict=False):
+                if not isinstance(tensor, Ghost):
+                    destination.copy_(tensor)
+        reply.release()
+        self.resolve(reply)
+
+    def _lost(self) -> None:
+        self.fail(PeerLost(f"{self._target.name} is gone; {self._source.name} had asked it for {self._call.method}"))
+
+
+class Mailbox:
+    """Messages from one node to another under one tag, in order."""
+
+    def __init__(self, runtime: VirtualRuntime, source: str, target: str) -> None:
+        self.runtime = runtime
+        self.source = source
+        self.target = target
+        self.arrived: list[torch.Tensor] = []
+        self.waiting: list[tuple[Operation[torch.Tensor], torch.Tensor]] = []
+
+    def send(self, node: VirtualNode, tensor: torch.Tensor) -> Operation[None]:
+        operation: Operation[None] = Operation(self.runtime.kernel, f"its message to {self.target}")
+        kept = tensor if isinstance(tensor, Ghost) else tensor.clone()
+
+        def deliver() -> None:
+            self.arrived.append(kept)
+            operation.resolve()
+            self._match()
+
+        self.runtime.network.send(self.source, self.target, tensor.nbytes, deliver, HEADER)
+        return operation
+
+    def recv(self, node: VirtualNode, into: torch.Tensor) -> Operation[torch.Tensor]:
+        operation: Operation[torch.Tensor] = Operation(self.runtime.kernel, f"a message from {self.source}")
+        self.waiting.append((operation, into))
+        self._match()
+        return operation
+
+    def _match(self) -> None:
+        while self.arrived and self.waiting:
+            tensor = self.arrived.pop(0)
+            operation, into = self.waiting.pop(0)
+            if not isinstance(tensor, Ghost):
+                into.copy_(tensor)
+            operation.resolve(into)
+
+
+class VirtualRuntime:
+    """Every node of a virtual cluster, its clock and its network.
+
+    `detection` is how many seconds pass between a crash and others noticing it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        network: Callable[[Kernel], Network],
+        evaluator: Evaluator | None,
+        *,
+        seed: int,
+        start: float = 0.0,
+        trace: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.seed = seed
+        self.trace = trace
+        self.kernel = Kernel(start)
+        self.network = network(self.kernel)
+        self.evaluator = evaluator
+        self.detection = 0.05
+        self.nodes: dict[str, VirtualNode] = {}
+        self.pending: dict[Computation, None] = {}
+        self.in_flight: dict[RemoteCall, Address] = {}
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.durations: dict[str, Durations] = {}
+        self._mail: dict[tuple[str, str, int], Mailbox] = {}
+
+    def node(self, name: str, rank: int) -> VirtualNode:
+        """Add a node to the cluster."""
+        self.nodes[name] = VirtualNode(self, name, rank)
+        return self.nodes[name]
+
+    def mail(self, source: str, target: str, tag: int) -> Mailbox:
+        key = (source, target, tag)
+        if key not in self._mail:
+            self._mail[key] = Mailbox(self, source, target)
+        return self._mail[key]
+
+    def seconds_of(self, node: VirtualNode, work: Work) -> float:
+        """How long `work` takes on `node`, by the cluster's model."""
+        if isinstance(work, Apply):
+            return work.nbytes * self.cluster.gamma
+        return self.durations[node.name].draw(work.flops) * node.slowness
+
+    def value_of(self, computation: Computation) -> Any:
+        """The value of finished work; a gradient brings the other pending ones along where they batch."""
+        if not isinstance(computation.work, GradientWork):
+            return computation.work.run()
+        if not computation.evaluated:
+            self._evaluate(computation)
+        self.pending.pop(computation, None)
+        return computation.value
+
+    def _evaluate(self, needed: Computation) -> None:
+        evaluator = self.evaluator
+        if evaluator is None:
+            needed.value = GradientWork.ghost(needed.work)  # type: ignore[arg-type]
+            return
+        together = [c for c in self.pending if not c.evaluated]
+        works = [c.work for c in together]
+        if not evaluator.batches(works):  # type: ignore[arg-type]
+            together, works = [needed], [needed.work]
+        for computation, value in zip(together, evaluator.evaluate(works), strict=True):  # type: ignore[arg-type]
+            computation.value = value
+            computation.evaluated = True
+
+    def lose(self, node: VirtualNode) -> None:
+        """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told."""
+        node.crash()
+        self.kernel.at(self.kernel.now + self.detection, lambda: self._tell_of(node))
+
+    def _tell_of(self, node: VirtualNode) -> None:
+        for call, address in list(self.in_flight.items()):
+            if address.node == node.name:
+                del self.in_flight[call]
+                call._lost()
+            elif call._source is node:
+                del self.in_flight[call]
+        for members, meeting in self.groups.items():
+            if node.rank in members and node.name.startswith("worker"):
+                meeting.lose(node.rank)
+        for other in self.nodes.values():
+            for service in other.services.values():
+                lost = getattr(service, "lost", None)
+                if other.alive and lost is not None:
+                    lost(node.name)

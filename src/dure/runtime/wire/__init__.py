@@ -1,0 +1,19 @@
+"""How calls and tensors travel between processes.
+
+| file | what |
+|---|---|
+| `frame` | frames as bytes, and back; no input or output |
+| `seal` | checksums and authentication of frames |
+| `staging` | tensors as bytes; memory for requests, within a budget |
+| `pump` | selector, timers, wake-ups, the helper thread |
+| `link` | one TCP connection |
+| `inbound`, `outbound` | its host's end, its caller's end |
+| `wire` | `Wire`: all connections of a process |
+| `values` | what these speak of |
+"""
+
+from dure.runtime.wire.outbound import Pending
+from dure.runtime.wire.values import Host, Identity, Limits, Loss, OnDone, Request, Respond, Traffic
+from dure.runtime.wire.wire import Wire
+
+__all__ = ["Host", "Identity", "Limits", "Loss", "OnDone", "Pending", "Request", "Respond", "Traffic", "Wire"]

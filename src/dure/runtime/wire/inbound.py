@@ -1,0 +1,372 @@
+"""The host's end of a connection: who may come in, and requests on their way to the owner.
+
+accepted ── CHALLENGE ──► greeting ── HELLO ──► being admitted ── WELCOME ──► open ──► ended
+                             │ deadline, garbage      │ refused                │ lost, evicted, goodbye
+                             ▼                        ▼                        ▼
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
+from dure.runtime.base import Call, Reply, TensorSpec
+from dure.runtime.wire.frame import Frame, Kind
+from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.seal import greeting_seals, session_seals
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.values import Identity, Loss
+
+if TYPE_CHECKING:
+    import socket
+
+    import torch
+
+_LOOK_SECONDS = 0.25  # how often callers who wait for room are looked after
+
+
+class Callers:
+    """Who is connected, who may be, and who waits for room."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.open: dict[str, Inbound] = {}
+        self.greeting: OrderedDict[Inbound, None] = OrderedDict()
+        self._line: deque[Inbound] = deque()
+        self._fence: dict[str, int] = {}
+        self._looking = False
+
+    def came(self, inbound: Inbound) -> None:
+        self.greeting[inbound] = None
+        if len(self.greeting) > self.shared.limits.handshakes:
+            oldest = next(iter(self.greeting))
+            oldest.link.end(PeerLost("too many connections were half-open"))
+
+    def objection(self, caller: Identity) -> str | None:
+        """Why `caller` may not come in, as far as the wire itself can tell."""
+        mine = self.shared.identity
+        if caller.job != mine.job:
+            return f"{caller.name} belongs to job {caller.job!r}, {mine.name} to job {mine.job!r}."
+        fence = self._fence.get(caller.name, 0)
+        if caller.incarnation < fence:
+            return f"{caller.name} comes as incarnation {caller.incarnation}, {mine.name} admits {fence} or later: evicted."
+        there = self.open.get(caller.name)
+        if there is not None and there.caller.incarnation > caller.incarnation:
+            return (
+                f"{caller.name} comes as incarnation {caller.incarnation}, "
+                f"but is connected to {mine.name} as {there.caller.incarnation}."
+            )
+        return None
+
+    def enter(self, inbound: Inbound) -> None:
+        self.greeting.pop(inbound, None)
+        name = inbound.caller.name
+        there = self.open.get(name)
+        if there is not None:
+            there.fenced = True
+            there.link.refuse(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
+        self.open[name] = inbound
+
+    def leave(self, inbound: Inbound) -> None:
+        self.greeting.pop(inbound, None)
+        if self.open.get(inbound.caller.name) is inbound:
+            del self.open[inbound.caller.name]
+
+    def evict(self, name: str, incarnation: int, reason: str) -> None:
+        """Close `name`'s connection and admit it again only under a larger incarnation."""
+        self._fence[name] = max(self._fence.get(name, 0), incarnation + 1)
+        there = self.open.get(name)
+        if there is not None and there.caller.incarnation <= incarnation:
+            there.fenced = True
+            there.link.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
+
+    def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
+        """Memory for a payload; without it `inbound` stands in line and is told by `placed`."""
+        lease = None if self._line else self.shared.staging.take(specs)
+        if lease is None:
+            self._line.append(inbound)
+            self._look_soon()
+        return lease
+
+    def room_freed(self) -> None:
+        if self._line:
+            self.shared.pump.soon(self._serve_line)
+
+    def _serve_line(self) -> None:
+        while self._line:
+            first = self._line[0]
+            if not first.link.closed:
+                lease = self.shared.staging.take(first.wanted)
+                if lease is None:
+                    return
+                first.placed(lease)
+            self._line.popleft()
+
+    def _look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self.shared.pump.timers.after(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Whoever died in line is not read, so it would not be noticed."""
+        self._looking = False
+        for waiting in list(self._line):
+            if waiting.link.deserted():
+                waiting.link.end(PeerLost("its connection closed in the middle of a message"))
+        self._serve_line()
+        if self._line:
+            self._look_soon()
+
+
+class Inbound:
+    """One caller, from its connection to its end."""
+
+    def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
+        self.shared = shared
+        self.callers = callers
+        self.caller = Identity(shared.identity.job, "somebody")
+        self.admitted = False
+        self.fenced = False
+        self.wanted: Sequence[TensorSpec] = ()
+        self.answers: dict[int, Answer] = {}
+        self._nonce = secrets.token_bytes(16)
+        self._caller_nonce = b""
+        self._lease: Lease | None = None
+        self._dropping = False
+        self._full = False
+        self._ended = False
+        self.link = Link(shared, sock, self)
+        callers.came(self)
+        self._deadline = shared.pump.timers.after(shared.limits.handshake_seconds, self._too_late)
+        self.link.send(Kind.CHALLENGE, {"nonce": self._nonce.hex(), "keyed": shared.key is not None})
+        if shared.key is not None:
+            self.link.parser.seals = greeting_seals(shared.key, self._nonce)
+
+    def connected(self) -> None:
+        """It was from the beginning."""
+
+    def frame(self, frame: Frame) -> None:
+        header = frame.header
+        if not self.admitted:
+            self._greeted(frame)
+            return
+        if (header.rank, header.incarnation) != (self.caller.rank, self.caller.incarnation):
+            raise DamagedFrame(
+                f"a frame of rank {header.rank}, incarnation {header.incarnation} from {self.caller.name}."
+            )
+        if header.kind is Kind.REQUEST:
+            if frame.complete:
+                self._arrived(frame)
+            else:
+                self._announced(frame)
+        elif header.kind is Kind.CANCEL:
+            if header.request in self.answers:
+                self.answers[header.request].cancelled = True
+        elif header.kind is Kind.GOODBYE:
+            self.link.end(PeerLost("it has finished"), finished=True)
+        elif header.kind is Kind.REFUSAL:
+            self.link.end(PeerLost(f"it said: {frame.meta.get('message')}"))
+        else:
+            raise DamagedFrame(f"a {header.kind.name}, which a caller never sends.")
+
+    def placed(self, lease: Lease) -> None:
+        """There is room for the announced payload."""
+        self._receive_into(lease)
+        self.link.resume()
+
+    def ended(self, error: RemoteError, finished: bool) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.shared.pump.timers.cancel(self._deadline)
+        self.callers.leave(self)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+            self.callers.room_freed()
+        if self.admitted:
+            loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
+            self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+
+    def answered(self, request: int) -> None:
+        """One request less is outstanding."""
+        self.answers.pop(request, None)
+        if self._full and len(self.answers) < self.shared.limits.outstanding:
+            self._full = False
+            self.link.resume()
+
+    def _too_late(self) -> None:
+        self.link.end(PeerLost(f"it did not introduce itself within {self.shared.limits.handshake_seconds} s"))
+
+    def _greeted(self, frame: Frame) -> None:
+        if frame.header.kind is not Kind.HELLO:
+            raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
+        self.caller = Identity.from_meta(frame.meta)
+        self._caller_nonce = str(frame.meta.get("nonce", "")).encode()
+        self.shared.pump.timers.cancel(self._deadline)
+        self.link.pause()
+        self.shared.pump.events.append(self._admit)
+
+    def _admit(self) -> None:
+        """On the owner's thread: let the caller in, or tell it why not."""
+        if self._ended:
+            return
+        reason = self.callers.objection(self.caller) or self.shared.host.admit(self.caller)
+        with self.shared.pump.lock:
+            if reason is not None:
+                self.shared.refused += 1
+                self.link.refuse(Refused(reason))
+                return
+            self.callers.enter(self)
+            self.admitted = True
+            self.link.count_with(self.caller.name)
+            self.link.open_up()
+            if self.shared.key is not None:
+                self.link.seal(session_seals(self.shared.key, self._nonce, self._caller_nonce, calling=False))
+            self.link.send(Kind.WELCOME, self.shared.identity.to_meta())
+            self.link.resume()
+
+    def _announced(self, frame: Frame) -> None:
+        try:
+            specs = self._specs(frame)
+        except Refused as error:
+            self._refuse(frame, error)
+            return
+        self.wanted = specs
+        lease = self.callers.room_for(self, specs)
+        if lease is None:
+            self.link.pause()
+        else:
+            self._receive_into(lease)
+
+    def _receive_into(self, lease: Lease) -> None:
+        self._lease = lease
+        self.link.parser.place([bytes_of(tensor) for tensor in lease.tensors])
+
+    def _refuse(self, frame: Frame, error: Refused) -> None:
+        self.shared.refused += 1
+        self._send_error(frame.header.request, error)
+        size, most = frame.header.payload_nbytes, self.shared.limits.drain_nbytes
+        if frame.complete:
+            return
+        if size > most:
+            self.link.refuse(Refused(f"{error} Its payload of {size} bytes is more than the {most} that are skipped."))
+        else:
+            self._dropping = True
+            self.link.parser.drop()
+
+    def _specs(self, frame: Frame) -> Sequence[TensorSpec]:
+        """What the service expects, found equal to what the frame announces."""
+        service, method = frame.meta.get("service"), frame.meta.get("method")
+        if (
+            not isinstance(service, str)
+            or not isinstance(method, str)
+            or not isinstance(frame.meta.get("fields"), dict)
+        ):
+            raise DamagedFrame("a request without service, method and fields.")
+        if frame.header.request in self.answers:
+            raise DamagedFrame(f"request {frame.header.request} is outstanding already.")
+        try:
+            specs = [TensorSpec(*spec) for spec in self.shared.host.expects(service, method)]
+        except LookupError:
+            raise Refused(f"{self.shared.identity.name} has no {service!r} with a method {method!r}.") from None
+        told = frame.meta.get("tensors")
+        if told != [list(spec) for spec in specs]:
+            raise Refused(
+                f"{service}.{method} carries {described(specs)}, {self.caller.name} announced {announced(told)}."
+            )
+        size = sum(map(nbytes_of, specs))
+        if size != frame.header.payload_nbytes:
+            raise DamagedFrame(
+                f"{described(specs)} weigh {size} bytes, the frame announces {frame.header.payload_nbytes}."
+            )
+        return specs
+
+    def _arrived(self, frame: Frame) -> None:
+        lease, self._lease = self._lease, None
+        if self._dropping:
+            self._dropping = False
+            return
+        if frame.aborted:
+            if lease is not None:
+                lease.release()
+                self.callers.room_freed()
+            self._send_error(frame.header.request, RemoteError("its caller gave it up."))
+            return
+        if lease is None:
+            try:
+                lease = Lease.of_nothing(self._specs(frame))
+            except Refused as error:
+                self._refuse(frame, error)
+                return
+        self._deliver(frame, lease)
+
+    def _deliver(self, frame: Frame, lease: Lease) -> None:
+        meta = frame.meta
+        answer = Answer(self, frame.header.request, lease)
+        self.answers[frame.header.request] = answer
+        if len(self.answers) >= self.shared.limits.outstanding:
+            self._full = True
+            self.link.pause()
+        call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors)
+
+        def hand_over() -> None:
+            if self.fenced:
+                answer.release()
+            else:
+                self.shared.host.request(meta["service"], call, answer)
+
+        self.shared.pump.events.append(hand_over)
+
+    def _send_error(self, request: int, error: RemoteError) -> None:
+        meta = {"error": type(error).__name__, "message": str(error)[: 1 << 16]}
+        self.link.send(Kind.ERROR, meta, request=request)
+
+
+class Answer:
+    """The reply to one request, still owed."""
+
+    __slots__ = ("_inbound", "_lease", "_request", "cancelled", "given")
+
+    def __init__(self, inbound: Inbound, request: int, lease: Lease) -> None:
+        self._inbound = inbound
+        self._request = request
+        self._lease: Lease | None = lease
+        self.cancelled = False
+        self.given = False
+
+    def __call__(self, answer: Reply | RemoteError) -> None:
+        if self.given:
+            raise RuntimeError(
+                f"request {self._request} of {self._inbound.caller.name} was answered already: answer once."
+            )
+        with self._inbound.shared.pump.lock:
+            self._send(answer)
+            self.given = True
+            self.release()
+            self._inbound.answered(self._request)
+
+    def release(self) -> None:
+        with self._inbound.shared.pump.lock:
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
+                self._inbound.callers.room_freed()
+
+    def _send(self, answer: Reply | RemoteError) -> None:
+        inbound = self._inbound
+        events = inbound.shared.pump.events
+        if isinstance(answer, RemoteError):
+            inbound._send_error(self._request, answer)
+        elif self.cancelled:
+            inbound._send_error(self._request, RemoteError("cancelled."))
+            events.append(answer.release)
+        else:
+            meta = {"fields": answer.fields, "tensors": [spec_of(tensor) for tensor in answer.tensors]}
+            payload = [bytes_of(tensor) for tensor in answer.tensors]
+            inbound.link.send(
+                Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
+            )

@@ -1,0 +1,337 @@
+"""A link: one TCP connection that carries frames both ways. It knows nothing of what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
+from dure.runtime.wire.frame import (
+    GREETING_NBYTES,
+    META_NBYTES,
+    Frame,
+    Header,
+    Kind,
+    Outgoing,
+    Parser,
+    encode_meta,
+    job_code,
+)
+from dure.runtime.wire.seal import PlainSeals, Seals
+from dure.runtime.wire.staging import Staging
+from dure.runtime.wire.values import Host, Identity, Limits, Traffic
+
+if TYPE_CHECKING:
+    from dure.runtime.wire.pump import Pump
+
+_SOCKET_NBYTES = 4 << 20
+_WAKE_NBYTES = 1 << 18  # while bulk arrives, sleep until this much is there
+
+
+class Shared:
+    """What all links of one wire share."""
+
+    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Pump, key: bytes | None) -> None:
+        self.identity = identity
+        self.host = host
+        self.limits = limits
+        self.pump = pump
+        self.key = key
+        self.job = job_code(identity.job)
+        self.staging = Staging(limits.staging_nbytes)
+        self.traffic: dict[str, Traffic] = {}
+        self.damaged = 0
+        self.refused = 0
+
+    def traffic_with(self, peer: str) -> Traffic:
+        return self.traffic.setdefault(peer, Traffic())
+
+
+class Side(Protocol):
+    """What a link's frames mean."""
+
+    def frame(self, frame: Frame) -> None: ...
+
+    def connected(self) -> None: ...
+
+    def ended(self, error: RemoteError, finished: bool) -> None: ...
+
+
+class Link:
+    """Reads and writes frames in bounded turns; ends once, telling its side why."""
+
+    def __init__(self, shared: Shared, sock: socket.socket, side: Side, *, connecting: bool = False) -> None:
+        self.shared = shared
+        self.sock = sock
+        self.side = side
+        self.parser = Parser(None, meta_limit=GREETING_NBYTES)
+        self.traffic = Traffic()  # until the peer's name is known
+        self.seals: Seals = PlainSeals()
+        self.queue: deque[Outgoing] = deque()
+        self.closed = False
+        self.paused = False
+        self._connecting = connecting
+        self._closing = False  # a last word is in the queue; what comes in is ignored
+        self._low = 1
+        tune(sock)
+        self._watch()
+
+    def seal(self, keys: tuple[Seals, Seals]) -> None:
+        """From the next frame on, seal with the first and check with the second."""
+        self.seals, self.parser.seals = keys
+
+    def open_up(self) -> None:
+        """The peer is known: metas may be longer, and all frames are of one job."""
+        self.parser.meta_limit = META_NBYTES
+        self.parser.job = self.shared.job
+
+    def count_with(self, peer: str) -> None:
+        """From now on traffic counts for `peer`, what there was so far included."""
+        total = self.shared.traffic_with(peer)
+        for name in Traffic.__slots__:
+            setattr(total, name, getattr(total, name) + getattr(self.traffic, name))
+        self.traffic = total
+
+    def send(
+        self,
+        kind: Kind,
+        meta: Mapping[str, Any],
+        payload: Sequence[memoryview] = (),
+        *,
+        request: int = 0,
+        on_sent: Callable[[], None] | None = None,
+    ) -> Outgoing:
+        """Queue a frame, and send at once what the socket takes. `on_sent` is called when it left or never will."""
+        frame = self._frame(kind, meta, payload, request)
+        if on_sent is not None:
+            frame.on_sent = on_sent
+        if self.closed or self._closing:
+            frame.abort()
+            frame.on_sent()
+        else:
+            self._post(frame)
+        return frame
+
+    def withdraw(self, frame: Outgoing) -> bool:
+        """Take back a frame of which nothing has left; otherwise let go of its tensors. Whether it was taken back."""
+        if frame in self.queue and not frame.started and isinstance(self.seals, PlainSeals):
+            self.queue.remove(frame)
+            return True
+        frame.abort()
+        return False
+
+    def refuse(self, error: RemoteError) -> None:
+        """Say why, then close; the peer has `linger_seconds` to read it."""
+        if self.closed or self._closing:
+            return
+        self._last_word(Kind.REFUSAL, {"error": type(error).__name__, "message": str(error)[:4096]})
+        self.shared.pump.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
+        self.side.ended(error, False)
+
+    def say_goodbye(self) -> None:
+        """Say that this end has finished, after what is queued; the peer closes."""
+        if not self.closed and not self._closing:
+            self._last_word(Kind.GOODBYE, {})
+
+    def end(self, error: RemoteError, *, finished: bool = False) -> None:
+        """Close now. Nothing is received or sent any more."""
+        if self.closed:
+            return
+        self.closed = True
+        self.shared.pump.watch(self.sock, 0, self)
+        self.sock.close()
+        while self.queue:
+            frame = self.queue.popleft()
+            frame.abort()
+            frame.on_sent()
+        self.side.ended(error, finished)
+
+    def pause(self) -> None:
+        """Read nothing until `resume`: TCP makes the peer wait."""
+        self.paused = True
+        self._watch()
+
+    def resume(self) -> None:
+        self.paused = False
+        self.shared.pump.soon(self._catch_up)
+
+    def deserted(self) -> bool:
+        """Whether the peer has closed behind bytes that we have not read (where the system can tell)."""
+        if self.closed or not hasattr(socket, "TCP_INFO"):
+            return self.closed
+        state = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state in (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT
+
+    def ready(self, mask: int) -> None:
+        if self.closed:
+            return
+        if self._connecting:
+            self._connected()
+            return
+        if mask & selectors.EVENT_WRITE:
+            self._write()
+        if mask & selectors.EVENT_READ and not self.closed:
+            self._guarded(self._read)
+        if not self.closed:
+            self._watch()
+
+    def _frame(self, kind: Kind, meta: Mapping[str, Any], payload: Sequence[memoryview], request: int) -> Outgoing:
+        me = self.shared.identity
+        header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
+        return Outgoing(header, encode_meta(meta), payload, self.seals)
+
+    def _post(self, frame: Outgoing) -> None:
+        self.traffic.messages_sent += 1
+        self.traffic.overhead_nbytes_sent += frame.nbytes[0]
+        self.traffic.payload_nbytes_sent += frame.nbytes[1]
+        self.queue.append(frame)
+        if len(self.queue) == 1 and not self._connecting:
+            self._write()
+
+    def _last_word(self, kind: Kind, meta: Mapping[str, Any]) -> None:
+        self._closing = True
+        self.paused = False
+        self._post(self._frame(kind, meta, (), 0))
+        self._watch()
+
+    def _connected(self) -> None:
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self.end(PeerLost(os.strerror(code)))
+            return
+        self._connecting = False
+        self.side.connected()
+        self._write()
+        if not self.closed:
+            self._watch()
+
+    def _catch_up(self) -> None:
+        if not self.closed and not self.paused:
+            self._guarded(self._take)
+            if not self.closed:
+                self._watch()
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except DamagedFrame as error:
+            self.shared.damaged += 1
+            self.refuse(error)
+        except Refused as error:
+            self.shared.refused += 1
+            self.refuse(error)
+
+    def _read(self) -> None:
+        left = self.shared.limits.turn_nbytes
+        while left > 0 and not self.closed and not self.paused:
+            if self._closing:
+                self._ignore()
+                return
+            space = self.parser.space()
+            if not space:
+                return
+            got = self._receive(space)
+            if got <= 0:
+                return
+            self.parser.received(got)
+            self._take()
+            left -= got
+            if got < len(space):
+                return
+
+    def _receive(self, space: memoryview) -> int:
+        """Bytes received; 0 at the end, -1 when there is nothing now."""
+        try:
+            got = self.sock.recv_into(space)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.end(PeerLost(error.strerror or str(error)))
+            return 0
+        if not got:
+            self.end(PeerLost("its connection closed" + ("" if self.parser.idle else " in the middle of a message")))
+        return got
+
+    def _ignore(self) -> None:
+        """The last word is on its way or read: throw away what still comes."""
+        trash = memoryview(bytearray(1 << 16))
+        for _ in range(16):
+            if self._receive(trash) <= 0:
+                return
+
+    def _take(self) -> None:
+        while not self.closed and not self.paused and not self._closing:
+            frame = self.parser.take()
+            if frame is None:
+                break
+            if frame.complete:
+                self._count(frame)
+            self.side.frame(frame)
+        self._set_low()
+
+    def _count(self, frame: Frame) -> None:
+        overhead, payload = frame.nbytes
+        self.traffic.messages_received += 1
+        self.traffic.overhead_nbytes_received += overhead
+        self.traffic.payload_nbytes_received += payload
+
+    def _write(self) -> None:
+        left = self.shared.limits.turn_nbytes
+        try:
+            while self.queue and left > 0:
+                frame = self.queue[0]
+                view = frame.peek()
+                if not view:
+                    self.queue.popleft()
+                    frame.on_sent()
+                    continue
+                sent = self.sock.send(view)
+                frame.advance(sent)
+                left -= sent
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._unwritable(error)
+            return
+        if self._closing and not self.queue:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+        self._watch()
+
+    def _unwritable(self, error: OSError) -> None:
+        """The peer takes no more; it may have said why before it left."""
+        with contextlib.suppress(RemoteError):
+            self._guarded(self._read)
+        self.end(PeerLost(error.strerror or str(error)))
+
+    def _watch(self) -> None:
+        if self.closed:
+            return
+        mask = 0 if self.paused or self._connecting else selectors.EVENT_READ
+        if self.queue or self._connecting:
+            mask |= selectors.EVENT_WRITE
+        self.shared.pump.watch(self.sock, mask, self)
+
+    def _set_low(self) -> None:
+        """While bulk arrives, be woken for large pieces only."""
+        low = _WAKE_NBYTES if self.parser.awaited_nbytes >= _WAKE_NBYTES else 1
+        if low != self._low and not self.closed:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
+            self._low = low
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay, large buffers, and a vanished machine noticed in about five seconds when nothing is sent to it."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_NBYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

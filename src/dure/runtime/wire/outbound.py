@@ -1,0 +1,263 @@
+"""The caller's end of a connection: calls that were made and what becomes of them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
+from dure.runtime.base import Reply
+from dure.runtime.wire.frame import Frame, Kind
+from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.seal import greeting_seals, session_seals
+from dure.runtime.wire.staging import announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.values import Identity, Loss, OnDone, Request
+
+if TYPE_CHECKING:
+    from dure.runtime.wire.frame import Outgoing
+    from dure.runtime.wire.pump import Timer
+
+_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, CallTimeout, DamagedFrame)}
+
+
+class Pending:
+    """A call on its way. It ends once: `on_done` on the owner's thread, or `cancel`, after which nothing is called."""
+
+    __slots__ = ("_outbound", "done", "into", "number", "on_done", "outgoing", "request", "timer")
+
+    def __init__(self, outbound: Outbound | None, number: int, request: Request, on_done: OnDone) -> None:
+        self._outbound = outbound
+        self.number = number
+        self.request = request
+        self.on_done = on_done
+        self.into = [spec_of(tensor) for tensor in request.into]
+        self.outgoing: Outgoing | None = None
+        self.timer: Timer | None = None
+        self.done = False
+
+    def cancel(self) -> None:
+        """Give up. Afterwards no tensor of the call is read or written; the host may still have done it."""
+        if not self.done and self._outbound is not None:
+            self._outbound.give_up(self)
+        self.done = True
+
+
+class Outbound:
+    """One host that this process calls."""
+
+    def __init__(self, shared: Shared, name: str, address: tuple[str, int]) -> None:
+        self.shared = shared
+        self.name = name
+        self.host: Identity | None = None
+        self.error: RemoteError | None = None
+        self.calls: dict[int, Pending] = {}
+        self._numbers = itertools.count(1)
+        self._abandoned: dict[int, int] = {}  # number -> bytes that its reply would weigh
+        self._receiving: Pending | None = None
+        self._dropping = False
+        self._nonce = secrets.token_bytes(16).hex()
+        self.link = Link(shared, _begin(address), self, connecting=True)
+
+    def request(self, request: Request, on_done: OnDone) -> Pending:
+        """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
+        pending = Pending(self, next(self._numbers), request, on_done)
+        payload = [bytes_of(tensor) for tensor in request.tensors]
+        for tensor in request.into:
+            bytes_of(tensor)
+        meta = {
+            "service": request.service,
+            "method": request.method,
+            "fields": request.fields,
+            "tensors": [spec_of(tensor) for tensor in request.tensors],
+        }
+        if self.error is not None:
+            self.finish(pending, self.error)
+            return pending
+        self.calls[pending.number] = pending
+        if request.timeout is not None:
+            pending.timer = self.shared.pump.timers.after(request.timeout, lambda: self._too_late(pending))
+        pending.outgoing = self.link.send(Kind.REQUEST, meta, payload, request=pending.number)
+        return pending
+
+    def finish(self, pending: Pending, result: Reply | RemoteError) -> None:
+        """Hand `result` to the owner."""
+        self.calls.pop(pending.number, None)
+        self.shared.pump.timers.cancel(pending.timer)
+        if pending.outgoing is not None:
+            pending.outgoing.abort()
+
+        def hand_over() -> None:
+            if not pending.done:
+                pending.done = True
+                pending.on_done(result)
+
+        self.shared.pump.events.append(hand_over)
+
+    def give_up(self, pending: Pending) -> None:
+        """Let go of the call's tensors, and tell the host if it has heard of the call."""
+        with self.shared.pump.lock:
+            if self.calls.pop(pending.number, None) is None:
+                return
+            self.shared.pump.timers.cancel(pending.timer)
+            if self._receiving is pending:
+                self._receiving = None
+                self._dropping = True
+                self.link.parser.drop()
+            elif pending.outgoing is None or not self.link.withdraw(pending.outgoing):
+                self._abandoned[pending.number] = sum(map(nbytes_of, pending.into))
+                self.link.send(Kind.CANCEL, {}, request=pending.number)
+
+    def connected(self) -> None:
+        """TCP stands; the host speaks first."""
+
+    def frame(self, frame: Frame) -> None:
+        kind = frame.header.kind
+        if kind is Kind.REFUSAL:
+            self.link.end(self._told(frame.meta))
+        elif kind is Kind.GOODBYE:
+            self.link.end(PeerLost("it has finished"), finished=True)
+        elif self.host is None:
+            self._greeted(frame)
+        elif kind is Kind.REPLY and not frame.complete:
+            self._announced(frame)
+        elif kind is Kind.REPLY:
+            self._arrived(frame)
+        elif kind is Kind.ERROR:
+            self._failed(frame)
+        else:
+            raise DamagedFrame(f"a {kind.name}, which a host never sends.")
+
+    def ended(self, error: RemoteError, finished: bool) -> None:
+        if self.error is not None:
+            return
+        kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        self.error = kind(f"{self.name} is gone: {error}")
+        self._receiving = None
+        for pending in list(self.calls.values()):
+            self.finish(pending, kind(f"{self.name} is gone before {_shown(pending)} was answered: {error}"))
+        if self.host is not None:
+            loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
+            self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+
+    def _too_late(self, pending: Pending) -> None:
+        self.give_up(pending)
+        error = CallTimeout(f"{self.name} did not answer {_shown(pending)} within {pending.request.timeout} s.")
+        pending.timer = None
+        self.finish(pending, error)
+
+    def _greeted(self, frame: Frame) -> None:
+        if frame.header.kind is Kind.CHALLENGE:
+            self._introduce(frame.meta)
+        elif frame.header.kind is Kind.WELCOME:
+            host = Identity.from_meta(frame.meta)
+            if host.name != self.name:
+                raise Refused(
+                    f"{self.name} was expected at this address, {host.name} answered: exchange the addresses."
+                )
+            self.host = host
+            self.link.count_with(self.name)
+            self.link.open_up()
+        else:
+            raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
+
+    def _introduce(self, challenge: dict[str, Any]) -> None:
+        key, keyed = self.shared.key, challenge.get("keyed")
+        if keyed is not (key is not None):
+            has = "has a key, this process has none" if keyed else "has no key, this process has one"
+            raise Refused(f"{self.name} {has}: give all processes of the job the same key.")
+        meta = self.shared.identity.to_meta() | {"nonce": self._nonce}
+        if key is None:
+            self.link.send(Kind.HELLO, meta)
+            return
+        nonce = _nonce(challenge)
+        ours, theirs = session_seals(key, nonce, self._nonce.encode(), calling=True)
+        self.link.seal((greeting_seals(key, nonce), theirs))
+        self.link.send(Kind.HELLO, meta)
+        self.link.seal((ours, theirs))
+
+    def _told(self, meta: dict[str, Any]) -> RemoteError:
+        kind = _ERRORS.get(str(meta.get("error")), RemoteError)
+        return kind(str(meta.get("message")))
+
+    def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
+        """Why the reply does not fit `into`."""
+        told = frame.meta.get("tensors")
+        if told == [list(spec) for spec in pending.into] and isinstance(frame.meta.get("fields"), dict):
+            if sum(map(nbytes_of, pending.into)) == frame.header.payload_nbytes:
+                return None
+        answered = f"{self.name} answered {_shown(pending)} with {announced(told)}"
+        return RemoteError(f"{answered}, `into` takes {described(pending.into)}: give `into` tensors that fit.")
+
+    def _announced(self, frame: Frame) -> None:
+        pending = self.calls.get(frame.header.request)
+        size = frame.header.payload_nbytes
+        most = self.shared.limits.drain_nbytes
+        if pending is None:
+            if frame.header.request not in self._abandoned:
+                raise DamagedFrame(f"a reply to request {frame.header.request}, which was not made.")
+            most = max(most, self._abandoned[frame.header.request])
+        else:
+            error = self._expected(frame, pending)
+            if error is None:
+                self._receiving = pending
+                self.link.parser.place([bytes_of(tensor) for tensor in pending.request.into])
+                return
+            self.finish(pending, error)
+            self._abandoned[pending.number] = 0
+        if size > most:
+            raise DamagedFrame(f"a reply of {size} bytes that nobody awaits; at most {most} are skipped.")
+        self._dropping = True
+        self.link.parser.drop()
+
+    def _arrived(self, frame: Frame) -> None:
+        number = frame.header.request
+        if self._abandoned.pop(number, None) is not None or self._dropping:
+            self._dropping = False
+            return
+        if frame.aborted:
+            raise DamagedFrame("a reply that its host gave up.")
+        self._receiving = None
+        pending = self.calls.get(number)
+        if pending is None:
+            raise DamagedFrame(f"a reply to request {number}, which was not made.")
+        error = None if frame.header.payload_nbytes else self._expected(frame, pending)
+        self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into))
+
+    def _failed(self, frame: Frame) -> None:
+        number = frame.header.request
+        if self._abandoned.pop(number, None) is not None:
+            return
+        pending = self.calls.get(number)
+        if pending is None:
+            raise DamagedFrame(f"an error for request {number}, which was not made.")
+        error = self._told(frame.meta)
+        self.finish(pending, type(error)(f"{self.name}, {_shown(pending)}: {error}"))
+
+
+def _begin(address: tuple[str, int]) -> socket.socket:
+    """A socket on its way to `address`. Raises `PeerLost` when that fails at once."""
+    try:
+        family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {error.strerror}") from None
+    sock.setblocking(False)
+    code = sock.connect_ex(resolved)
+    if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+        sock.close()
+        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {errno.errorcode.get(code, code)}")
+    return sock
+
+
+def _nonce(challenge: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(challenge["nonce"])
+    except (KeyError, TypeError, ValueError):
+        raise DamagedFrame("a challenge without a nonce.") from None
+
+
+def _shown(pending: Pending) -> str:
+    return f"{pending.request.service}.{pending.request.method}"

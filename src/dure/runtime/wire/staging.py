@@ -1,0 +1,147 @@
+"""Where payloads lie: tensors as bytes, and the memory that requests are received into.
+
+A request's size is known from what the *service* expects, never from what a frame says. Buffers are used again,
+because pages touched for the first time cost five to ten times as much; together, in use and waiting for use,
+they stay within a budget. Whoever finds no room waits in line, unread, and TCP makes the caller wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from dure.runtime.base import TensorSpec
+
+ALIGNMENT = 64  # bytes
+_ROUND = 1 << 12
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tensor.numel())
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{spec.dtype!r} is no dtype of torch; write it as torch does, without its prefix: 'float32'.")
+    return dtype
+
+
+def nbytes_of(spec: TensorSpec) -> int:
+    return spec.numel * dtype_of(spec).itemsize
+
+
+def described(specs: Sequence[TensorSpec]) -> str:
+    """Specs in words: `float32[10], int64[1]`."""
+    return ", ".join(f"{spec.dtype}[{spec.numel}]" for spec in specs) or "no tensor"
+
+
+def announced(told: object) -> str:
+    """The specs that a peer told of, in words, whatever it told and never long."""
+    if not isinstance(told, list):
+        return "nothing readable"
+    try:
+        return described([TensorSpec(str(dtype)[:20], int(numel)) for dtype, numel in told[:8]])
+    except (TypeError, ValueError, OverflowError):
+        return "nothing readable"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of `tensor`, for reading and writing. Raises `ValueError` when it can't be sent as it lies."""
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"a tensor on {tensor.device} can't travel: send tensor.cpu(), or receive into one on the CPU."
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"a tensor of strides {tuple(tensor.stride())} can't travel: send tensor.contiguous().")
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class Lease:
+    """Memory of one request, cut into its tensors, until `release`."""
+
+    __slots__ = ("_memory", "_staging", "tensors")
+
+    def __init__(self, staging: Staging | None, memory: torch.Tensor, specs: Sequence[TensorSpec]) -> None:
+        self._staging = staging
+        self._memory = memory
+        self.tensors: list[torch.Tensor] = []
+        offset = 0
+        for spec in specs:
+            size = nbytes_of(spec)
+            self.tensors.append(memory[offset : offset + size].view(dtype_of(spec)))
+            offset += _aligned(size)
+
+    @staticmethod
+    def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
+        """For tensors without elements."""
+        return Lease(None, torch.empty(0, dtype=torch.uint8), specs)
+
+    def release(self) -> None:
+        """Give the memory back. Doing so twice changes nothing."""
+        if self._staging is not None:
+            self._staging.give_back(self._memory)
+            self._staging = None
+
+
+class Staging:
+    """Recycled memory within a budget of bytes.
+
+    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever.
+    """
+
+    def __init__(self, budget_nbytes: int) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.held_nbytes = 0
+        self.peak_nbytes = 0
+        self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # by size; least recently used first
+        self._idle_nbytes = 0
+
+    def take(self, specs: Sequence[TensorSpec]) -> Lease | None:
+        """Memory for `specs`, or None when there is no room now."""
+        size = sum(_aligned(nbytes_of(spec)) for spec in specs)
+        size = -(-size // _ROUND) * _ROUND
+        if self.held_nbytes and self.held_nbytes + size > self.budget_nbytes:
+            return None
+        memory = self._recycled(size)
+        if memory is None:
+            self._shrink(size)
+            memory = torch.empty(size, dtype=torch.uint8)
+        self.held_nbytes += size
+        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
+        return Lease(self, memory, specs)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        size = memory.numel()
+        self.held_nbytes -= size
+        if self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
+            self._idle.setdefault(size, []).append(memory)
+            self._idle.move_to_end(size)
+            self._idle_nbytes += size
+
+    def _recycled(self, size: int) -> torch.Tensor | None:
+        buffers = self._idle.get(size)
+        if not buffers:
+            return None
+        memory = buffers.pop()
+        if not buffers:
+            del self._idle[size]
+        self._idle_nbytes -= size
+        return memory
+
+    def _shrink(self, size: int) -> None:
+        """Forget idle buffers until `size` more bytes fit."""
+        while self._idle and self.held_nbytes + self._idle_nbytes + size > self.budget_nbytes:
+            oldest, buffers = next(iter(self._idle.items()))
+            buffers.pop()
+            self._idle_nbytes -= oldest
+            if not buffers:
+                del self._idle[oldest]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,255 @@
+"""The wire of one process: it calls, and is called, over one TCP connection per caller and host.
+
+No threads of its own: `poll` does everything, in the caller's thread, in bounded turns.
+
+    wire = Wire(Identity(job="digits", name="worker 0"))
+    wire.connect("server 0", "127.0.0.1", port)
+    wire.call("server 0", Request("shard", "push", [gradient], into=[values]), on_done)
+    while waiting:
+        wire.poll(1.0)
+
+A push and a pull of 100 MB take what Gloo's bare send and receive take; see `docs/decisions/0002-bulk-over-tcp.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+
+from dure.errors import CallTimeout, PeerLost, UsageError
+from dure.runtime.wire.inbound import Callers, Inbound
+from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.outbound import Outbound, Pending
+from dure.runtime.wire.pump import Pump
+from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
+
+_EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104  (refused, not used)
+_ACCEPTS = 64  # connections accepted per turn
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Wire:
+    """One process's connections. Of one thread: its owner's; `wake` alone may be called from any."""
+
+    def __init__(
+        self, identity: Identity, host: Host | None = None, limits: Limits | None = None, *, key: bytes | None = None
+    ) -> None:
+        """`key`, the same in all processes of a job, has every frame authenticated by HMAC-SHA256."""
+        self._pump = Pump()
+        self._shared = Shared(identity, host or ServesNobody(), limits or Limits(), self._pump, key)
+        self._callers = Callers(self._shared)
+        self._hosts: dict[str, Outbound] = {}
+        self._listeners: list[_Listener] = []
+        self._closed = False
+
+    @property
+    def identity(self) -> Identity:
+        return self._shared.identity
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """By the peer's name; it stays when the peer goes."""
+        return self._shared.traffic
+
+    @property
+    def damaged(self) -> int:
+        """Connections that were closed because of what arrived on them."""
+        return self._shared.damaged
+
+    @property
+    def refused(self) -> int:
+        """Callers and requests that were turned away."""
+        return self._shared.refused
+
+    @property
+    def staging_peak_nbytes(self) -> int:
+        """The most memory that requests have had."""
+        return self._shared.staging.peak_nbytes
+
+    @property
+    def callers(self) -> tuple[Identity, ...]:
+        """Who is connected to this host."""
+        return tuple(inbound.caller for inbound in self._callers.open.values())
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Whom this process can call."""
+        return tuple(filter(self.connected, self._hosts))
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight: calls without an answer, answers that have not left."""
+        return any(outbound.calls or outbound.link.queue for outbound in self._hosts.values()) or any(
+            inbound.link.queue or not inbound.link.parser.idle for inbound in self._callers.open.values()
+        )
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False) -> int:
+        """Take calls on the interface with address `host`; the port, chosen by the system when 0.
+
+        Raises `UsageError` for an address that means every interface, unless `everywhere` says it is meant.
+        """
+        if host in _EVERYWHERE and not everywhere:
+            raise UsageError(
+                f"{host!r} would listen on every interface of this machine; give the address of the one that the "
+                "others reach it by, or everywhere=True."
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family, backlog=1024)
+        self._listeners.append(_Listener(self._shared, self._callers, sock))
+        return int(sock.getsockname()[1])
+
+    def connect(self, name: str, host: str, port: int, timeout: float = 10.0) -> Identity:
+        """Connect to the host called `name`; who it says it is. Serves others meanwhile.
+
+        Raises `PeerLost` (nobody there), `Refused` (it does not let us in), `CallTimeout` (after `timeout` seconds).
+        """
+        deadline = time.monotonic() + timeout
+        with self._pump.lock:
+            outbound = Outbound(self._shared, name, (host, port))
+        while outbound.host is None and outbound.error is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                outbound.link.end(PeerLost("no welcome in time"))
+                raise CallTimeout(f"{name} at {host}:{port} did not welcome us within {timeout} s.")
+            self.poll(left)
+        if outbound.host is None:
+            assert outbound.error is not None
+            raise outbound.error
+        old = self._hosts.get(name)
+        if old is not None:
+            old.link.end(PeerLost("connected anew"))
+        self._hosts[name] = outbound
+        return outbound.host
+
+    def call(self, peer: str, request: Request, on_done: OnDone) -> Pending:
+        """Call a service of `peer`; `on_done` gets its `Reply`, or why there is none, from a later `poll`.
+
+        Requests to one peer arrive in order. Raises `TypeError`/`ValueError` when the request can't be sent as it is.
+        """
+        with self._pump.lock:
+            outbound = self._hosts.get(peer)
+            if outbound is None:
+                error = PeerLost(f"{self.identity.name} is not connected to {peer}: connect first.")
+                self._pump.events.append(lambda: on_done(error))
+                return Pending(None, 0, request, on_done)
+            pending = outbound.request(request, on_done)
+        if self._pump.lent:
+            self._pump.wake()
+        return pending
+
+    def cancel(self, call: Pending) -> None:
+        """Give up a call. Afterwards none of its tensors is read or written; the host may still have done it."""
+        call.cancel()
+
+    def connected(self, peer: str) -> bool:
+        """Whether `peer` can be called."""
+        outbound = self._hosts.get(peer)
+        return outbound is not None and outbound.host is not None and outbound.error is None
+
+    def evict(self, name: str, incarnation: int, reason: str) -> None:
+        """Close the connection of a caller and admit it again only as a later incarnation.
+
+        What it sent and the owner has not seen is never delivered.
+        """
+        with self._pump.lock:
+            self._callers.evict(name, incarnation, reason)
+
+    def disconnect(self, peer: str) -> None:
+        """Say goodbye to one host."""
+        with self._pump.lock:
+            outbound = self._hosts.pop(peer, None)
+            if outbound is not None:
+                outbound.link.say_goodbye()
+                outbound.ended(PeerLost("disconnected"), True)
+
+    def poll(self, timeout: float = 0.0) -> int:
+        """One turn: wait up to `timeout` seconds for something, move bytes, run what is due to the owner.
+
+        How many callbacks were run.
+        """
+        if not self._pump.lent:
+            self._pump.turn(timeout)
+        return self._pump.run_events()
+
+    def wake(self) -> None:
+        """Have a `poll` in progress return soon. From any thread."""
+        self._pump.wake()
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Let a helper thread move bytes while the owner computes, if any are in flight.
+
+        Callbacks wait for the owner's next `poll`; `call` and `Pending.cancel` work inside.
+        """
+        if self._pump.lent or not self.busy:
+            yield
+            return
+        self._pump.lend()
+        try:
+            yield
+        finally:
+            self._pump.take_back()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too."""
+        if self._closed:
+            return
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+        links = [outbound.link for outbound in self._hosts.values()]
+        links += [inbound.link for inbound in self._callers.open.values()]
+        for link in links:
+            link.say_goodbye()
+        deadline = time.monotonic() + timeout
+        while any(not link.closed for link in links) and time.monotonic() < deadline:
+            self._pump.turn(deadline - time.monotonic())
+            self._pump.run_events()
+        self._end(links + [inbound.link for inbound in self._callers.greeting])
+        self._pump.close()
+
+    def _end(self, links: list[Link]) -> None:
+        for link in links:
+            link.end(PeerLost("this process has finished"), finished=True)
+        self._pump.run_events()
+
+
+class _Listener:
+    """A socket that accepts."""
+
+    def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
+        self._shared = shared
+        self._callers = callers
+        self._sock = sock
+        sock.setblocking(False)
+        shared.pump.watch(sock, selectors.EVENT_READ, self)
+
+    def ready(self, mask: int) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._rest()
+                    return
+                continue  # that one connection broke before it was accepted
+            Inbound(self._shared, self._callers, sock)
+
+    def close(self) -> None:
+        self._shared.pump.watch(self._sock, 0, self)
+        self._sock.close()
+
+    def _rest(self) -> None:
+        """Out of descriptors: look again in a moment."""
+        self._shared.pump.watch(self._sock, 0, self)
+        self._shared.pump.timers.after(0.1, self._again)
+
+    def _again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._shared.pump.watch(self._sock, selectors.EVENT_READ, self)

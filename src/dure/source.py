@@ -1,0 +1,60 @@
+"""Where a job's gradients come from: its data, in the order that its sampler gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dure.runtime.gradients import Gradient, GradientWork
+
+if TYPE_CHECKING:
+    from dure.data.split import Sampler
+    from dure.job import Job
+    from dure.runtime.base import Operation
+    from dure.worker import Worker
+
+
+class JobSource:
+    """Mini-batches of `batch_size` from a job's training data, for one worker.
+
+    `share` is this worker's part of the group's batch. With `sampler=None` (timing only) work has a size and
+    no data.
+    """
+
+    def __init__(self, job: Job, sampler: Sampler | None, *, batch_size: int, share: float, seed: int) -> None:
+        self.job = job
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.share = share
+        self.seed = seed
+        self._flops = job.flops_per_sample * batch_size
+
+    def gradient(self, worker: Worker) -> Operation[Gradient]:
+        return worker.node.compute(self._next(worker))
+
+    def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
+        assert worker.group is not None
+        return worker.group.mean_gradient(self._next(worker), self.share)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.sampler is None else dict(self.sampler.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.sampler is not None:
+            self.sampler.restore(dict(state))
+
+    def _next(self, worker: Worker) -> GradientWork:
+        inputs = targets = None
+        if self.sampler is not None:
+            indices = self.sampler.next()
+            inputs, targets = self.job.train.inputs[indices], self.job.train.targets[indices]
+        return GradientWork(
+            rank=worker.rank,
+            step=worker.clock,
+            values=worker.params,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops,
+            buffers=worker.buffers,
+        )

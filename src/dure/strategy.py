@@ -1,0 +1,185 @@
+"""A strategy: one choice on each of four axes, as objects and as text.
+
+    ssp:bound=3 ps:shards=4,split=memory fp32 none
+    ─┬─ ───┬───
+    name   parameters: the fields of the member's dataclass
+
+    strategy  = member { " " member }           any order: names are unique across the axes
+    member    = call { "+" call }               the method, then its wrappers
+    call      = name [ ":" key "=" value { "," key "=" value } ]
+
+What is left out has its default: BSP, over the topology that the method prefers, in single precision, unsplit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dure.codec.fp32 import Float32
+from dure.errors import StrategyError
+from dure.partition.whole import Whole
+from dure.text import REQUIRED, names, nearest, parameters, parse_calls, typed, value_text
+from dure.topology.spec import Collective, ParameterServer
+
+if TYPE_CHECKING:
+    from dure.catalogue import Entry
+    from dure.sync.base import Sync
+
+Topology = Collective | ParameterServer
+
+AXES: Mapping[str, str] = {
+    "sync": "when do replicas agree?",
+    "topology": "who talks to whom?",
+    "codec": "what goes on the wire?",
+    "partition": "how is the model split?",
+}
+DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One choice on each axis. A combination that makes no sense is refused here.
+
+    >>> strategy = Strategy.parse("ps:shards=4 ssp:bound=5")
+    >>> strategy.topology.shards, str(strategy)
+    (4, 'ssp:bound=5 ps:shards=4 fp32 none')
+    """
+
+    sync: Sync
+    topology: Topology
+    codec: Float32 = field(default_factory=Float32)
+    partition: Whole = field(default_factory=Whole)
+
+    def __post_init__(self) -> None:
+        name = name_of("topology", self.topology)
+        if name not in self.sync.topologies:
+            raise StrategyError(self._refusal(name))
+
+    def _refusal(self, topology: str) -> str:
+        sync = name_of("sync", self.sync)
+        entry = catalogue("sync").get(sync)
+        because = entry.because if entry else f"it runs over {names(self.sync.topologies)}"
+        works = f"{member_text('sync', self.sync)} {self.sync.topologies[0]}"
+        return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """A whole strategy in one text, its members in any order. Raises `StrategyError`."""
+        return cls.of(**by_axis(text))
+
+    @classmethod
+    def of(
+        cls,
+        sync: Sync | str | None = None,
+        topology: Topology | str | None = None,
+        codec: Float32 | str | None = None,
+        partition: Whole | str | None = None,
+    ) -> Strategy:
+        """From one choice per axis, each an object, its text, or None for the default. Raises `StrategyError`."""
+        method = _resolve("sync", sync)
+        return cls(
+            sync=method,
+            topology=_resolve("topology", topology if topology is not None else method.topologies[0]),
+            codec=_resolve("codec", codec),
+            partition=_resolve("partition", partition),
+        )
+
+    def text(self) -> dict[str, str]:
+        """Each axis as text."""
+        return {axis: member_text(axis, getattr(self, axis)) for axis in AXES}
+
+    def __str__(self) -> str:
+        return " ".join(self.text().values())
+
+
+def catalogue(axis: str) -> Mapping[str, Entry]:
+    """The members of an axis, by name."""
+    members: Mapping[str, Entry] = import_module(f"dure.{axis}").CATALOGUE
+    return members
+
+
+def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
+    """The axis and the entry of `name`, on `axis` if it is given. Raises `StrategyError`."""
+    for candidate in AXES:
+        if name in catalogue(candidate):
+            if axis not in (None, candidate):
+                raise StrategyError(f'"{name}" is a {candidate}, not a {axis}; {axis} has {names(catalogue(axis))}.')
+            return candidate, catalogue(candidate)[name]
+    axes = AXES if axis is None else (axis,)
+    known = "; ".join(f"{a} has {names(catalogue(a))}" for a in axes)
+    near = nearest(name, [member for a in axes for member in catalogue(a)])
+    raise StrategyError(f'nothing is called "{name}": {known}.{near}')
+
+
+def by_axis(text: str) -> dict[str, str]:
+    """The members named in `text`, each under its axis. Raises `StrategyError`.
+
+    >>> by_axis("ps:shards=2 bsp")
+    {'topology': 'ps:shards=2', 'sync': 'bsp'}
+    """
+    chosen: dict[str, str] = {}
+    for member in text.split():
+        axis, _ = find(parse_calls(member)[0].name)
+        if axis in chosen:
+            raise StrategyError(f'"{text}" chooses {axis} twice, "{chosen[axis]}" and "{member}": leave one out.')
+        chosen[axis] = member
+    return chosen
+
+
+def parse_member(text: str, axis: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the typed parameters of one member without wrappers. Raises `StrategyError`.
+
+    >>> parse_member("ssp:bound=3")
+    ('ssp', {'bound': 3.0})
+    """
+    call, *wrappers = parse_calls(text)
+    if wrappers:
+        raise StrategyError(f'nothing wraps {call.name} yet, so not "{wrappers[0].name}": write "{call.name}" alone.')
+    _, entry = find(call.name, axis)
+    return call.name, typed(call, entry.load())
+
+
+def make(text: str, axis: str | None = None) -> Any:
+    """The object that `text` names. Raises `StrategyError`."""
+    name, given = parse_member(text, axis)
+    kind = find(name, axis)[1].load()
+    missing = [p.name for p in parameters(kind) if p.default is REQUIRED and p.field not in given]
+    if missing:
+        raise StrategyError(f"{name} needs {names(missing)}: write {name}:{missing[0]}=VALUE.")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise StrategyError(f"{name}: {error}") from error
+
+
+def name_of(axis: str, member: Any) -> str:
+    """The name of an object in the catalogue of `axis`; a class from elsewhere goes by its own name."""
+    kind = type(member)
+    for name, entry in catalogue(axis).items():
+        if (entry.module, entry.member) == (kind.__module__, kind.__qualname__):
+            return name
+    return kind.__name__
+
+
+def member_text(axis: str, member: Any) -> str:
+    """An object as text: its first parameter always, the others where they differ from their defaults.
+
+    >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
+    ('ps:shards=1', 'ps:shards=2,split=layer')
+    """
+    shown = []
+    for position, parameter in enumerate(parameters(type(member))):
+        value = getattr(member, parameter.field)
+        if position == 0 or value != parameter.default:
+            shown.append(f"{parameter.name}={value_text(value)}")
+    name = name_of(axis, member)
+    return f"{name}:{','.join(shown)}" if shown else name
+
+
+def _resolve(axis: str, choice: Any) -> Any:
+    if choice is None:
+        choice = DEFAULTS[axis]
+    return make(choice, axis) if isinstance(choice, str) else choice

@@ -1,0 +1,61 @@
+"""What a method of synchronisation is, and what it sees of the world.
+
+A `Sync` is a frozen dataclass: its fields are the method's parameters, its `work` is the paper's loop at
+one worker. It sees one thing, its `Worker`, and knows neither sockets nor clocks nor devices.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.sync.clock import Policy
+    from dure.worker import Worker
+
+
+class Sync(Protocol):
+    """When replicas agree.
+
+    `topologies` names what the method runs over, its default first. A `lockstep` method keeps all workers at
+    the same clock, so a checkpoint is taken when each reaches the scheduled clock; for the others it is taken
+    when the first does. `delivers` says whose parameters the method's result is: the `"server"`'s, one
+    `"replica"`'s (all are equal), or the `"mean"` of the replicas; over servers it is always the server's.
+    """
+
+    topologies: ClassVar[tuple[str, ...]]
+    lockstep: ClassVar[bool]
+    delivers: ClassVar[str]
+
+    async def work(self, worker: Worker) -> None:
+        """The method at one worker; ends when `EndOfWork` is thrown into a pending gradient."""
+        ...
+
+
+class ServerSync(Sync, Protocol):
+    """A method that can run over parameter servers."""
+
+    def policy(self) -> Policy | None:
+        """Who may go on and what counts; None when the method asks for no order (applied on arrival)."""
+        ...
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        """What the shards do with an aggregate, given the job's optimizer."""
+        ...
+
+    @property
+    def reduce(self) -> str:
+        """How the members of a group become one update: "mean" (weighted by batch size) or "sum"."""
+        ...
+
+
+def describe(sync: Any) -> str:
+    """`sync` as text: its name and the parameters that are not defaults.
+
+    >>> from dure.sync.ssp import SSP
+    >>> describe(SSP(bound=5))
+    'ssp:bound=5'
+    """
+    from dure.strategy import member_text
+
+    return member_text("sync", sync)

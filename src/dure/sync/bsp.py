@@ -1,0 +1,56 @@
+"""Bulk synchronous parallel: every step, everybody's mean gradient, everywhere.
+
+Valiant, "A Bridging Model for Parallel Computation", CACM 1990; as synchronous SGD in Chen et al.,
+"Revisiting Distributed Synchronous SGD", 2016.
+
+    for t = 0, 1, 2, ...                              at every worker k
+        g_k  <- gradient of f at w on a batch of size B_k
+        g    <- sum of B_k g_k / sum of B_k           over all workers
+        w    <- Opt(w, g)
+
+| in the paper            | here                                                             |
+|-------------------------|------------------------------------------------------------------|
+| superstep and barrier   | the group's mean gradient (collectives); the clock's group (server) |
+| divisor                 | the batch sizes of those who contributed: it shrinks with a death |
+
+K workers with batches of B equal one worker with a batch of K B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.sync.clock import Barrier, Policy
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class BSP:
+    """Synchronous SGD, exactly as with one large batch."""
+
+    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "replica"
+
+    def policy(self) -> Policy:
+        return Barrier()
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        if worker.server is None:
+            while True:
+                worker.step(await worker.mean_gradient())
+        while True:
+            await worker.admission()
+            worker.adopt(await worker.pull())
+            await worker.push(await worker.gradient())

@@ -1,0 +1,170 @@
+"""One run, resolved: everything that both runtimes build their workers and servers from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import UsageError
+from dure.optim import FlatOptimizer, OptimizerSpec
+from dure.replica import Replica
+from dure.runtime.base import Address, Ghost, Node
+from dure.runtime.meter import Meter
+from dure.source import JobSource
+from dure.strategy import Strategy
+from dure.topology.admission import ClockService
+from dure.topology.client import ServerClient, Servers
+from dure.topology.parameter_server import Shard
+from dure.topology.sharding import Ranges, size, split
+from dure.topology.spec import ParameterServer
+from dure.worker import Boundary, Worker
+
+if TYPE_CHECKING:
+    from dure.config import TrainConfig
+    from dure.job import Job
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job under a strategy, for `workers` ranks, of which some may join later.
+
+    `steps` are mini-batches per worker, `eval_every` those between evaluations, `absent` who is not there at first.
+    """
+
+    config: TrainConfig
+    job: Job
+    strategy: Strategy
+    workers: int
+    steps: int
+    eval_every: int
+    absent: frozenset[int] = frozenset()
+
+    @property
+    def snapshot_every(self) -> int:
+        """Steps between evaluations of a real run: a method that meets now and then is evaluated when it has met."""
+        period = getattr(self.sync, "period", 1)
+        return -(-self.eval_every // period) * period
+
+    @property
+    def sync(self) -> Any:
+        return self.strategy.sync
+
+    @property
+    def servers(self) -> int:
+        """How many shards there are; 0 over collectives."""
+        topology = self.strategy.topology
+        return topology.shards if isinstance(topology, ParameterServer) else 0
+
+    @property
+    def colocated(self) -> bool:
+        """Whether shards live on the workers' machines."""
+        topology = self.strategy.topology
+        return isinstance(topology, ParameterServer) and topology.colocated
+
+    @cached_property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Mini-batch size of each worker."""
+        given = self.config.batch_sizes
+        if given and len(given) != self.workers:
+            raise UsageError(f"batch_sizes gives {len(given)} sizes for {self.workers} workers. Give one per worker.")
+        return given or (self.job.batch_size,) * self.workers
+
+    @cached_property
+    def replica(self) -> Replica:
+        """A replica with the run's initial values."""
+        return Replica(self.job.build(self.config.seed))
+
+    @property
+    def initial(self) -> Any:
+        """Initial parameters, flat; a `Ghost` in a timing-only run."""
+        if self.config.timing_only:
+            return Ghost(self.replica.numel, self.replica.params.element_size())
+        return self.replica.params.detach().clone()
+
+    @cached_property
+    def ranges(self) -> list[Ranges]:
+        """The flat ranges that each shard holds."""
+        topology = self.strategy.topology
+        assert isinstance(topology, ParameterServer)
+        replica = self.replica
+        return split(replica.layers, replica.numel, topology.shards, by=topology.split)
+
+    @cached_property
+    def _samplers(self) -> list[Any]:
+        return self.job.samplers(self.batch_sizes, seed=self.config.seed)
+
+    def source(self, rank: int) -> JobSource:
+        """Where the gradients of worker `rank` come from."""
+        size = self.batch_sizes[rank]
+        sampler = None if self.config.timing_only else self._samplers[rank]
+        share = size / sum(self.batch_sizes)
+        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seed)
+
+    def optimizer(self, numel: int, spec: OptimizerSpec | None = None) -> FlatOptimizer:
+        return FlatOptimizer(spec or self.job.optimizer, numel, self.replica.dtype)
+
+    def boundary(self) -> Boundary:
+        """When a worker's work ends."""
+        return Boundary(self.steps, self.config.seconds, waiting=not self.sync.lockstep)
+
+    def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
+        """Worker `rank` on `node`, with its replica, its data and its server or group."""
+        buffers = None if self.config.timing_only else self.replica.buffers_flat()
+        worker = Worker(
+            node=node,
+            rank=rank,
+            world_size=self.workers,
+            params=self.initial,
+            optimizer=self.optimizer(self.replica.numel),
+            source=self.source(rank),
+            meter=meter,
+            boundary=self.boundary(),
+            total_weight=float(sum(self.batch_sizes)),
+            buffers=buffers if buffers is not None and buffers.numel() else None,
+        )
+        if self.servers:
+            worker.server = self.client(node, rank)
+        else:
+            worker.group = node.group(range(self.workers))
+        return worker
+
+    @cached_property
+    def _shards(self) -> tuple[Address, ...]:
+        return tuple(Address(f"server {number}", "shard") for number in range(self.servers))
+
+    def client(self, node: Node, rank: int) -> ServerClient:
+        """What worker `rank` reaches the shards and the clock through."""
+        policy = self.sync.policy()
+        servers = Servers(
+            self._shards,
+            self.ranges,
+            clock=Address("server 0", "clock"),
+            ordered=policy is not None,
+            may_refuse=policy is not None and policy.may_refuse,
+            timing_only=self.config.timing_only,
+            itemsize=self.replica.params.element_size(),
+        )
+        return ServerClient(node, rank, servers)
+
+    def shard(self, node: Node, number: int, *, log: bool = False) -> Shard:
+        """Shard `number`, with its slice of the initial values. `log` keeps what it has applied."""
+        ranges = self.ranges[number]
+        initial = self.initial
+        if isinstance(initial, Ghost):
+            values: Any = Ghost(size(ranges), self.replica.params.element_size())
+        else:
+            values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
+        spec = self.sync.server_optimizer(self.job.optimizer)
+        return Shard(node, values, spec, ranges=ranges, timing_only=self.config.timing_only, log=log)
+
+    def clock(self, node: Node) -> ClockService:
+        """The clock service; without a policy it only knows who is there."""
+        present = [rank for rank in range(self.workers) if rank not in self.absent]
+        return ClockService(node, self.sync.policy(), self._shards, workers=present, reduce=self.sync.reduce)
+
+    def prepare(self) -> None:
+        """Load and compute what all processes of a run share, before they are forked."""
+        _ = self.replica, self.job.flops_per_sample, self._samplers

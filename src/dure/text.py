@@ -1,0 +1,159 @@
+"""The text form of things with parameters: `NAME:KEY=VALUE,KEY=VALUE`, typed by a dataclass.
+
+A method, a topology and an optimizer are all written so. Whatever is wrong is a `StrategyError`.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from dure.errors import StrategyError
+
+REQUIRED: Any = MISSING
+
+
+class Call(NamedTuple):
+    """A name with its parameters, all still text."""
+
+    name: str
+    given: Mapping[str, str]
+
+
+class Parameter(NamedTuple):
+    """A parameter of a member. `default` is `REQUIRED` where there is none."""
+
+    name: str
+    field: str
+    annotation: Any
+    default: Any
+
+    def __str__(self) -> str:
+        return self.name if self.default is REQUIRED else f"{self.name}={value_text(self.default)}"
+
+
+def parse_calls(text: str) -> tuple[Call, ...]:
+    """The method in `text` and the wrappers joined to it by `+`, parameters as text. Raises `StrategyError`.
+
+    >>> parse_calls("downpour:n_push=2+dc-asgd:lambda=0.04")
+    (Call(name='downpour', given={'n_push': '2'}), Call(name='dc-asgd', given={'lambda': '0.04'}))
+    """
+    return tuple(_parse_call(part) for part in re.split(r"\+(?=[a-z])", text))
+
+
+def _parse_call(text: str) -> Call:
+    name, colon, rest = text.partition(":")
+    given: dict[str, str] = {}
+    for item in rest.split(",") if colon else ():
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise StrategyError(f'"{text}" has "{item}" for a parameter: write NAME:KEY=VALUE,KEY=VALUE.')
+        if key in given:
+            raise StrategyError(f'"{text}" gives {key} twice.')
+        given[key] = value
+    if not name.strip():
+        raise StrategyError(f'"{text}" has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE.')
+    return Call(name.strip(), given)
+
+
+def typed(call: Call, kind: type) -> dict[str, Any]:
+    """The parameters of `call` as values of the fields of the dataclass `kind`. Raises `StrategyError`."""
+    known = {parameter.name: parameter for parameter in parameters(kind)}
+    values: dict[str, Any] = {}
+    for key, text in call.given.items():
+        if key not in known:
+            shown = f"its parameters are {names(map(str, known.values()))}" if known else "it has none"
+            raise StrategyError(f'{call.name} has no parameter "{key}"; {shown}.{nearest(key, known)}')
+        try:
+            values[known[key].field] = parse_value(text, known[key].annotation)
+        except ValueError as error:
+            raise StrategyError(f'{call.name}: {key} must be {error}, got "{text}".') from error
+    return values
+
+
+def parameters(kind: type) -> tuple[Parameter, ...]:
+    """The fields of the dataclass `kind`. A field named like a Python keyword ends in `_`; its text does not."""
+    hints = get_type_hints(kind)
+    return tuple(Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default) for f in fields(kind) if f.init)
+
+
+def parse_value(text: str, annotation: Any) -> Any:
+    """`text` as a value of the annotated type; the `ValueError` says what was expected.
+
+    >>> parse_value("inf", float), parse_value("true", bool), parse_value("none", int | None)
+    (inf, True, None)
+    """
+    origin = get_origin(annotation)
+    if origin in (types.UnionType, Union):
+        return _parse_union(text, get_args(annotation))
+    if origin is Literal:
+        return _choose(text, {value_text(choice): choice for choice in get_args(annotation)})
+    if origin is tuple:
+        return tuple(parse_value(item, get_args(annotation)[0]) for item in text.split("/"))
+    if annotation is bool:
+        return _choose(text.lower(), {"true": True, "false": False})
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError as error:
+            raise ValueError("an integer" if annotation is int else "a number (inf is one)") from error
+    return text
+
+
+def _parse_union(text: str, members: tuple[Any, ...]) -> Any:
+    if types.NoneType in members and text.lower() == "none":
+        return None
+    expected = []
+    for member in members:
+        if member is not types.NoneType:
+            try:
+                return parse_value(text, member)
+            except ValueError as error:
+                expected.append(str(error))
+    raise ValueError(" or ".join(expected))
+
+
+def _choose(text: str, choices: Mapping[str, Any]) -> Any:
+    if text not in choices:
+        raise ValueError(" or ".join(choices))
+    return choices[text]
+
+
+def value_text(value: Any) -> str:
+    """A parameter's value as text; `parse_value` reads it back.
+
+    >>> value_text(3.0), value_text(True), value_text(0.1)
+    ('3', 'true', '0.1')
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return "/".join(value_text(item) for item in value) if isinstance(value, tuple) else str(value)
+
+
+def type_text(annotation: Any) -> str:
+    """An annotated type in words for a table.
+
+    >>> type_text(Literal["memory", "layer"]), type_text(float)
+    ('memory|layer', 'float')
+    """
+    if get_origin(annotation) in (types.UnionType, Union, Literal):
+        members = get_args(annotation)
+        return "|".join(type_text(member) if isinstance(member, type) else value_text(member) for member in members)
+    return "none" if annotation is types.NoneType else str(getattr(annotation, "__name__", annotation))
+
+
+def names(words: Iterable[str]) -> str:
+    """Words in a row."""
+    return ", ".join(words)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question to end an error with, when `known` has something like `name`; else nothing."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""

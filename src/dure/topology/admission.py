@@ -1,0 +1,325 @@
+"""The clock of a parameter server: it hosts a policy of admission and tells the shards what to apply."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from dure.errors import Refused
+from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
+from dure.sync.clock import Abort, Accept, Close, Policy, Refuse, Start, Verdict
+from dure.topology.ledger import Ledger
+
+
+class ClockService:
+    """Hosts a `Policy`: a service whose messages are a few numbers each.
+
+    `shards` are told what to apply, in order, by calls from this service's own node. `workers` are in from the
+    start, under incarnation 0, whether or not they have said so yet; others `join`. Without a policy (methods
+    that ask for no order) it only hands out incarnations and tells shards who is gone.
+
+    | method   | fields                          | reply                                              |
+    |----------|---------------------------------|----------------------------------------------------|
+    | `join`   | worker                          | version, clock, incarnation                        |
+    | `ask`    | worker, incarnation             | version; once the worker may start on it           |
+    | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
+    | `staged` | worker, incarnation, seq, group | once counted                                       |
+    | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
+    | `leave`  | worker, incarnation             | once everybody is released who waited for it       |
+    | `status` |                                 | counters                                           |
+
+    The version that a worker was started on is pinned, and so kept by the shards, until it stages an update, asks
+    again or leaves.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        policy: Policy | None,
+        shards: Sequence[Address],
+        *,
+        workers: Sequence[int] = (),
+        reduce: str = "mean",
+    ) -> None:
+        self.node = node
+        self.policy = policy
+        self.shards = tuple(shards)
+        self.reduce = reduce
+        self.waits = 0
+        self.refused = 0
+        self.lost_workers: list[int] = []
+        self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
+        self.live = set(workers)
+        self._expected = set(workers)
+        self._ledger = Ledger()
+        self._asking: dict[int, Operation[Reply]] = {}
+        self._offering: dict[int, Operation[Reply]] = {}
+        self._watching: dict[int, Operation[Reply]] = {}
+        self._open: dict[int, set[int]] = {}
+        self._started: dict[int, int] = {}
+        self._version = 0
+        self._floor: int | None = None
+        self._pins: dict[int, int] = {0: 1}
+        self._unpinned: list[int] = []
+        self._outstanding: deque[Operation[Reply]] = deque()
+        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+            "join": self._join,
+            "ask": self._ask,
+            "offer": self._offer,
+            "staged": self._staged,
+            "watch": self._watch,
+            "leave": self._leave,
+            "status": self._status,
+        }
+        for worker in sorted(self.live):
+            self._carry_out(policy.join(worker) if policy is not None else [])
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self._methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:  # noqa: ARG002
+        return ()
+
+    # ---- what workers say
+
+    def _join(self, call: Call) -> Reply:
+        worker = call.fields["worker"]
+        if worker in self._expected:
+            self._expected.remove(worker)
+        else:
+            if worker in self.live:
+                self._remove(worker)
+            self.incarnations[worker] = self.incarnations.get(worker, -1) + 1
+            self.live.add(worker)
+            if self.policy is not None:
+                self._carry_out(self.policy.join(worker))
+        self._pin(worker, self._version)
+        clock = 0 if self.policy is None else self.policy.clocks[worker]
+        return Reply({"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]})
+
+    def _ask(self, call: Call) -> Reply | Awaitable[Reply]:
+        worker = self._check(call)
+        waiting = self._asking.get(worker)
+        if waiting is None:
+            self._unpin(worker)
+            started = self._carry_out(self._ruled().ask(worker), worker)
+            if started is not None:
+                return started
+            self.waits += 1
+            waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
+        return _later(waiting)
+
+    def _offer(self, call: Call) -> Reply | Awaitable[Reply]:
+        worker = self._check(call)
+        decided = self._carry_out(self._ruled().offer(worker, call.fields["base"]), worker)
+        if decided is not None:
+            return decided
+        waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
+        return _later(waiting)
+
+    def _staged(self, call: Call) -> Reply:
+        worker, fields = self._check(call), call.fields
+        seq = fields["seq"]
+        if self._ledger.first_time(worker, fields["incarnation"], seq):
+            self._unpin(worker)
+            self._open.setdefault(worker, set()).add(seq)
+            self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
+        return Reply()
+
+    def _watch(self, call: Call) -> Awaitable[Reply]:
+        worker = self._check(call)
+        if worker not in self._watching:
+            self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
+        return _later(self._watching[worker])
+
+    def _leave(self, call: Call) -> Reply:
+        worker = call.fields["worker"]
+        if worker in self.live and call.fields["incarnation"] == self.incarnations[worker]:
+            self._remove(worker)
+        return Reply()
+
+    def lost(self, node: str) -> None:
+        """A node is gone, says the runtime: if it is a worker's, the worker leaves the clock."""
+        kind, _, rank = node.partition(" ")
+        if kind == "worker" and rank.isdigit() and int(rank) in self.live:
+            self.evict(int(rank))
+
+    def evict(self, worker: int) -> None:
+        """Go on without `worker`; it comes back only by joining, under a new incarnation."""
+        self.lost_workers.append(worker)
+        self._remove(worker)
+
+    def _status(self, call: Call) -> Reply:  # noqa: ARG002
+        clocks = {} if self.policy is None else {str(w): self.policy.clocks[w] for w in sorted(self.live)}
+        return Reply(
+            {
+                "version": self._version,
+                "waits": self.waits,
+                "refused": self.refused,
+                "lost": self.lost_workers,
+                "clocks": clocks,
+                "pinned": sorted(self._pins),
+            }
+        )
+
+    def _check(self, call: Call) -> int:
+        """The worker who calls, if it is in."""
+        worker: int = call.fields["worker"]
+        if worker not in self.live or call.fields["incarnation"] != self.incarnations[worker]:
+            raise Refused(f"worker {worker} is not in under incarnation {call.fields['incarnation']}: join first.")
+        if self._expected:
+            self._expected.discard(worker)
+        while self._outstanding and self._outstanding[0].done:
+            self._outstanding.popleft().result()
+        return worker
+
+    def _ruled(self) -> Policy:
+        if self.policy is None:
+            raise Refused("this run's method asks for no order: nobody waits for admission, updates apply on arrival.")
+        return self.policy
+
+    def _remove(self, worker: int) -> None:
+        incarnation = self.incarnations[worker]
+        self.live.remove(worker)
+        self._expected.discard(worker)
+        self._unpin(worker)
+        for waiting in (self._asking, self._offering, self._watching):
+            promise = waiting.pop(worker, None)
+            if promise is not None:
+                promise.fail(Refused(f"worker {worker} was taken off the clock: join again."))
+        if self.policy is not None:
+            self._carry_out(self.policy.leave(worker))
+        keep = sorted(self._open.pop(worker, ()))
+        for shard in self.shards:
+            self._tell(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
+
+    # ---- what the policy says
+
+    def _carry_out(self, verdicts: Sequence[Verdict], caller: int | None = None) -> Reply | None:
+        """Do what the verdicts say; the answer to `caller` if it is among them."""
+        answer = None
+        for verdict in verdicts:
+            if isinstance(verdict, Close):
+                self._close(verdict)
+                continue
+            if isinstance(verdict, Start):
+                self._pin(verdict.worker, verdict.version)
+            elif isinstance(verdict, Refuse):
+                self.refused += 1
+            promise = self._waiting_for(verdict).pop(verdict.worker, None)
+            if promise is not None:
+                promise.resolve(_answer(verdict))
+            elif verdict.worker == caller:
+                answer = _answer(verdict)
+        if self.policy is not None:
+            self._move_floor(self.policy.floor)
+        return answer
+
+    def _waiting_for(self, verdict: Verdict) -> dict[int, Operation[Reply]]:
+        if isinstance(verdict, Start):
+            return self._asking
+        return self._watching if isinstance(verdict, Abort) else self._offering
+
+    def _close(self, verdict: Close) -> None:
+        self._version += 1
+        self._hold(self._version)
+        self._let_go(self._version - 1)
+        for worker, seq in verdict.members:
+            if worker in self._open:
+                self._open[worker].discard(seq)
+        drop, self._unpinned = self._unpinned, []
+        for shard in self.shards:
+            self._tell(
+                shard,
+                "close",
+                version=self._version,
+                group=verdict.group,
+                members=verdict.members,
+                drop=drop,
+                reduce=self.reduce,
+            )
+
+    def _tell(self, shard: Address, method: str, **fields: Any) -> None:
+        self._outstanding.append(self.node.call(shard, method, **fields))
+
+    # ---- versions that somebody may still pull
+
+    def _pin(self, worker: int, version: int) -> None:
+        self._unpin(worker)
+        self._started[worker] = version
+        self._hold(version)
+
+    def _unpin(self, worker: int) -> None:
+        version = self._started.pop(worker, None)
+        if version is not None:
+            self._let_go(version)
+
+    def _move_floor(self, floor: int | None) -> None:
+        if floor != self._floor:
+            if floor is not None:
+                self._hold(floor)
+            if self._floor is not None:
+                self._let_go(self._floor)
+            self._floor = floor
+
+    def _hold(self, version: int) -> None:
+        self._pins[version] = self._pins.get(version, 0) + 1
+
+    def _let_go(self, version: int) -> None:
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            self._unpinned.append(version)
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What survives a restart, plain values, while nobody is in the middle of a step.
+
+        `floor` is the one version before the newest that may still be pulled after it (`Shard.state`).
+        """
+        return {
+            "version": self._version,
+            "floor": self._floor,
+            "versions": sorted({*self._pins, *self._unpinned}),
+            "incarnations": sorted(self.incarnations.items()),
+            "live": sorted(self.live),
+            "open": [[worker, sorted(seqs)] for worker, seqs in sorted(self._open.items()) if seqs],
+            "ledger": self._ledger.state(),
+            "waits": self.waits,
+            "refused": self.refused,
+            "lost": self.lost_workers,
+            "policy": None if self.policy is None else self.policy.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, on a fresh clock."""
+        if self.policy is not None:
+            self.policy.restore(state["policy"])
+        self._version, self._floor = int(state["version"]), state["floor"]
+        self.incarnations = {int(worker): int(incarnation) for worker, incarnation in state["incarnations"]}
+        self.live, self._expected = set(state["live"]), set()
+        self._open = {int(worker): set(seqs) for worker, seqs in state["open"]}
+        self._ledger.restore(state["ledger"])
+        self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])
+        self._pins = {}
+        for version in (self._version, self._floor):
+            if version is not None:
+                self._hold(version)
+        self._unpinned = [version for version in state["versions"] if version not in self._pins]
+
+
+def _answer(verdict: Accept | Refuse | Start | Abort) -> Reply:
+    if isinstance(verdict, (Start, Abort)):
+        return Reply({"version": verdict.version})
+    if isinstance(verdict, Accept):
+        return Reply({"group": verdict.group})
+    return Reply({"group": None, "reason": verdict.reason})
+
+
+async def _later(promise: Operation[Reply]) -> Reply:
+    return await promise

@@ -1,0 +1,224 @@
+"""What a worker uses of its parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from dure.errors import CallTimeout, Refused, RemoteError
+from dure.runtime.base import Address, Ghost, Node, Operation, Reply
+from dure.topology.sharding import Ranges, pieces
+
+
+class Servers(NamedTuple):
+    """Where a model is held, as its clients need to know it.
+
+    `ranges` are those of each shard (`sharding.split`). `ordered` updates go through the `clock`; the others are
+    applied on arrival. `may_refuse` is the policy's. `timing_only` runs move `Ghost`s of `itemsize` bytes each.
+    """
+
+    shards: Sequence[Address]
+    ranges: Sequence[Ranges]
+    clock: Address | None = None
+    ordered: bool = True
+    may_refuse: bool = False
+    timing_only: bool = False
+    itemsize: int = 4
+
+
+class Pulled(NamedTuple):
+    """Parameters and the version of each shard's part of them."""
+
+    values: torch.Tensor
+    versions: list[int]
+
+
+class Joined(NamedTuple):
+    """Where a newcomer stands."""
+
+    version: int
+    clock: int
+    incarnation: int
+
+
+class ServerClient:
+    """What a worker uses of its servers.
+
+    An update costs one call per shard and, if ordered, one `staged` to the clock. Before it comes an `offer`,
+    so that what is refused is refused before its bytes travel; where the policy refuses nobody
+    (`may_refuse=False`) the offer is skipped. What is not answered in `timeout` seconds is sent again, up to
+    `attempts` times, under the same number; a question of admission as often as it takes.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        worker: int,
+        servers: Servers,
+        *,
+        incarnation: int = 0,
+        timeout: float | None = None,
+        attempts: int = 5,
+    ) -> None:
+        self.node = node
+        self.worker = worker
+        self.servers = servers
+        self.incarnation = incarnation
+        self.timeout = timeout
+        self.attempts = attempts
+        self.seq = 0
+        self._ghosts: list[list[torch.Tensor]] = [
+            [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
+            for ranges in servers.ranges
+        ]
+
+    async def join(self) -> Joined:
+        """Enter, at the slowest clock and under a new incarnation; updates are numbered from 1 again."""
+        reply = await self._clock("join", self.timeout, worker=self.worker)
+        self.incarnation, self.seq = reply.fields["incarnation"], 0
+        return Joined(reply.fields["version"], reply.fields["clock"], self.incarnation)
+
+    async def leave(self) -> None:
+        """Nobody waits for this worker any more. What it has pushed counts."""
+        if self.servers.clock is not None:
+            await self._clock("leave", self.timeout, worker=self.worker, incarnation=self.incarnation)
+
+    async def ask(self) -> int:
+        """Wait until the next step may start; the version that it starts on."""
+        reply = await self._clock("ask", None, worker=self.worker, incarnation=self.incarnation)
+        version: int = reply.fields["version"]
+        return version
+
+    async def pull(self, into: torch.Tensor, version: int | None = None) -> Pulled:
+        """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.
+
+        Raises `Refused` if `version` is no longer kept.
+        """
+        parts = self._parts(into)
+        call, shards, timing_only = self.node.call, self.servers.shards, self.servers.timing_only
+
+        def start(shard: int) -> Operation[Reply]:
+            destination = () if timing_only else parts[shard]
+            return call(shards[shard], "pull", into=destination, timeout=self.timeout, version=version)
+
+        replies = await self._every(start)
+        return Pulled(into, [reply.fields["version"] for reply in replies])
+
+    async def push(
+        self,
+        update: torch.Tensor,
+        *,
+        weight: float = 1.0,
+        base: Sequence[int] | None = None,
+        lr: float | Sequence[float] | None = None,
+    ) -> list[int]:
+        """Give `update` to the servers; returns once they have it, with the version of each shard then.
+
+        `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted
+        mean, `lr` a rate in place of the servers'. Ordered updates have it staged when this returns, others applied.
+
+        Raises `Refused` if the policy or a shard (NaN, a past incarnation) refuses it; then it counts nowhere, but
+        for updates without order, which the other shards may have applied.
+        """
+        group = await self._offer(base) if self.servers.may_refuse else None
+        self.seq += 1
+        parts, servers = self._parts(update), self.servers
+        mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
+
+        def start(shard: int) -> Operation[Reply]:
+            return self.node.call(
+                servers.shards[shard],
+                "push",
+                *parts[shard],
+                timeout=self.timeout,
+                base=None if base is None else base[shard],
+                weight=weight,
+                ordered=servers.ordered,
+                lr=lr,
+                **mine,
+            )
+
+        try:
+            replies = await self._every(start)
+        except Refused:
+            if servers.ordered:
+                await self._withdraw(mine)
+            raise
+        if servers.ordered:
+            await self._clock("staged", self.timeout, group=group, **mine)
+        return [reply.fields["version"] for reply in replies]
+
+    async def status(self) -> list[Mapping[str, Any]]:
+        """The counters of every shard."""
+        call, shards = self.node.call, self.servers.shards
+        replies = await self._every(lambda shard: call(shards[shard], "status", timeout=self.timeout))
+        return [reply.fields for reply in replies]
+
+    def state(self) -> dict[str, int]:
+        """What survives a restart."""
+        return {"incarnation": self.incarnation, "seq": self.seq}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.incarnation, self.seq = state["incarnation"], state["seq"]
+
+    # ---- calls
+
+    def _parts(self, flat: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        """Views of `flat`, by shard."""
+        if self.servers.timing_only:
+            return self._ghosts
+        return [pieces(flat, ranges) for ranges in self.servers.ranges]
+
+    async def _offer(self, base: Sequence[int] | None) -> int:
+        oldest = min(base) if base else 0
+        reply = await self._clock("offer", self.timeout, worker=self.worker, incarnation=self.incarnation, base=oldest)
+        group: int | None = reply.fields["group"]
+        if group is None:
+            raise Refused(reply.fields["reason"])
+        return group
+
+    async def _withdraw(self, seq: int) -> None:
+        """Take back what other shards have staged of a refused update."""
+        fields: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
+        for shard in self.servers.shards:
+            with suppress(RemoteError):
+                await self.node.call(shard, "withdraw", timeout=self.timeout, **fields)
+
+    async def _clock(self, method: str, timeout: float | None, **fields: Any) -> Reply:
+        clock = self.servers.clock
+        if clock is None:
+            raise Refused(f"{method}: these servers have no clock.")
+
+        def start() -> Operation[Reply]:
+            return self.node.call(clock, method, timeout=timeout, **fields)
+
+        while method == "ask":
+            with suppress(CallTimeout):
+                return await start()
+        return await self._insist(start(), start)
+
+    async def _every(self, start: Callable[[int], Operation[Reply]]) -> list[Reply]:
+        """Call every shard at once; the first error is raised when all have ended."""
+        operations = [start(shard) for shard in range(len(self.servers.shards))]
+        replies = []
+        error: RemoteError | None = None
+        for shard, operation in enumerate(operations):
+            try:
+                replies.append(await self._insist(operation, partial(start, shard)))
+            except RemoteError as failed:
+                error = error or failed
+        if error is not None:
+            raise error
+        return replies
+
+    async def _insist(self, operation: Operation[Reply], again: Callable[[], Operation[Reply]]) -> Reply:
+        for _ in range(self.attempts - 1):
+            try:
+                return await operation
+            except CallTimeout:
+                operation = again()
+        return await operation

@@ -1,0 +1,447 @@
+"""A parameter server: shards that hold the model, a clock that admits, and the client that a worker uses.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the servers of Dean et
+al., "Large Scale Distributed Deep Networks", NeurIPS 2012. What goes where, for an update that asks for order:
+
+    worker                    shards 0..S-1                     clock
+      ask ----------------------------------------------------->  may it start?
+      <-------------------------------------------- version v --
+      pull v ------------------> its slice at v
+      push (seq, base) --------> staged, not applied
+      staged (seq) -------------------------------------------->  closes its group, sooner or later
+                                 <--- close (group, members) --
+                                 applied in the clock's order
+
+The bytes go to the shards only; the clock's messages are tiny. A worker that dies between two shards has never
+said `staged`, so its update is in no group, on any shard. Updates without order (Downpour) are applied where
+and when they arrive: then shards may disagree about the last ones of a worker that died.
+
+An update is known by (worker, incarnation, seq): sent again it is acknowledged again and not applied again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from dure.errors import Refused
+from dure.optim import FlatOptimizer, OptimizerSpec, Segment
+from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec
+from dure.topology.admission import ClockService
+from dure.topology.buffers import Buffer, Pool
+from dure.topology.client import Joined, Pulled, ServerClient, Servers
+from dure.topology.ledger import Ledger
+from dure.topology.sharding import Ranges
+
+__all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Staged(NamedTuple):
+    buffer: Buffer
+    weight: float
+    base: int | None
+    lr: float | Sequence[float] | None
+    incarnation: int
+
+
+class Shard:
+    """One server's slice of the model: a service.
+
+    `values` is the slice at version 0 (copied). `ranges` are the ranges of the flat parameters that it holds; a
+    tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
+    (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
+    `log` keeps (worker, incarnation, seq) of everything applied, for `status`.
+
+    | method   | fields                                                  | tensors | reply                         |
+    |----------|---------------------------------------------------------|---------|-------------------------------|
+    | `push`   | worker, incarnation, seq, base, weight, ordered, (lr)   | slice   | version; once staged or applied |
+    | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
+    | `pull`   | (version)                                               |         | version and slice; once there |
+    | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
+    | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
+    | `status` |                                                         |         | counters                      |
+
+    `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
+    `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
+    A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        values: torch.Tensor,
+        spec: OptimizerSpec,
+        *,
+        ranges: Ranges | None = None,
+        segments: Sequence[Segment] = (),
+        timing_only: bool = False,
+        log: bool = False,
+    ) -> None:
+        self.node = node
+        self.timing_only = timing_only
+        sizes = [values.numel()] if ranges is None else [stop - start for start, stop in ranges]
+        self.pool = Pool(values, sizes)
+        self.current = self.pool.take()
+        self.optimizer: FlatOptimizer | None = None
+        dtype = "float32"
+        if not timing_only:
+            self.current.tensor.copy_(values)
+            dtype = str(values.dtype).removeprefix("torch.")
+            self.optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
+        self.current.publish(0)
+        self.ledger = Ledger()
+        self.applied = 0
+        self.refused = 0
+        self.staleness: dict[int, int] = {}
+        self.log: list[tuple[int, int, int]] | None = [] if log else None
+        self._specs = tuple(TensorSpec(dtype, elements) for elements in sizes)
+        self._kept: dict[int, Buffer] = {}
+        self._staged: dict[tuple[int, int], _Staged] = {}
+        self._awaited: dict[int, list[Operation[Reply]]] = {}
+        self._closing = 0
+        self._busy = False
+        self._queue: deque[Operation[None]] = deque()
+        self._apply_one = Apply(_nothing, values.nbytes)
+        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+            "push": self._push,
+            "close": self._close,
+            "pull": self._pull,
+            "withdraw": self._withdraw,
+            "leave": self._leave,
+            "status": self._status,
+        }
+
+    @property
+    def version(self) -> int:
+        """Groups (or, without order, updates) applied."""
+        return self.current.version
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The slice at `version`; not to be written to."""
+        return self.current.tensor
+
+    @property
+    def num_staged(self) -> int:
+        """Updates that wait for their group to close."""
+        return len(self._staged)
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Refused(f'a shard has no method "{call.method}"; it has {", ".join(self._methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return self._specs if method == "push" else ()
+
+    # ---- updates come in
+
+    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
+        fields = call.fields
+        worker, seq = fields["worker"], fields["seq"]
+        try:
+            self._check(worker, seq, fields["weight"], call.tensors)
+            first_time = self.ledger.first_time(worker, fields["incarnation"], seq)
+        except Refused:
+            self.refused += 1
+            raise
+        if not first_time:
+            return Reply({"version": self.version}) if fields["ordered"] else self._acknowledge_in_turn()
+        if not fields["ordered"]:
+            return self._apply_on_arrival(call)
+        buffer = self._copy(call.tensors)
+        weight, base, lr = fields["weight"], fields.get("base"), fields.get("lr")
+        self._staged[worker, seq] = _Staged(buffer, weight, base, lr, fields["incarnation"])
+        return Reply({"version": self.version})
+
+    def _check(self, worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse what would spoil the model."""
+        if not 0 < weight < math.inf:
+            raise Refused(f"update {seq} of worker {worker} has weight {weight}; a weight is a positive number.")
+        if not (self.timing_only or all(map(_is_finite, tensors))):
+            raise Refused(f"update {seq} of worker {worker} holds NaN or infinity: its training diverged.")
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> Buffer:
+        buffer = self.pool.take()
+        if not self.timing_only:
+            for piece, tensor in zip(buffer.pieces, tensors, strict=True):
+                piece.copy_(tensor)
+        return buffer
+
+    async def _acknowledge_in_turn(self) -> Reply:
+        """A repeated update may still stand in the queue; acknowledged means applied."""
+        await self._turn()
+        self._next()
+        return Reply({"version": self.version})
+
+    async def _apply_on_arrival(self, call: Call) -> Reply:
+        fields = call.fields
+        copied = None if len(call.tensors) == 1 else self._copy(call.tensors)
+        await self._turn()
+        try:
+            gradient = call.tensors[0] if copied is None else copied.tensor
+            fresh = await self._apply(gradient, 1, fields.get("lr"))
+            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
+            self._swap(fresh)
+        finally:
+            self._next()
+        if copied is not None:
+            copied.release()
+        return Reply({"version": self.version})
+
+    def _withdraw(self, call: Call) -> Reply:
+        fields = call.fields
+        self.ledger.check(fields["worker"], fields["incarnation"])
+        self._forget((fields["worker"], fields["seq"]))
+        return Reply()
+
+    def _leave(self, call: Call) -> Reply:
+        worker, keep = call.fields["worker"], set(call.fields["keep"])
+        for key in [key for key in self._staged if key[0] == worker and key[1] not in keep]:
+            self._forget(key)
+        self.ledger.fence(worker, call.fields["incarnation"] + 1)
+        return Reply()
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        staged = self._staged.pop(key, None)
+        if staged is not None:
+            staged.buffer.release()
+
+    # ---- groups are applied
+
+    def _close(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.fields["version"] <= self._closing:
+            return Reply({"version": self.version})
+        return self._close_in_turn(self._members(call.fields), call.fields)
+
+    async def _close_in_turn(self, members: list[tuple[int, int, _Staged]], fields: Mapping[str, Any]) -> Reply:
+        await self._turn()
+        try:
+            fresh = await self._apply_group([staged for _, _, staged in members], fields["reduce"])
+            for worker, seq, staged in members:
+                self._count(worker, staged.incarnation, seq, staged.base)
+                staged.buffer.release()
+            self._swap(fresh, keep=True)
+            for version in fields["drop"]:
+                self._let_go(version)
+        finally:
+            self._next()
+        return Reply({"version": self.version})
+
+    def _members(self, fields: Mapping[str, Any]) -> list[tuple[int, int, _Staged]]:
+        if fields["version"] != self._closing + 1:
+            raise Refused(f"version {fields['version']} cannot follow {self._closing}: a group is missing.")
+        missing = [member for member in fields["members"] if tuple(member) not in self._staged]
+        if missing or not fields["members"]:
+            raise Refused(f"group {fields['group']} cannot be applied: {missing or 'no update'} of it is staged here.")
+        self._closing += 1
+        return [(worker, seq, self._staged.pop((worker, seq))) for worker, seq in fields["members"]]
+
+    async def _apply_group(self, members: list[_Staged], reduce: str) -> Buffer:
+        if self.timing_only or len(members) == 1:
+            return await self._apply(members[0].buffer.tensor, len(members), members[0].lr)
+        total = self.pool.take()
+        fresh = await self._apply(total.tensor, len(members), _rate(members), partial(_combine, members, reduce, total))
+        total.release()
+        return fresh
+
+    async def _apply(
+        self,
+        gradient: torch.Tensor,
+        members: int,
+        lr: float | Sequence[float] | None,
+        prepare: Callable[[], None] = _nothing,
+    ) -> Buffer:
+        """The optimizer's step from the current version into a fresh buffer, as work of this node."""
+        fresh = self.pool.take()
+        if self.optimizer is None:
+            work = self._apply_one if members == 1 else Apply(_nothing, self._apply_one.nbytes * members)
+        else:
+            values, update = self.current.tensor, self.optimizer.apply
+
+            def step() -> None:
+                prepare()
+                update(values, gradient, fresh.tensor, lr=lr)
+
+            work = Apply(step, self._apply_one.nbytes * members)
+        await self.node.compute(work)
+        return fresh
+
+    def _swap(self, fresh: Buffer, *, keep: bool = False) -> None:
+        """Make `fresh` the next version; `keep` the last one for those who may still ask for it."""
+        old = self.current
+        fresh.publish(old.version + 1)
+        self.current = fresh
+        if keep:
+            self._kept[old.version] = old
+        else:
+            old.release()
+        for promise in self._awaited.pop(fresh.version, ()):
+            promise.resolve(fresh.lease())
+
+    def _let_go(self, version: int) -> None:
+        buffer = self._kept.pop(version, None)
+        if buffer is not None:
+            buffer.release()
+
+    def _count(self, worker: int, incarnation: int, seq: int, base: int | None) -> None:
+        self.applied += 1
+        behind = 0 if base is None else self.version - base
+        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        if self.log is not None:
+            self.log.append((worker, incarnation, seq))
+
+    # ---- one at a time, first come first served
+
+    async def _turn(self) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        turn: Operation[None] = self.node.promise("its turn at the shard")
+        self._queue.append(turn)
+        mine = False
+        try:
+            await turn
+            mine = True
+        finally:
+            if not mine:
+                self._give_up(turn)
+
+    def _give_up(self, turn: Operation[None]) -> None:
+        if turn.done:
+            self._next()
+        else:
+            self._queue.remove(turn)
+
+    def _next(self) -> None:
+        if self._queue:
+            self._queue.popleft().resolve()
+        else:
+            self._busy = False
+
+    # ---- readers
+
+    def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
+        version = call.fields.get("version")
+        if version is None or version == self.current.version:
+            return self.current.lease()
+        kept = self._kept.get(version)
+        if kept is not None:
+            return kept.lease()
+        if version > self.current.version:
+            promise = self.node.promise(f"version {version} of the shard at {self.node.name}")
+            self._awaited.setdefault(version, []).append(promise)
+            return _later(promise)
+        raise Refused(
+            f"version {version} is gone from {self.node.name}, which is at {self.version}; ask the clock again."
+        )
+
+    def _status(self, call: Call) -> Reply:  # noqa: ARG002
+        log = None if self.log is None else [list(entry) for entry in self.log]
+        return Reply(
+            {
+                "version": self.version,
+                "applied": self.applied,
+                "refused": self.refused,
+                "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
+                "last": {str(worker): seq for worker, seq in sorted(self.ledger.last().items())},
+                "staged": self.num_staged,
+                "buffers": self.pool.made,
+                "log": log,
+            }
+        )
+
+    # ---- checkpoints
+
+    def state(self, keep: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What survives a restart, while nothing is being applied: tensors by name (not copies), plain values.
+
+        Of the versions before the newest, those in `keep` are among them, or all.
+        """
+        kept = {v: b for v, b in self._kept.items() if keep is None or v in keep}
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {"optimizer": {}}
+        if self.optimizer is not None:
+            vectors, plain["optimizer"] = self.optimizer.state()
+            tensors = {"values": self.values, **{f"optimizer.{name}": vector for name, vector in vectors.items()}}
+            tensors |= {f"kept.{version}": buffer.tensor for version, buffer in kept.items()}
+            tensors |= {f"staged.{w}.{seq}": staged.buffer.tensor for (w, seq), staged in self._staged.items()}
+        plain |= {
+            "version": self.version,
+            "closing": self._closing,
+            "ledger": self.ledger.state(),
+            "applied": self.applied,
+            "refused": self.refused,
+            "staleness": sorted(self.staleness.items()),
+            "kept": sorted(kept),
+            "staged": [[*key, *staged[1:]] for key, staged in sorted(self._staged.items())],
+            "log": self.log,
+        }
+        return tensors, plain
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, on a fresh shard."""
+        if self.optimizer is not None:
+            self.current.tensor.copy_(tensors["values"])
+            own = {name[10:]: vector for name, vector in tensors.items() if name.startswith("optimizer.")}
+            self.optimizer.restore(own, plain["optimizer"])
+        self.current.publish(int(plain["version"]))
+        self._closing = int(plain["closing"])
+        self.ledger.restore(plain["ledger"])
+        self.applied, self.refused = int(plain["applied"]), int(plain["refused"])
+        self.staleness = {int(behind): int(count) for behind, count in plain["staleness"]}
+        self.log = None if plain["log"] is None else [(w, i, seq) for w, i, seq in plain["log"]]
+        for version in plain["kept"]:
+            self._kept[version] = self._refill(tensors, f"kept.{version}")
+            self._kept[version].publish(version)
+        for worker, seq, weight, base, lr, incarnation in plain["staged"]:
+            buffer = self._refill(tensors, f"staged.{worker}.{seq}")
+            self._staged[worker, seq] = _Staged(buffer, weight, base, lr, incarnation)
+
+    def _refill(self, tensors: Mapping[str, torch.Tensor], name: str) -> Buffer:
+        buffer = self.pool.take()
+        if not self.timing_only:
+            buffer.tensor.copy_(tensors[name])
+        return buffer
+
+
+async def _later(promise: Operation[Reply]) -> Reply:
+    return await promise
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Exact, but in one cheap pass for all tensors that are finite and whose sum is."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:
+    """The members' mean, weighted, or sum; in their order."""
+    first, *rest = members
+    weights = [member.weight for member in members]
+    if reduce == "sum" or len(set(weights)) == 1:
+        divisor = float(len(members))
+        torch.add(first.buffer.tensor, rest[0].buffer.tensor, out=total.tensor)
+        for member in rest[1:]:
+            total.tensor.add_(member.buffer.tensor)
+    else:
+        divisor = math.fsum(weights)
+        torch.mul(first.buffer.tensor, first.weight, out=total.tensor)
+        for member in rest:
+            total.tensor.add_(member.buffer.tensor, alpha=member.weight)
+    if reduce == "mean":
+        total.tensor.div_(divisor)
+
+
+def _rate(members: Sequence[_Staged]) -> float | Sequence[float] | None:
+    """The rate of a group: that of its first member in rank order, whose schedule the others share."""
+    return members[0].lr

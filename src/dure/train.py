@@ -1,0 +1,216 @@
+"""One run: from what was asked to its record."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure import checkpoint
+from dure.config import TrainConfig
+from dure.errors import CheckpointError, UsageError
+from dure.job import Job, load_job
+from dure.outcome import Outcome, summary
+from dure.report.progress import Progress
+from dure.report.record import Run, RunFolder, read_run, versions
+from dure.report.sinks import TensorBoard
+from dure.report.trace import write_trace
+from dure.runtime.cluster import Cluster
+from dure.strategy import AXES, member_text
+from dure.task import Task
+from dure.virtual_run import VirtualRun, Watch
+
+if TYPE_CHECKING:
+    from dure.report.sinks import Sink
+    from dure.virtual_run import State
+
+EVALUATIONS = 20
+"""How often a run is evaluated where nothing else is asked for."""
+
+log = logging.getLogger("dure")
+
+KEEP = 3
+"""How many checkpoints stay on the disk."""
+
+
+def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **options: Any) -> Run:
+    """Train `job` with several workers, for real or in virtual time; return its record.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job` (virtual time only: processes must be able to make
+    it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`). `on` is "local",
+    "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+
+    Raises:
+        UsageError: what was asked makes no sense; the message says what would.
+        DivergedError: the loss is no longer a number.
+        DeadlockError: nobody can go on.
+    """
+    options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
+    for axis in AXES:
+        choice = options.get(axis)
+        if choice is not None and not isinstance(choice, str):
+            options[axis] = member_text(axis, choice)
+    config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
+    return run(config, job=None if isinstance(job, str) else job, cluster=on if isinstance(on, Cluster) else None)
+
+
+def run(config: TrainConfig, *, job: Job | None = None, cluster: Cluster | None = None) -> Run:
+    """The run that `config` asks for. `job` and `cluster` are those of its names, where they are at hand."""
+    if config.resume is not None:
+        config = resumed(config)
+    task, cluster = resolve(config, job=job, cluster=cluster)
+    with _recording(task) as (folder, watch):
+        saved = folder.checkpoints if config.resume is not None and folder is not None else None
+        if config.virtual:
+            assert cluster is not None
+            outcome = VirtualRun(task, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
+        else:
+            from dure.process_run import run_processes
+
+            place = folder.checkpoints if folder is not None else None
+            outcome = run_processes(task, watch, saved, place, named=job is None)
+        return _finish(task, outcome, folder)
+
+
+def resumed(config: TrainConfig) -> TrainConfig:
+    """The configuration of the run in `config.resume`, to go on with. More steps may be asked for."""
+    assert config.resume is not None
+    old = dict(read_run(config.resume).config)
+    old |= {"resume": config.resume, "out": config.resume}
+    for name in ("steps", "epochs", "seconds"):
+        if getattr(config, name) is not None:
+            old[name] = getattr(config, name)
+    return TrainConfig.of(old)
+
+
+def resolve(
+    config: TrainConfig, *, job: Job | None = None, cluster: Cluster | None = None
+) -> tuple[Task, Cluster | None]:
+    """The task that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
+    strategy = config.chosen()
+    if config.virtual and cluster is None:
+        cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
+    workers = _workers(config, cluster)
+    if job is None:
+        job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
+    else:
+        job = _adjusted(job, config)
+    job = replace(job, optimizer=config.optimizer_over(job.optimizer))
+    sizes = config.batch_sizes or (job.batch_size,) * workers
+    steps = _steps(config, job, sum(sizes))
+    every = config.eval_every or max(1, steps // EVALUATIONS)
+    absent = cluster.absent if cluster is not None else frozenset()
+    task = Task(config, job, strategy, workers, steps, every, absent)
+    _check(task, cluster)
+    return task, cluster
+
+
+def _adjusted(job: Job, config: TrainConfig) -> Job:
+    given = {"batch_size": config.batch_size, "split": config.split}
+    return replace(job, **{name: value for name, value in given.items() if value is not None})
+
+
+def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
+    if cluster is None:
+        return config.workers or 4
+    if config.workers is not None and config.workers != cluster.workers:
+        raise UsageError(
+            f"--workers {config.workers} was asked for, and the cluster has {cluster.workers} machines. "
+            "Leave --workers out, or describe as many machines."
+        )
+    return cluster.workers
+
+
+def _steps(config: TrainConfig, job: Job, batch: int) -> int:
+    limits = [config.steps] if config.steps is not None else []
+    if config.epochs is not None:
+        limits.append(math.ceil(config.epochs * len(job.train) / batch))
+    if config.seconds is not None and not limits:
+        return 10**9
+    return min(limits) if limits else job.steps
+
+
+def _check(task: Task, cluster: Cluster | None) -> None:
+    if cluster is not None and not task.servers:
+        for event in cluster.events:
+            if event.kind in ("crash", "join"):
+                raise UsageError(
+                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs over "
+                    "collectives, which need every worker all the time. Use a parameter server: --topology ps."
+                )
+    if task.config.timing_only and not task.config.virtual:
+        raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")
+
+
+@contextmanager
+def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
+    config = task.config
+    with ExitStack() as stack:
+        folder = _folder(config)
+        sinks: list[Sink] = []
+        if folder is not None:
+            stack.enter_context(folder)
+            folder.write_config(config.plain(), seed=config.seed)
+            if config.tensorboard:
+                sinks.append(TensorBoard(folder.path / "tensorboard"))
+                stack.callback(sinks[0].close)
+        kind = "virtual" if config.virtual else "real"
+        progress = stack.enter_context(Progress(f"{task.job.name} {task.strategy} ({kind})", clock=time.monotonic))
+
+        def row(values: dict[str, Any]) -> None:
+            if folder is not None:
+                folder.append(values)
+            for sink in sinks:
+                sink.write(values)
+
+        def save(step: int, state: State) -> None:
+            assert folder is not None
+            _save(folder.checkpoints, step, state)
+
+        def advance(step: int, steps: int, loss: float, samples: int) -> None:
+            progress.update(step, steps if steps < 10**9 else None, loss, samples)
+
+        yield folder, Watch(row, advance, save)
+
+
+def _folder(config: TrainConfig) -> RunFolder | None:
+    if config.resume is not None:
+        newest = checkpoint.load(config.resume / "checkpoints")
+        return RunFolder.resume(config.resume, step=_last_row(newest))
+    return None if config.out is None else RunFolder.create(config.out)
+
+
+def _last_row(newest: checkpoint.Checkpoint) -> int:
+    history = newest.parts["run"].plain["history"]
+    return int(history[-1]["step"]) if history else 0
+
+
+def _save(place: Path, step: int, state: State) -> None:
+    """Write a checkpoint; a disk that is full costs this checkpoint, not the run."""
+    try:
+        draft = checkpoint.begin(place, step)
+        for name, part in state.items():
+            checkpoint.write_part(draft, name, part)
+        checkpoint.commit(place, step)
+    except CheckpointError as error:
+        checkpoint.discard(place, step)
+        log.warning("checkpoint %d was not written: %s", step, error)
+    else:
+        checkpoint.prune(place, KEEP)
+
+
+def _finish(task: Task, outcome: Outcome, folder: RunFolder | None) -> Run:
+    config = task.config
+    kind = "virtual" if config.virtual else "real"
+    figures = summary(task, outcome, kind)
+    if folder is not None:
+        folder.write_summary(figures)
+        if config.trace:
+            write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
+    path = folder.path if folder is not None else None
+    return Run(config.plain(), outcome.history, figures, path, versions(), config.seed)

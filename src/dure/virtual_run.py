@@ -1,0 +1,372 @@
+"""A run in virtual time: roles and services of one task on one simulated cluster.
+
+A run is a chain of *segments*. A segment begins with roles started on declared state and ends when the work
+does, or at a scheduled checkpoint: every worker stops at its next step boundary, what is under way arrives,
+and the state of all is taken. The next segment starts from that state, whether it is still in memory or was
+read from the disk. So a run that was killed and resumed is, bit for bit, the run that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.checkpoint import Part
+from dure.errors import DureError, PeerLost
+from dure.examine import Examiner
+from dure.outcome import Outcome, Totals
+from dure.replica import digest
+from dure.runtime.base import EndOfWork, Strand, Suspend
+from dure.runtime.gradients import Evaluator
+from dure.runtime.network import Network
+from dure.runtime.virtual import VirtualRuntime
+
+if TYPE_CHECKING:
+    from dure.runtime.cluster import Cluster
+    from dure.runtime.compute import Durations
+    from dure.runtime.gradients import Gradient
+    from dure.task import Task
+    from dure.topology.admission import ClockService
+    from dure.topology.parameter_server import Shard
+    from dure.worker import Worker
+
+State = dict[str, Part]
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the run reports while it goes on."""
+
+    row: Callable[[Row], None] = lambda row: None
+    progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
+    checkpoint: Callable[[int, State], None] = lambda step, state: None
+
+
+class VirtualRun:
+    """Train `task` on `cluster`.
+
+    Raises `DeadlockError`, `DivergedError`, and whatever a role raises.
+    """
+
+    def __init__(self, task: Task, cluster: Cluster, watch: Watch) -> None:
+        self.task = task
+        self.cluster = cluster
+        self.watch = watch
+        config = task.config
+        self.evaluator = None if config.timing_only else Evaluator(task.job, exact=config.exact)
+        self.examiner = None if config.timing_only else Examiner(task.job)
+        self.history: list[Row] = []
+        self.spans: list[Any] = []
+
+    def run(self, state: State | None = None) -> Outcome:
+        """From the start, or from the `state` of a checkpoint, to the end of the work."""
+        if state is not None:
+            self.history = [dict(row) for row in state["run"].plain["history"]]
+        while True:
+            segment = Segment(self, state)
+            state = segment.run()
+            if state is None:
+                return segment.outcome()
+            self.watch.checkpoint(segment.checkpoint_step, state)
+
+
+class Segment:
+    """One stretch of a virtual run, between two checkpoints."""
+
+    def __init__(self, run: VirtualRun, state: State | None) -> None:
+        self.whole = run
+        self.task = task = run.task
+        plain = state["run"].plain if state is not None else {}
+        self.totals = Totals.restored(plain["totals"]) if plain else Totals()
+        self.crashed: set[int] = set(plain.get("crashed", ()))
+        self.joined: set[int] = set(plain.get("joined", ()))
+        self.finished: set[int] = set(plain.get("finished", ()))
+        self.done = plain.get("done", 0)
+        self.started = self.totals.seconds
+        every = task.config.checkpoint_every
+        self.checkpoint_step = plain.get("checkpoint", 0) + every if every else 0
+        self.suspending = False
+        self.last_end = self.started
+        self.last_loss = float("nan")
+        self.workers: dict[int, Worker] = {}
+        self.roles: dict[int, Strand[None]] = {}
+        self.durations: dict[int, Durations] = {}
+        hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
+        self.runtime = VirtualRuntime(
+            run.cluster,
+            lambda kernel: Network(run.cluster, kernel, hosts),
+            run.evaluator,
+            seed=task.config.seed,
+            start=self.started,
+            trace=task.config.trace,
+        )
+        self.shards: list[Shard] = []
+        self.clock: ClockService | None = None
+        self._build(state)
+        self._schedule_events()
+
+    # ---- building
+
+    def _build(self, state: State | None) -> None:
+        task = self.task
+        for number in range(task.servers):
+            node = self.runtime.node(f"server {number}", number)
+            shard = task.shard(node, number)
+            if state is not None:
+                shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
+            node.serve("shard", shard)
+            self.shards.append(shard)
+        if task.servers:
+            self.clock = task.clock(self.runtime.nodes["server 0"])
+            if state is not None:
+                self.clock.restore(state["clock"].plain)
+            self.runtime.nodes["server 0"].serve("clock", self.clock)
+        absent = self.whole.cluster.absent - self.joined
+        for rank in range(task.workers):
+            self.runtime.node(f"worker {rank}", rank)
+            self._draw_durations(rank)
+        for rank in range(task.workers):
+            if rank not in self.crashed and rank not in self.finished and rank not in absent:
+                self._start_worker(rank, state)
+
+    def _draw_durations(self, rank: int) -> None:
+        durations = self.whole.cluster.durations(rank, self.task.config.seed)
+        self.durations[rank] = durations
+        self.runtime.durations[f"worker {rank}"] = durations
+
+    def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
+        node = self.runtime.nodes[f"worker {rank}"]
+        worker = self.task.worker(node, rank, node.meter)
+        worker.on_step = self._on_step
+        if self.checkpoint_step:
+            worker.boundary.suspend = self._suspend
+        known = state is not None and f"worker-{rank}" in state
+        if known:
+            assert state is not None
+            part = state[f"worker-{rank}"]
+            worker.restore(part.tensors, part.plain)
+            self.durations[rank].skip(part.plain["drawn"])
+        self.workers[rank] = worker
+        role = node.spawn(self._role(worker, join=not known, newcomer=newcomer), f"worker {rank}")
+        role.when_done(lambda: self._ended(rank))
+        self.roles[rank] = role
+
+    # ---- what a worker does
+
+    async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
+        if worker.server is not None and join:
+            await worker.server.join()
+            if newcomer:
+                worker.adopt(await worker.pull())
+        try:
+            await self.task.sync.work(worker)
+        except EndOfWork:
+            pass
+        if worker.server is not None:
+            await worker.server.leave()
+
+    def _ended(self, rank: int) -> None:
+        role = self.roles[rank]
+        try:
+            role.result()
+        except Suspend:
+            return
+        except PeerLost as error:
+            raise DureError(f"worker {rank} cannot go on: {error}") from error
+        self.finished.add(rank)
+        self.last_end = self.runtime.kernel.now
+
+    def _on_step(self, worker: Worker, gradient: Gradient) -> None:
+        task = self.task
+        self.done += 1
+        self.last_loss = gradient.loss
+        self.totals.counts["samples"] += worker.source.batch_size
+        self.totals.count("per_worker", f"worker {worker.rank}", steps=1)
+        if self.done % (task.eval_every * task.workers) == 0:
+            self._row()
+        if worker.rank == min(self.workers):
+            self.whole.watch.progress(worker.clock, task.steps, gradient.loss, self.totals.counts["samples"])
+
+    def _suspend(self, worker: Worker) -> bool:
+        """Whether a checkpoint is due for `worker`, at its step boundary."""
+        due = worker.clock >= self.checkpoint_step and worker.clock < self.task.steps
+        if self.task.sync.lockstep:
+            return due
+        if due and not self.suspending:
+            self.suspending = True
+            for rank, other in self.workers.items():
+                if other.asking and rank not in self.finished:
+                    self.runtime.kernel.soon(lambda r=rank: self._interrupt(r))  # type: ignore[misc]
+        return self.suspending
+
+    def _interrupt(self, rank: int) -> None:
+        if self.workers[rank].asking:
+            self.roles[rank].throw(Suspend())
+
+    # ---- events
+
+    def _schedule_events(self) -> None:
+        for event in self.whole.cluster.events:
+            if event.at < self.started:
+                self._apply_past(event)
+            else:
+                self.runtime.kernel.at(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
+
+    def _apply_past(self, event: Any) -> None:
+        node = self.runtime.nodes[f"worker {event.worker}"]
+        until = event.at + event.duration if event.duration is not None else float("inf")
+        if event.kind == "slow" and until > self.started:
+            node.slowness = event.factor
+            if until != float("inf"):
+                self.runtime.kernel.at(until, lambda: node.slow_down(1.0))
+        if event.kind == "pause" and until > self.started:
+            node.pause(until - self.started)
+
+    def _happen(self, event: Any) -> None:
+        rank, runtime = event.worker, self.runtime
+        node = runtime.nodes[f"worker {rank}"]
+        if event.kind == "join":
+            self.joined.add(rank)
+            self.crashed.discard(rank)
+            runtime.network.restore(node.name)
+            node.revive()
+            self._start_worker(rank, None, newcomer=True)
+            return
+        if rank in self.finished or rank in self.crashed or rank not in self.workers:
+            return
+        if event.kind == "crash":
+            self.crashed.add(rank)
+            self.totals.failures_survived += 1
+            runtime.lose(node)
+        elif event.kind == "pause":
+            node.pause(event.duration)
+        elif event.kind == "slow":
+            node.slow_down(event.factor)
+            if event.duration is not None:
+                runtime.kernel.at(event.at + event.duration, lambda: node.slow_down(1.0))
+
+    # ---- running
+
+    def run(self) -> State | None:
+        """To the end of the work (None), or to the next checkpoint (its state)."""
+        kernel = self.runtime.kernel
+        kernel.run()
+        kernel.check_deadlock([role for rank, role in self.roles.items() if rank not in self.crashed])
+        suspended = [r for r in self.roles if r not in self.finished and r not in self.crashed]
+        self._collect(kernel.now if suspended else self.last_end)
+        if suspended:
+            return self._state()
+        if not self.whole.history or self.whole.history[-1]["seconds"] < self.totals.seconds:
+            self._row(final=True)
+        return None
+
+    def _row(self, *, final: bool = False) -> None:
+        examiner = self.whole.examiner
+        if examiner is None:
+            return
+        grade = examiner.grade(self.delivered(), self._buffers())
+        workers = self.task.workers
+        row = {
+            "seconds": self.totals.seconds if final else self.runtime.kernel.now,
+            "step": self.task.steps if final else self.done // workers,
+            "samples": self.totals.counts["samples"],
+            "loss": grade.loss,
+            "accuracy": grade.accuracy,
+            "bytes": self.totals.counts["bytes_sent"] + (0 if final else self._bytes_sent()),
+        }
+        self.whole.history.append(row)
+        self.whole.watch.row(row)
+
+    def delivered(self) -> torch.Tensor:
+        """The parameters that the method delivers, as they are now."""
+        if self.shards:
+            values = self.task.replica.params.detach().clone()
+            for shard, ranges in zip(self.shards, self.task.ranges, strict=True):
+                position = 0
+                for start, stop in ranges:
+                    values[start:stop] = shard.values[position : position + stop - start]
+                    position += stop - start
+            return values
+        living = [w.params for r, w in sorted(self.workers.items()) if r not in self.crashed]
+        if self.task.sync.delivers == "replica":
+            return living[0]
+        return torch.stack(living).mean(dim=0)
+
+    def _buffers(self) -> torch.Tensor | None:
+        living = [w.buffers for r, w in sorted(self.workers.items()) if r not in self.crashed and w.buffers is not None]
+        return torch.stack(living).mean(dim=0) if living else None
+
+    def _bytes_sent(self) -> int:
+        network = self.runtime.network
+        return sum(network.counters(name).bytes_sent for name in self.runtime.nodes if name.startswith("worker"))
+
+    def _collect(self, now: float) -> None:
+        totals, runtime = self.totals, self.runtime
+        totals.seconds = now
+        totals.events += runtime.kernel.events
+        for name, node in runtime.nodes.items():
+            counters = runtime.network.counters(name)
+            amounts = {"bytes_sent": counters.bytes_sent, "bytes_received": counters.bytes_received}
+            amounts["messages"] = counters.messages
+            table = "per_worker" if name.startswith("worker") else "per_shard"
+            totals.count(table, name, **amounts)
+            if table == "per_worker":
+                totals.add_time(node.meter.seconds)
+                for key, amount in amounts.items():
+                    totals.counts[key] += amount
+            if node.meter.spans is not None:
+                self.whole.spans.extend(node.meter.spans)
+        if not self.shards:
+            totals.counts["updates_applied"] = self.done
+
+    def _state(self) -> State:
+        living = {r: w for r, w in self.workers.items() if r not in self.crashed and r not in self.finished}
+        run = {
+            "totals": self.totals.state(),
+            "crashed": sorted(self.crashed),
+            "joined": sorted(self.joined),
+            "finished": sorted(self.finished),
+            "done": self.done,
+            "checkpoint": self.checkpoint_step,
+            "history": self.whole.history,
+        }
+        state: State = {"run": Part({}, run)}
+        for rank, worker in living.items():
+            tensors, plain = worker.state()
+            plain["drawn"] = self.durations[rank].drawn
+            state[f"worker-{rank}"] = Part({k: v.clone() for k, v in tensors.items()}, plain)
+        for number, shard in enumerate(self.shards):
+            tensors, plain = shard.state()
+            state[f"shard-{number}"] = Part(tensors, plain)
+        if self.clock is not None:
+            state["clock"] = Part({}, self.clock.state())
+        return state
+
+    def outcome(self) -> Outcome:
+        """How the run ended."""
+        task, totals = self.task, self.totals
+        for number, shard in enumerate(self.shards):
+            totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
+        if self.shards:
+            worst = max(self.shards, key=lambda shard: _mean(shard.staleness))
+            totals.staleness.histogram.update(worst.staleness)
+            totals.counts["updates_applied"] = worst.applied
+            totals.counts["updates_refused"] = worst.refused
+        else:
+            totals.staleness.histogram[0] = totals.counts["updates_applied"]
+        notes: dict[str, Any] = {"events": totals.events}
+        if self.whole.evaluator is not None:
+            notes["batching"] = self.whole.evaluator.rule
+        fingerprint = "" if task.config.timing_only else digest(self.delivered())
+        return Outcome(totals, self.whole.history, fingerprint, self.whole.spans, notes)
+
+
+
+
+def _mean(histogram: dict[int, int]) -> float:
+    total = sum(histogram.values())
+    return sum(behind * count for behind, count in histogram.items()) / total if total else 0.0

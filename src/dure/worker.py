@@ -1,0 +1,215 @@
+"""What a method sees at one worker: its replica, its data, its server or its group.
+
+The same `Worker` runs in virtual time and on processes; it asks its `Node` for everything that takes time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dure.errors import DivergedError
+from dure.runtime.base import EndOfWork, Operation, Suspend
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.optim import FlatOptimizer
+    from dure.runtime.base import Group, Node
+    from dure.runtime.gradients import Gradient
+    from dure.runtime.meter import Meter
+    from dure.topology.client import Pulled, ServerClient
+
+
+class GradientSource(Protocol):
+    """Where a worker's gradients come from: a job's data, or a loop that the user owns."""
+
+    batch_size: int
+
+    def gradient(self, worker: Worker) -> Operation[Gradient]:
+        """Start the next gradient at the worker's parameters."""
+        ...
+
+    def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
+        """As `gradient`, averaged over the worker's group, weighted by batch size."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class Boundary:
+    """What decides at a step boundary whether a worker goes on.
+
+    `steps` and `seconds` end the work; `suspend` says whether a checkpoint is due. Waiting for admission is a
+    boundary too where workers need not be at the same clock (`waiting`).
+    """
+
+    steps: int | None
+    seconds: float | None = None
+    suspend: Callable[[Worker], bool] | None = None
+    waiting: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker of a run, as its method sees it.
+
+    `params` is the flat vector of its replica's parameters, the method's to read and to write except while a
+    gradient is pending. `clock` counts the mini-batches done. What must survive a restart is `params`,
+    `clock`, the optimizer and what `keep` returns; a local variable of the method does not.
+    """
+
+    node: Node
+    rank: int
+    world_size: int
+    params: torch.Tensor
+    optimizer: FlatOptimizer
+    source: GradientSource
+    meter: Meter
+    boundary: Boundary
+    server: ServerClient | None = None
+    group: Group | None = None
+    total_weight: float = 1.0
+    buffers: torch.Tensor | None = None
+    on_step: Callable[[Worker, Gradient], None] | None = None
+    clock: int = 0
+    lr: float | None = None
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    _spare: torch.Tensor | None = None
+    _admitted: int | None = None
+    _pulled: Pulled | None = None
+    asking: bool = False
+
+    # ---- gradients
+
+    async def gradient(self) -> torch.Tensor:
+        """The mean gradient of this worker's next mini-batch at `params`; flat, the caller's own."""
+        self._stop_at_boundary()
+        started = self.node.now()
+        gradient = await self.source.gradient(self)
+        self.meter.add("compute", started, self.node.now())
+        return self._done(gradient)
+
+    async def mean_gradient(self) -> torch.Tensor:
+        """As `gradient`, averaged over the group's workers, weighted by their batch sizes."""
+        self._stop_at_boundary()
+        return self._done(await self.source.mean_gradient(self))
+
+    def _stop_at_boundary(self) -> None:
+        boundary = self.boundary
+        if boundary.suspend is not None and boundary.suspend(self):
+            raise Suspend
+        if boundary.steps is not None and self.clock >= boundary.steps:
+            raise EndOfWork
+        if boundary.seconds is not None and self.node.now() >= boundary.seconds:
+            raise EndOfWork
+
+    def _done(self, gradient: Gradient) -> torch.Tensor:
+        if not math.isfinite(gradient.loss):
+            raise DivergedError(
+                f"the loss became {gradient.loss} at worker {self.rank}, step {self.clock}: "
+                f"the training diverged. Try a learning rate below {self.optimizer.spec.lr:g}."
+            )
+        self.clock += 1
+        if gradient.buffers is not None:
+            self.buffers = gradient.buffers
+        if self.on_step is not None:
+            self.on_step(self, gradient)
+        return gradient.values
+
+    # ---- the replica
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """One step of the local optimizer, in place."""
+        self.optimizer.apply(self.params, gradient, self.params, lr=self.lr)
+
+    def keep(self, name: str) -> torch.Tensor:
+        """Declared state: a tensor like `params`, zeros at first, that survives a restart."""
+        if name not in self.kept:
+            self.kept[name] = self.params.clone().zero_()
+        return self.kept[name]
+
+    # ---- over a server
+
+    async def admission(self) -> None:
+        """Wait until the clock lets this worker start its next step."""
+        assert self.server is not None
+        boundary = self.boundary
+        if boundary.waiting and boundary.suspend is not None and boundary.suspend(self):
+            raise Suspend
+        started = self.node.now()
+        self.asking = boundary.waiting
+        self._admitted = await self.server.ask()
+        self.asking = False
+        self.meter.add("wait", started, self.node.now())
+
+    async def pull(self) -> Pulled:
+        """The server's parameters: the version of the last admission, or the newest where none is asked for."""
+        assert self.server is not None
+        started = self.node.now()
+        into = self._spare if self._spare is not None else self.params.clone()
+        self._spare = None
+        pulled = await self.server.pull(into, version=self._admitted)
+        self.meter.add("communicate", started, self.node.now(), "pull")
+        return pulled
+
+    def adopt(self, pulled: Pulled) -> None:
+        """Go on from what was pulled."""
+        self._spare, self.params = self.params, pulled.values
+        self._pulled = pulled
+
+    async def push(self, update: torch.Tensor) -> None:
+        """Give `update` to the server; returns once it is acknowledged."""
+        assert self.server is not None
+        started = self.node.now()
+        base = self._pulled.versions if self._pulled is not None else None
+        await self.server.push(update, weight=self.source.batch_size, base=base, lr=self.lr)
+        self.meter.add("communicate", started, self.node.now(), "push")
+
+    # ---- over collectives
+
+    async def mean_params(self) -> None:
+        """Replace `params`, and the replica's buffers, by their mean over the group, weighted by batch size."""
+        assert self.group is not None
+        started = self.node.now()
+        share = self.source.batch_size / self.total_weight
+        self.params *= share
+        await self.group.all_reduce(self.params)
+        if self.buffers is not None:
+            self.buffers *= share
+            await self.group.all_reduce(self.buffers)
+        self.meter.add("communicate", started, self.node.now(), "all_reduce")
+
+    # ---- checkpoints
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Everything declared: tensors by name, and plain values."""
+        tensors = {"params": self.params, **{f"kept.{name}": kept for name, kept in self.kept.items()}}
+        if self.buffers is not None:
+            tensors["buffers"] = self.buffers
+        optimizer, counts = self.optimizer.state()
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+        versions = self._pulled.versions if self._pulled is not None else None
+        plain = {"clock": self.clock, "optimizer": counts, "source": self.source.state(), "versions": versions}
+        plain["client"] = self.server.state() if self.server is not None else None
+        return tensors, plain
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        from dure.topology.client import Pulled
+
+        self.params = tensors["params"].clone()
+        self.buffers = tensors["buffers"].clone() if "buffers" in tensors else None
+        self.kept = {name[5:]: value.clone() for name, value in tensors.items() if name.startswith("kept.")}
+        own = {name[10:]: value.clone() for name, value in tensors.items() if name.startswith("optimizer.")}
+        self.optimizer.restore(own, plain["optimizer"])
+        self.source.restore(plain["source"])
+        self.clock = int(plain["clock"])
+        if self.server is not None:
+            self.server.restore(plain["client"])
+        if plain["versions"] is not None:
+            self._pulled = Pulled(self.params, list(plain["versions"]))

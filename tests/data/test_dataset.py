@@ -1,0 +1,44 @@
+"""Inputs and targets side by side."""
+
+import pytest
+import torch
+
+from dure.data.dataset import Data
+from dure.data.digits import load_digits
+from dure.errors import UsageError
+
+
+def test_a_batch_is_a_copy_of_the_rows_asked_for() -> None:
+    data = Data(torch.arange(12.0).view(4, 3), torch.arange(4))
+    inputs, targets = data.batch(torch.tensor([3, 1, 3]))
+    assert inputs.tolist() == [[9, 10, 11], [3, 4, 5], [9, 10, 11]]
+    assert targets.tolist() == [3, 1, 3]
+    inputs.zero_()
+    assert data.inputs.sum() == 66
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "said"),
+    [
+        (torch.zeros(3, 2), torch.zeros(2), "3 inputs and 2 targets"),
+        (torch.zeros(0, 2), torch.zeros(0), "at least one sample"),
+        (torch.tensor(1.0), torch.zeros(1), "first dimension"),
+    ],
+)
+def test_what_does_not_fit_is_refused(inputs: torch.Tensor, targets: torch.Tensor, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Data(inputs, targets)
+
+
+def test_digits_are_standardised_and_split_once_for_all() -> None:
+    loaded = load_digits()
+    assert loaded.train.inputs.shape == (1437, 64)
+    assert loaded.test.inputs.shape == (360, 64)
+    assert loaded.train.inputs.dtype == torch.float32
+    assert torch.equal(loaded.train.inputs, load_digits().train.inputs)
+    deviation = loaded.train.inputs.std(dim=0, unbiased=False)
+    assert torch.allclose(deviation[deviation > 0], torch.ones(1), atol=1e-4)
+    assert loaded.train.inputs.mean(dim=0).abs().max() < 1e-5
+    assert loaded.test.targets.bincount().min() > 20
+    rows = {tuple(row.tolist()) for row in loaded.train.inputs}
+    assert not rows & {tuple(row.tolist()) for row in loaded.test.inputs}

@@ -1,0 +1,180 @@
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from dure.errors import UsageError
+from dure.report import Run, write_report
+from dure.report.comparison import entries
+from dure.report.figures import COLORS, curves, looks
+from dure.report.html import render
+
+VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags close in order; collects tags, attributes and text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def page(runs, *, title="Runs", target=0.95):
+    return render(runs, title=title, target=target)
+
+
+def figures(text):
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<figure.*?(<svg.*?</svg>)", text, re.DOTALL)]
+
+
+def test_the_page_is_one_file_that_asks_nothing_of_the_network(tmp_path, made):
+    path = write_report(tmp_path / "report.html", [made("bsp"), made("ssp:bound=3", seconds=5)])
+    text = path.read_text()
+    outline = Outline(text)
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(outline.tags)
+    links = [value for name, value in outline.attributes if name in ("src", "href", "xlink:href", "data", "action")]
+    assert all(value.startswith("#") for value in links)
+    assert re.findall(r"url\((?!#)|@import", text) == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_there_is_a_figure_for_everything_that_was_asked(made):
+    outline = Outline(page([made("bsp"), made("ssp:bound=3", seconds=5), made("bsp", time="real")]))
+    for x in ("virtual time", "real time", "mini-batches", "bytes sent"):
+        assert f"Loss against {x}" in outline.text
+        assert f"Test accuracy against {x}" in outline.text
+    for x in ("virtual time (s)", "real time (s)", "mini-batches per worker", "sent by all workers (kB)", "staleness"):
+        assert x in outline.text
+    for part in ("compute: 50.0 %", "communicate: 30.0 %", "wait: 20.0 %"):
+        assert ("title", part) in outline.attributes
+    assert outline.text.count("Histogram") == 0
+    assert len(figures(page([made("bsp")]))) == 7
+
+
+def test_the_page_says_which_time_it_is(made):
+    virtual, real = made(count=0), made(count=0, time="real")
+    assert "Time is virtual" in page([virtual])
+    assert "Time is real" not in page([virtual])
+    assert "Time is real" in page([real])
+    both = page([virtual, real])
+    assert "Time is virtual" in both
+    assert "Time is real" in both
+    assert "No ratio is taken" in both
+
+
+def test_the_first_to_the_target_is_named(made):
+    text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)])).text
+    assert "ssp:bound=3 reached 95 % test accuracy after 4.00 s of virtual time, 2.5 times as fast as bsp." in text
+    text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)], target=0.45)).text
+    assert "reached 45 % test accuracy after 2.00 s" in text
+
+
+def test_names_from_outside_are_text_and_never_markup_or_mathematics(made):
+    name = "<script>alert(1)</script> & \"q\" 'p' $x_{$ {{ 7 * 7 }}"
+    text = page([made(name), made("bsp")], title="<b>T</b>")
+    outline = Outline(text)
+    assert "script" not in outline.tags
+    assert "b" not in outline.tags
+    assert name in outline.text
+    assert "<b>T</b>" in outline.text
+    assert len(figures(text)) == 8
+
+
+def test_text_inside_figures_is_no_mathematics_and_no_markup(made):
+    outline = Outline(page([made(time="$\\frac{<i>$")]))
+    assert "i" not in outline.tags
+    assert "$\\frac{<i>$ time (s)" in outline.text
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_any_number_of_runs(made, count):
+    runs = [made(f"k-async:k={k}", seconds=k + 1) for k in range(count)]
+    outline = Outline(page(runs))
+    assert all(f"k-async:k={k}" in outline.text for k in range(count))
+
+
+def test_runs_that_lack_things_are_shown_with_what_they_have(made):
+    runs = [
+        made("bsp", accuracy=False),
+        made("one", count=1),
+        made("none", count=0),
+        made("nan", nan_from=0),
+        made("half", nan_from=5),
+        Run(),
+    ]
+    outline = Outline(page(runs))
+    assert outline.text.count("diverged") >= 4
+    assert "(unfinished)" in outline.text
+    bare = Outline(page([Run()]))
+    assert "No run recorded a history" in bare.text
+
+
+def test_a_loss_that_stops_being_a_number_ends_in_a_cross(made):
+    whole, broken = (drawn(made("x", nan_from=start)) for start in (None, 5))
+    marker = rf"<use [^>]*fill: {COLORS[0].lower()}"
+    assert len(re.findall(marker, whole)) == 0
+    assert len(re.findall(marker, broken)) == 1
+
+
+def drawn(run, x="step", y="loss"):
+    found = entries([run], target=0.95)
+    return curves(found, looks(found), x=x, y=y, target=0.95)
+
+
+def line(svg):
+    """The places of the points of a run's curve."""
+    [path] = re.findall(rf'<path d="([^"]*)"[^>]*stroke: {COLORS[0].lower()}', svg)
+    return [float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)]
+
+
+def test_a_run_looks_the_same_everywhere_and_like_no_other(made):
+    runs = [made(f"m{k % 12}", time="virtual" if k < 12 else "real") for k in range(20)]
+    given = looks(entries(runs, target=0.95))
+    assert len(set(given)) == 20
+    assert given[0].color == given[12].color
+    assert given[0].dash != given[12].dash
+
+
+def test_the_same_runs_give_the_same_bytes(made):
+    runs = [made("bsp"), made("ssp:bound=3", seconds=5)]
+    assert page(runs) == page(runs)
+
+
+def test_a_long_history_stays_small_and_keeps_its_end(made):
+    short, long = (line(drawn(made("bsp", count=count), y="accuracy")) for count in (11, 9_999))
+    assert len(long) <= 402
+    assert long[0] == pytest.approx(short[0], abs=0.1)
+    assert long[-1] == pytest.approx(short[-1], abs=0.1)
+
+
+def test_requests_that_make_no_sense_are_refused(tmp_path, made):
+    with pytest.raises(UsageError, match="at least one run"):
+        write_report(tmp_path / "r.html", [])
+    with pytest.raises(UsageError, match=r"got 95.*write 0\.95"):
+        write_report(tmp_path / "r.html", [made()], target=95)
+    assert not list(tmp_path.iterdir())

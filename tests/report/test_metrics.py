@@ -1,0 +1,80 @@
+import math
+
+import pytest
+
+from dure.report import Counters, Staleness, TimeShare, time_to
+
+
+def test_merging_counters_adds_every_field():
+    one = Counters(bytes_sent=1, bytes_received=2, messages=3, updates_applied=4, updates_refused=5)
+    one.merge(Counters(bytes_sent=10, bytes_received=20, messages=30, updates_applied=40, updates_refused=50))
+    assert one.as_dict() == {
+        "bytes_sent": 11,
+        "bytes_received": 22,
+        "messages": 33,
+        "updates_applied": 44,
+        "updates_refused": 55,
+    }
+
+
+def test_staleness_is_weighted_by_updates():
+    staleness = Staleness()
+    staleness.add(10)
+    staleness.add(0, updates=3)
+    staleness.add(2)
+    assert staleness.as_dict() == {"mean": 12 / 5, "max": 10, "histogram": {"0": 3, "2": 1, "10": 1}}
+
+
+def test_staleness_merges_and_comes_back_from_its_record():
+    left, right = Staleness(), Staleness()
+    left.add(1, updates=2)
+    right.add(1)
+    right.add(5)
+    left.merge(right)
+    assert Staleness.from_dict(left.as_dict()) == left
+    assert left.histogram == {1: 3, 5: 1}
+    assert right.histogram == {1: 1, 5: 1}
+
+
+def test_no_updates_have_no_staleness():
+    assert Staleness().as_dict() == {"mean": 0.0, "max": 0, "histogram": {}}
+
+
+def test_staleness_below_zero_is_refused():
+    with pytest.raises(ValueError, match="got -1"):
+        Staleness().add(-1)
+
+
+def test_shares_of_time_sum_to_one():
+    share = TimeShare()
+    share.add("compute", 3.0)
+    share.add("wait", 0.5)
+    other = TimeShare(communicate=0.5)
+    share.merge(other)
+    assert share.as_dict() == {"compute": 0.75, "communicate": 0.125, "wait": 0.125}
+
+
+def test_no_time_has_no_shares():
+    assert TimeShare().as_dict() == {"compute": 0.0, "communicate": 0.0, "wait": 0.0}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_time_that_is_none_is_refused(seconds):
+    share = TimeShare()
+    with pytest.raises(ValueError, match="a time spent must be >= 0 s"):
+        share.add("compute", seconds)
+    assert share == TimeShare()
+
+
+def test_time_to_is_the_first_row_that_reaches_it():
+    accuracies = [None, 0.5, 0.94, 0.95, 0.9, 0.99]
+    history = [{"seconds": 2.0 * place, "accuracy": value} for place, value in enumerate(accuracies)]
+    assert time_to(history, 0.95) == 6.0
+    assert time_to(history, 0.945) == 6.0
+    assert time_to(history, 0.995) is None
+    assert time_to([{"seconds": 1.0}], 0.5) is None
+
+
+def test_time_to_refuses_per_cent():
+    with pytest.raises(ValueError, match=r"write 0\.95"):
+        time_to([], 95)

@@ -1,0 +1,85 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from dure.report import Progress
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def console(terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+
+
+def test_where_no_terminal_is_a_line_comes_every_few_seconds():
+    clock, out = Clock(), console(terminal=False)
+    with Progress("digits-mlp", clock=clock, console=out, every=5.0) as progress:
+        for step in range(1, 101):
+            clock.seconds += 0.12
+            progress.update(step, 100, 1 / step, 1000 * step)
+    lines = out.file.getvalue().splitlines()
+    assert lines == [
+        "digits-mlp: step 42/100, loss 0.02381, 8,333 samples/s",
+        "digits-mlp: step 84/100, loss 0.0119, 8,333 samples/s",
+    ]
+
+
+def test_a_short_run_says_nothing_where_no_terminal_is():
+    out = console(terminal=False)
+    clock = Clock()
+    with Progress("digits-mlp", clock=clock, console=out) as progress:
+        progress.update(1, 1, 0.5, 100)
+    assert out.file.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_with_loss_and_speed():
+    clock, out = Clock(), console(terminal=True)
+    with Progress("digits [bold]mlp", clock=clock, console=out) as progress:
+        progress.update(0, 50, None, 0)
+        clock.seconds += 1.0
+        progress.update(50, 50, 0.125, 2000)
+    shown = out.file.getvalue()
+    assert "digits [bold]mlp" in shown
+    assert "50/50" in shown
+    assert "loss 0.125" in shown
+    assert "2,000 samples/s" in shown
+
+
+def test_a_terminal_is_drawn_ten_times_a_second_at_most():
+    clock, out = Clock(), console(terminal=True)
+    with Progress("job", clock=clock, console=out) as progress:
+        progress.update(0, 10_000, 0.5, 0)
+        before = len(out.file.getvalue())
+        for step in range(1, 1000):
+            progress.update(step, 10_000, 0.5, step)
+        assert len(out.file.getvalue()) == before
+        clock.seconds += 0.2
+        progress.update(1000, 10_000, 0.5, 1000)
+        assert len(out.file.getvalue()) > before
+
+
+def test_speed_is_of_the_last_seconds_and_of_this_run_only():
+    clock, out = Clock(), console(terminal=False)
+    with Progress("job", clock=clock, console=out, every=1.0) as progress:
+        progress.update(0, None, 0.5, 1_000_000)
+        for second in range(1, 21):
+            clock.seconds += 1.0
+            samples = 1_000_000 + 10 * second + 990 * max(0, second - 10)
+            progress.update(second, None, 0.5, samples)
+    lines = out.file.getvalue().splitlines()
+    assert lines[0] == "job: step 1, loss 0.5, 10 samples/s"
+    assert lines[-1] == "job: step 20, loss 0.5, 1,000 samples/s"
+
+
+def test_an_error_passes_through():
+    with pytest.raises(RuntimeError, match="boom"), Progress("job", clock=Clock(), console=console(terminal=True)):
+        raise RuntimeError("boom")

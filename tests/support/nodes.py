@@ -1,0 +1,146 @@
+"""Nodes without time: every message waits in its channel until the test delivers it.
+
+Between two parties messages keep their order; which channel goes next is the test's choice. A call's handler
+runs when the call is delivered and its reply arrives at once: to delay a reply is to delay what follows it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from dure.errors import DureError
+from dure.runtime.base import Address, Call, Loop, Operation, Reply, Service, Strand, Work
+
+Channel = tuple[str, Address]
+
+
+class World(Loop):
+    """All nodes, and what is on its way between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels: dict[Channel, deque[Callable[[], None]]] = {}
+        self.services: dict[Address, Service] = {}
+        self.dead: set[str] = set()
+
+    def node(self, name: str) -> TestNode:
+        return TestNode(self, name)
+
+    def choices(self) -> list[Channel]:
+        """The channels that have something to deliver."""
+        return sorted(channel for channel, messages in self.channels.items() if messages)
+
+    def deliver(self, channel: Channel) -> None:
+        self.channels[channel].popleft()()
+        self.run_ready()
+
+    def settle(self, choose: Callable[[list[Channel]], Channel] = lambda channels: channels[0]) -> None:
+        """Deliver, one at a time as `choose` says, until nothing is on its way."""
+        self.run_ready()
+        while choices := self.choices():
+            self.deliver(choose(choices))
+
+    def kill(self, name: str) -> None:
+        """The node says no more; what it has said is still on its way."""
+        self.dead.add(name)
+        for strand in [strand for strand in self.strands if strand.name == name]:
+            strand.kill()
+
+    def run(self, coroutine: Coroutine[Operation[Any], None, Any], name: str = "test") -> Any:
+        """The value of `coroutine`, with messages delivered in the order of their channels' names."""
+        strand = self.spawn(coroutine, name)
+        strand.when_done(lambda: None)
+        self.settle()
+        assert strand.done, f"{name} waits for {strand.waits_for.label if strand.waits_for else 'nothing'}"
+        return strand.result()
+
+
+class TestNode:
+    """The primitives that a server and its clients use."""
+
+    __test__ = False
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.rank = int(name.split()[-1])
+        self.computed = 0
+
+    def compute(self, work: Work) -> Operation[Any]:
+        """Done at once, heard of later: others may run in between."""
+        self.computed += 1
+        operation: Operation[Any] = Operation(self.world, "its computation")
+        value = work.run()
+        self.world.soon(lambda: operation.resolve(value))
+        return operation
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] = (),
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        operation: Operation[Reply] = Operation(self.world, f"{method} of {service}")
+        call = Call(self.name, method, fields, tensors)
+        deliver = Delivery(self.world, service, call, operation, into)
+        self.world.channels.setdefault((self.name, service), deque()).append(deliver)
+        return operation
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, Any], name: str = "") -> Strand[Any]:
+        return self.world.spawn(coroutine, name or self.name)
+
+    def promise(self, label: str) -> Operation[Any]:
+        return Operation(self.world, label)
+
+    def serve(self, name: str, service: Service) -> Address:
+        address = Address(self.name, name)
+        self.world.services[address] = service
+        return address
+
+
+class Delivery:
+    """A call that arrives when it is called."""
+
+    def __init__(
+        self, world: World, service: Address, call: Call, operation: Operation[Reply], into: Sequence[torch.Tensor]
+    ) -> None:
+        self.world = world
+        self.service = service
+        self.call = call
+        self.operation = operation
+        self.into = into
+
+    def __call__(self) -> None:
+        try:
+            answer = self.world.services[self.service].handle(self.call)
+        except DureError as error:
+            self.operation.fail(error)
+            return
+        if isinstance(answer, Reply):
+            self.reply(answer)
+            return
+        strand: Strand[Reply] = self.world.spawn(answer, f"{self.call.method} at {self.service}")  # type: ignore[arg-type]
+
+        def handled() -> None:
+            try:
+                reply = strand.result()
+            except DureError as error:
+                self.operation.fail(error)
+            else:
+                self.reply(reply)
+
+        strand.when_done(handled)
+
+    def reply(self, reply: Reply) -> None:
+        if self.call.caller not in self.world.dead:
+            for destination, tensor in zip(self.into, reply.tensors, strict=True):
+                destination.copy_(tensor)
+        reply.release()
+        self.operation.resolve(reply)

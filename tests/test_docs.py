@@ -1,0 +1,82 @@
+"""Documentation runs: the README's Python blocks, the examples against their golden output, and a page per method."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dure.strategy import catalogue
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(path):
+    """Python code blocks of a page, apart from those marked `python no-run`."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def run_python(*arguments, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+CODE = [(page, index) for page in PAGES for index, _ in enumerate(blocks(page))]
+
+
+@pytest.mark.parametrize(
+    ("page", "index"), CODE, ids=lambda value: value.name if isinstance(value, Path) else str(value)
+)
+def test_python_blocks_run(page, index, tmp_path):
+    program = tmp_path / "block.py"
+    program.write_text(blocks(page)[index], encoding="utf-8")
+    done = run_python(str(program), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_print_their_golden_output(example, tmp_path):
+    done = run_python(str(example), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    golden = example.with_suffix(".out")
+    if golden.exists():
+        assert done.stdout == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", catalogue("sync"))
+def test_every_method_has_a_page_that_cites_its_paper(name):
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    author = catalogue("sync")[name].paper.split()[0].rstrip(",")
+    assert author in page
+    for part in ("## When to use it", "## When not", "## One slow worker", "## Bytes"):
+        assert part in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_shows_blocks_and_its_commands_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert len(blocks(ROOT / "README.md")) >= 1
+    for target in set(re.findall(r"make (\w+)", text)):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_dependencies_have_their_reasons():
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").lower()
+    listed = re.search(
+        r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    for requirement in re.findall(r'"([A-Za-z0-9-]+)', listed.group(1)):
+        assert f"`{requirement.lower()}`" in page, requirement

@@ -1,0 +1,200 @@
+"""Jobs: built-in ones learn, files are found, mistakes are explained."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dure.data.dataset import Data
+from dure.data.split import Dirichlet, Whole
+from dure.errors import UsageError
+from dure.job import BUILT_IN, Job, load_job
+from dure.optim import OptimizerSpec
+
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn"}
+has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with MNIST and CIFAR-10")
+JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
+
+JOB_FILE = """
+import torch
+from dure.data import Data
+from dure.job import Job
+from beside import width
+
+def small(rows: int = 6) -> Job:
+    return Job(lambda: torch.nn.Linear(width, 2), torch.nn.functional.cross_entropy,
+               Data(torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)))
+
+def with_root(data_root):
+    job = small()
+    job.source = str(data_root)
+    return job
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("width = 5\n")
+    (tmp_path / "mine.py").write_text(JOB_FILE)
+    return tmp_path / "mine.py"
+
+
+def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
+    """The job's model after `steps` of plain SGD."""
+    module = job.build(seed)
+    (sampler,) = job.samplers([job.batch_size], seed=seed)
+    for _ in range(steps):
+        inputs, targets = job.train.batch(sampler.next())
+        gradients = torch.autograd.grad(job.loss(module(inputs), targets), list(module.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter -= job.optimizer.lr * gradient
+    return module.eval()
+
+
+def loss_of(job: Job, module: nn.Module) -> float:
+    with torch.no_grad():
+        return float(job.loss(module(job.train.inputs[:500]), job.train.targets[:500]))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
+    job = load_job(name)
+    assert job.name == name
+    assert job.source
+    assert job.optimizer.name == "sgd"
+    batch = min(job.batch_size, 32)
+    before, after = loss_of(job, job.build().eval()), loss_of(job, trained(load_job(name, batch_size=batch), 40))
+    assert after < 0.9 * before
+
+
+def test_digits_reach_95_percent_alone() -> None:
+    job = load_job("digits-mlp")
+    assert job.test is not None
+    assert job.accuracy is not None
+    assert job.batch_size == 32
+    for seed in range(3):
+        assert job.accuracy(trained(job, job.steps, seed)(job.test.inputs), job.test.targets) >= 0.95
+
+
+def test_quadratic_ends_at_its_optimum() -> None:
+    job = load_job(
+        "quadratic", dim=20, conditioning=4.0, noise=0.5, samples=64, batch_size=64, split="striped", dtype="float64"
+    )
+    assert job.optimum is not None
+    module = trained(job, 300)
+    (place,) = module.parameters()
+    assert place.dtype == torch.float64
+    assert torch.allclose(place, job.optimum, rtol=0, atol=1e-12)
+    assert not torch.allclose(job.train.targets[0], job.optimum, rtol=0, atol=0.1)
+
+
+def test_quadratic_shrinks_each_coordinate_by_its_curvature() -> None:
+    job = load_job("quadratic", dim=3, conditioning=100.0, noise=0.0, dtype="float64")
+    assert job.optimum is not None
+    (place,) = trained(job, 7).parameters()
+    left = (1 - place / job.optimum).detach()
+    assert left.tolist() == pytest.approx([(1 - 0.5 * a) ** 7 for a in (0.01, 0.1, 1.0)], rel=1e-9)
+
+
+def test_batch_norm_job_has_buffers_and_convnet_has_none() -> None:
+    from dure.models.cifar10 import convnet as with_norm
+    from dure.models.mnist import convnet as without
+
+    assert {name.rsplit(".")[-1] for name, _ in with_norm().named_buffers()} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+    assert list(without().buffers()) == []
+    assert sum(each.numel() for each in without().parameters()) == 105_866
+    assert without()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert with_norm()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_flops_are_those_of_the_matrix_products_and_counting_leaves_randomness_alone() -> None:
+    job = load_job("digits-mlp", hidden=32)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    flops = job.flops_per_sample
+    assert torch.equal(torch.rand(3), expected)
+    forward = 2 * (64 * 32 + 32 * 10)
+    assert flops == forward + forward + 2 * 32 * 10
+    assert load_job("quadratic", dim=50).flops_per_sample == 300
+
+
+def test_build_depends_on_its_seed_alone() -> None:
+    job = load_job("digits-mlp")
+    first, again, other = (next(job.build(seed).parameters()) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_overrides_reach_job_optimizer_and_function() -> None:
+    job = load_job(
+        "digits-mlp", hidden=7, batch_size=5, steps=9, lr=0.5, momentum=0.9, split="dirichlet:alpha=2", dtype="float64"
+    )
+    assert (job.batch_size, job.steps, job.split) == (5, 9, Dirichlet(2.0))
+    assert (job.optimizer.lr, job.optimizer.momentum) == (0.5, 0.9)
+    assert next(job.build().parameters()).shape == (7, 64)
+    assert {job.train.inputs.dtype, next(job.build().parameters()).dtype} == {torch.float64}
+    assert job.train.targets.dtype == torch.int64
+    assert load_job("digits-mlp", batch_size=None, lr=None).optimizer == load_job("digits-mlp").optimizer
+
+
+def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
+    job = load_job(f"{job_file}:small", rows=8, split=Whole())
+    assert job.name == "small"
+    assert len(job.train) == 8
+    assert job.split == Whole()
+    assert next(job.build().parameters()).shape == (2, 5)
+
+
+def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path) -> None:
+    assert load_job(f"{job_file}:with_root", data_root=tmp_path).source == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("mnist-mpl", {}, "no job is called 'mnist-mpl'.*Did you mean \"mnist-mlp\""),
+        ("xyzzy", {}, "there are digits-mlp, .*FILE.py:FUNCTION"),
+        ("absent.py:job", {}, "there is no file absent.py"),
+        ("absent.py", {}, "Write absent.py:FUNCTION"),
+        ("digits-mlp", {"hiden": 3}, "no setting 'hiden'.*Did you mean \"hidden\""),
+        ("digits-mlp", {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ("digits-mlp", {"steps": 1.5}, "steps must be a whole number"),
+        ("digits-mlp", {"split": "iidd"}, 'Did you mean "iid"'),
+        ("digits-mlp", {"dtype": "int8"}, "float32 or float64, got 'int8'"),
+        ("digits-mlp", {"hidden": 0}, "widths of at least 1"),
+        ("quadratic", {"conditioning": 0.5}, "conditioning must be at least 1"),
+    ],
+)
+def test_mistakes_are_explained(name: str, overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        load_job(name, **overrides)
+
+
+def test_mistakes_in_a_file_are_explained(job_file: Path) -> None:
+    with pytest.raises(UsageError, match=r'small, with_root, wrong.*Did you mean "small"'):
+        load_job(f"{job_file}:smal")
+    with pytest.raises(UsageError, match=r"must return a dure\.Job, it returned int"):
+        load_job(f"{job_file}:wrong")
+
+
+def test_a_job_refuses_what_would_fail_later() -> None:
+    data = Data(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    loss = nn.functional.cross_entropy
+    with pytest.raises(UsageError, match="lambda"):
+        Job(nn.Linear(2, 2), loss, data)
+    with pytest.raises(UsageError, match=r"Job\.loss must be a function"):
+        Job(nn.Flatten, None, data)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):
+        Job(nn.Flatten, loss, (data.inputs, data.targets))  # type: ignore[arg-type]
+    assert Job(nn.Flatten, loss, data).optimizer == OptimizerSpec()

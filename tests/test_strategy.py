@@ -1,0 +1,165 @@
+"""A strategy as text and as objects: what is read, what is written, and what is refused in which words."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from dure.errors import StrategyError
+from dure.strategy import AXES, Strategy, by_axis, catalogue, member_text, parse_member
+from dure.sync.averaging import Averaging
+from dure.sync.bsp import BSP
+from dure.sync.ssp import SSP
+from dure.text import Call, parse_calls, parse_value, value_text
+from dure.topology.spec import Collective, ParameterServer
+
+
+@pytest.mark.parametrize(
+    ("text", "sync", "topology"),
+    [
+        ("bsp", BSP(), Collective()),
+        ("ssp", SSP(), ParameterServer()),
+        ("ssp:bound=inf", SSP(bound=math.inf), ParameterServer()),
+        ("ps:shards=4,split=layer ssp:bound=5 fp32", SSP(bound=5), ParameterServer(shards=4, split="layer")),
+        ("averaging:period=8 ps:colocated=true", Averaging(period=8), ParameterServer(colocated=True)),
+        ("ps", BSP(), ParameterServer()),
+    ],
+)
+def test_text_becomes_objects_and_comes_back(text, sync, topology):
+    strategy = Strategy.parse(text)
+    assert (strategy.sync, strategy.topology) == (sync, topology)
+    assert Strategy.parse(str(strategy)) == strategy
+    assert Strategy.of(**strategy.text()) == strategy
+
+
+def test_order_of_members_does_not_matter():
+    assert Strategy.parse("none ps:shards=2 fp32 downpour") == Strategy.parse("downpour fp32 none ps:shards=2")
+
+
+def test_objects_and_text_may_be_mixed():
+    assert Strategy.of(SSP(bound=1), "ps:shards=2") == Strategy.parse("ssp:bound=1 ps:shards=2")
+
+
+def test_text_shows_the_first_parameter_and_what_differs():
+    assert Strategy.parse("ssp ps:split=layer").text() == {
+        "sync": "ssp:bound=3",
+        "topology": "ps:shards=1,split=layer",
+        "codec": "fp32",
+        "partition": "none",
+    }
+
+
+def test_parameters_have_the_types_of_their_fields():
+    name, given = parse_member("ssp:bound=3")
+    assert (name, given) == ("ssp", {"bound": 3.0})
+    assert isinstance(given["bound"], float)
+    assert parse_member("ps:colocated=false,shards=2")[1] == {"colocated": False, "shards": 2}
+
+
+def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
+    assert parse_calls("downpour:local_lr=1e+5,n_push=2+dc-asgd:lambda=0.04+x") == (
+        Call("downpour", {"local_lr": "1e+5", "n_push": "2"}),
+        Call("dc-asgd", {"lambda": "0.04"}),
+        Call("x", {}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sspp", ["sspp", "bsp, averaging, downpour, ssp", 'Did you mean "ssp"?']),
+        ("ssp:bnd=3", ['no parameter "bnd"', "bound=3", 'Did you mean "bound"?']),
+        ("bsp:bound=3", ["bsp", "it has none"]),
+        ("ssp:bound=-1", ["bound counts clocks", "-1", "Use 0"]),
+        ("ssp:bound=nan", [">= 0", "nan"]),
+        ("ssp:bound=x", ["bound must be a number", '"x"']),
+        ("averaging:period=2.5", ["period must be an integer", '"2.5"']),
+        ("ps:split=mem", ["memory or layer", '"mem"']),
+        ("ps:colocated=maybe", ["true or false", '"maybe"']),
+        ("ps:shards=0", ["shards", "0"]),
+        ("ssp:bound", ['"bound"', "KEY=VALUE"]),
+        ("ssp:", ["KEY=VALUE"]),
+        (":bound=3", ["no name"]),
+        ("ssp:bound=1,bound=2", ["bound twice"]),
+        ("ssp bsp", ["sync twice", '"ssp"', '"bsp"']),
+        ("ssp+dc-asgd:lambda=1", ["dc-asgd", 'write "ssp" alone']),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(text, words):
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "sync", [name for name, entry in catalogue("sync").items() if "collective" not in entry.combines]
+)
+def test_a_combination_that_makes_no_sense_names_one_that_works(sync):
+    with pytest.raises(
+        StrategyError, match=f"{sync} does not run over collective: .+ The nearest that works"
+    ) as caught:
+        Strategy.of(sync, "collective")
+    nearest = str(caught.value).rsplit('"', 2)[1]
+    assert Strategy.parse(nearest).sync == Strategy.of(sync).sync
+
+
+def test_a_name_of_another_axis_is_pointed_out():
+    with pytest.raises(StrategyError, match='"ps" is a topology, not a sync'):
+        Strategy.of(sync="ps")
+
+
+def test_a_method_from_elsewhere_goes_by_its_class():
+    @dataclass(frozen=True)
+    class Mine:
+        rate: float = 2.0
+        topologies: ClassVar[tuple[str, ...]] = ("ps",)
+
+    assert Strategy.of(Mine()).text()["sync"] == "Mine:rate=2"
+    with pytest.raises(StrategyError, match="Mine does not run over collective: it runs over ps"):
+        Strategy.of(Mine(), "collective")
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_member_loads_and_round_trips(axis):
+    for name, entry in catalogue(axis).items():
+        made = entry.load()()
+        text = member_text(axis, made)
+        assert text.partition(":")[0] == name
+        assert by_axis(text) == {axis: text}
+        assert Strategy.of(**{axis: text}).text()[axis] == text
+
+
+def test_names_are_unique_across_the_axes():
+    names = [name for axis in AXES for name in catalogue(axis)]
+    assert len(names) == len(set(names))
+
+
+def test_the_catalogue_and_the_class_agree_on_topologies():
+    for entry in catalogue("sync").values():
+        assert entry.combines == entry.load().topologies
+        assert set(entry.combines) <= set(catalogue("topology"))
+        assert entry.because or set(entry.combines) == set(catalogue("topology"))
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [
+        (3, int),
+        (0.1, float),
+        (1e-30, float),
+        (1e300, float),
+        (math.inf, float),
+        (True, bool),
+        (None, int | None),
+        (4, int | None),
+        ((0.9, 0.999), tuple[float, float]),
+    ],
+)
+def test_values_come_back_from_their_text(value, annotation):
+    back = parse_value(value_text(value), annotation)
+    assert back == value
+    assert type(back) is type(value)

@@ -1,0 +1,205 @@
+"""What holds for the whole source tree: lengths, import arrows, and what may not be written at all."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from dure.strategy import AXES, catalogue
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "dure"
+FILES = sorted(SOURCE.rglob("*.py"))
+METHODS = ("sync", "codec", "topology", "partition", "rl")
+RUNTIMES = ("virtual", "process", "wire", "network", "launch", "compute", "cluster", "meter")
+SHARED = {
+    "sync": {"base", "clock"},
+    "topology": {"sharding", "parameter_server"},
+    "codec": {"base"},
+    "partition": {"base"},
+}
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def name(path):
+    return str(path.relative_to(SOURCE))
+
+
+def folder(path):
+    return path.relative_to(SOURCE).parts[0]
+
+
+def code_lines(function):
+    """Lines from the first statement after the docstring to the last."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def imports(path):
+    """Modules that a file imports, anywhere in it, as (line, absolute name)."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno} imports relatively"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def dotted(node):
+    """`a.b.c` of an attribute chain, else an empty text."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def nodes(kind):
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, kind):
+                yield path, node
+
+
+def places(found):
+    return [f"{name(path)}:{node.lineno}" for path, node in found]
+
+
+def test_the_tree_was_seen():
+    assert len(FILES) >= 25
+    assert sum(1 for _ in nodes(ast.FunctionDef | ast.AsyncFunctionDef)) >= 200
+
+
+def test_no_function_is_longer_than_40_lines():
+    long = [(p, f) for p, f in nodes(ast.FunctionDef | ast.AsyncFunctionDef) if code_lines(f) > 40]
+    assert places(long) == []
+
+
+@pytest.mark.parametrize("axis", METHODS)
+def test_methods_know_no_runtime(axis):
+    forbidden = tuple(f"dure.runtime.{runtime}" for runtime in RUNTIMES)
+    found = [
+        f"{name(path)}:{line} {module}"
+        for path in FILES
+        if folder(path) == axis
+        for line, module in imports(path)
+        if module.startswith("dure.runtime")
+        and (module.startswith(forbidden) or not module.startswith("dure.runtime.base."))
+    ]
+    assert found == []
+
+
+def test_arrows_point_one_way():
+    """Nothing below imports what stands above it: cli, then train and compare and attach, then the rest."""
+    above = {"cli", "train", "compare", "attach"}
+    found = [
+        f"{name(path)}:{line} {module}"
+        for path in FILES
+        if path.parent != SOURCE
+        for line, module in imports(path)
+        if module.split(".")[0] == "dure" and module.split(".")[1:2] and module.split(".")[1] in above
+    ]
+    assert found == []
+
+
+def test_the_environment_is_read_where_it_may_be():
+    allowed = ("cli.py", "runtime/launch/", "data/")
+    found = [(p, n) for p, n in nodes(ast.Attribute) if dotted(n) in ("os.environ", "os.environb", "os.getenv")]
+    assert [place for place in places(found) if not place.startswith(allowed)] == []
+
+
+def caught(handler):
+    """Names of what a handler catches; an empty one for a bare `except`."""
+    if handler.type is None:
+        return {""}
+    parts = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return {dotted(part) for part in parts}
+
+
+def passes_on(handler):
+    """Whether what was caught is raised again, or handed to somebody by its name."""
+    inside = [node for statement in handler.body for node in ast.walk(statement)]
+    return any(
+        isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == handler.name) for node in inside
+    )
+
+
+def test_who_catches_everything_is_a_runtime_and_passes_it_on():
+    broad = [(p, h) for p, h in nodes(ast.ExceptHandler) if caught(h) & {"", "Exception", "BaseException"}]
+    assert places((p, h) for p, h in broad if not passes_on(h)) == []
+    raising = [(p, h) for p, h in broad if any(isinstance(node, ast.Raise) for node in ast.walk(h))]
+    assert places(x for x in broad if x not in raising and folder(x[0]) != "runtime") == []
+
+
+def test_nothing_unsafe_is_called():
+    calls = {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "print",
+        "torch.load",
+        "torch.save",
+        "os.system",
+        "yaml.load",
+        "time.sleep",
+    }
+    modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    called = [(p, n) for p, n in nodes(ast.Call) if dotted(n.func) in calls]
+    allowed = {("cli.py", "print")}
+    assert [x for x in called if (name(x[0]), dotted(x[1].func)) not in allowed and folder(x[0]) != "runtime"] == []
+    assert [f"{name(p)}:{line}" for p in FILES for line, module in imports(p) if module.split(".")[0] in modules] == []
+
+
+def test_clocks_and_chance_stay_in_the_runtime():
+    """The wall clock and unseeded randomness belong to runtimes (and the clock to who shows progress)."""
+    wrong = {"time.time", "time.monotonic", "time.perf_counter", "random.random", "random.choice", "random.shuffle"}
+    wrong |= {"np.random.seed", "np.random.rand", "np.random.randn", "numpy.random.seed"}
+    found = [(p, n) for p, n in nodes(ast.Call) if dotted(n.func) in wrong and folder(p) != "runtime"]
+    assert places(found) == []
+
+
+def test_every_blocking_wait_has_a_bound():
+    """Waits for threads, processes and connections give a time-out. What is awaited blocks nobody."""
+    awaited = {node.value for _, node in nodes(ast.Await)}
+    calls = [(path, call) for path, call in nodes(ast.Call) if call not in awaited]
+    blocking = {"communicate", "join", "wait"}
+    unbounded = [
+        (path, call)
+        for path, call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in blocking
+        and not (call.args or call.keywords)
+        and not dotted(call.func).endswith("timers.wait")  # says how long to wait, and does not
+    ]
+    unbounded += [
+        (path, call)
+        for path, call in calls
+        if dotted(call.func).endswith("create_connection")
+        and len(call.args) < 2
+        and "timeout" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert places(unbounded) == []
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_catalogues_equal_files(axis):
+    files = {path.stem for path in (SOURCE / axis).glob("*.py")} - {"__init__"} - SHARED[axis]
+    listed = {entry.module.rpartition(".")[2] for entry in catalogue(axis).values()}
+    assert listed == files
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_tables_for_people_equal_catalogues(axis):
+    table = ast.get_docstring(tree(SOURCE / axis / "__init__.py"))
+    rows = {line.split("|")[1].strip(" `") for line in table.splitlines() if line.startswith("| `")}
+    assert rows == set(catalogue(axis))
+
+
+def test_no_marker_of_unfinished_work():
+    markers = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+    found = [name(path) for path in FILES if any(marker in path.read_text(encoding="utf-8") for marker in markers)]
+    assert found == []
