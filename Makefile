@@ -29,8 +29,9 @@ format: setup
 	$(BIN)/ruff format .
 
 demo: setup
+	rm -rf runs/demo
 	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
-	  --on local --on virtual --workers 4 --epochs 6 --seed 0 --out runs/demo --report report.html
+	  --on local --on virtual --workers 4 --steps 200 --seed 0 --out runs/demo --report report.html
 
 bench: setup
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

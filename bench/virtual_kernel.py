@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ BULK = 100_000  # bytes
 
 def delays(workers: int, steps: int) -> list[list[float]]:
     """What each worker sleeps, step by step: the same for both kernels."""
-    return np.random.default_rng(0).exponential(1.0, (workers, steps)).tolist()
+    drawn: list[list[float]] = np.random.default_rng(0).exponential(1.0, (workers, steps)).tolist()
+    return drawn
 
 
 def ours(times: list[list[float]]) -> None:
@@ -122,7 +124,8 @@ def main() -> None:
     for workers in WORKERS:
         result[f"time-outs/s, {workers} workers"] = time_outs(workers, given.events, given.repeats)
         for name, nbytes, count in (("small", 100, given.events), ("bulk", BULK, given.events // 4)):
-            rates = [rate(count, lambda b=nbytes, c=count, w=workers: messages(w, b, c)) for _ in range(given.repeats)]
+            carry = partial(messages, workers, nbytes, count)
+            rates = [rate(count, carry) for _ in range(given.repeats)]
             result[f"{name} messages/s, {workers} workers"] = statistics.median(rates)
     print(json.dumps(result, indent=2))
 

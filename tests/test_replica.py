@@ -108,7 +108,10 @@ def test_a_parameter_laid_out_in_another_order_keeps_its_values():
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes dtypes.*Replica\\(module.float"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "several devices"),
         (nn.ReLU, "no trainable parameters"),
-        (lambda: nn.Linear(2, 2).to(torch.complex64), "floating-point parameters are supported"),
+        (
+            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]),
+            "floating-point parameters are supported",
+        ),
     ],
 )
 def test_what_cannot_be_laid_out_flat_is_refused(make, message):
@@ -242,6 +245,8 @@ def test_buffers_travel_flat_and_come_back_the_same():
     norm = other.module[1]
     assert torch.equal(norm.running_mean, replica.module[1].running_mean)
     assert norm.num_batches_tracked.dtype == torch.int64
+    assert norm.num_batches_tracked.item() == 3
+    other.load_buffers(snapshot - 1e-9)
     assert norm.num_batches_tracked.item() == 3
     with pytest.raises(ReplicaError, match=r"have 5 elements, got shape \(4,\)"):
         other.load_buffers(snapshot[:4])

@@ -28,6 +28,9 @@ O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
 PREFIX = "DURE_"
 
+WIDTH = 140
+"""Columns of a table that goes to a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Methods:
@@ -74,7 +77,7 @@ class Train(TrainConfig):
 
         finished = run(config)
         if _speaks(self):
-            _show_runs([finished], to_error=self.json)
+            _show_run(finished, to_error=self.json)
         return finished.summary()
 
 
@@ -249,6 +252,20 @@ def _runs_in(folder: Path) -> list[Path]:
     return inside if inside and not (folder / CONFIG).exists() else [folder]
 
 
+def _show_run(run: Run, *, to_error: bool) -> None:
+    from rich.table import Table
+
+    from dure.report.comparison import entries, lines
+
+    found = entries([run], target=0.95)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("Strategy", " ".join(run.summary()["strategy"].values()))
+    for _, group in lines(found, target=0.95):
+        for line in group:
+            table.add_row(line.name, line.cells[0])
+    _show(table, to_error=to_error)
+
+
 def _show_runs(runs: Sequence[Run], *, to_error: bool, target: float = 0.95) -> None:
     from dure.report.table import comparison_table
 
@@ -258,7 +275,10 @@ def _show_runs(runs: Sequence[Run], *, to_error: bool, target: float = 0.95) -> 
 def _show(what: Any, *, to_error: bool) -> None:
     from rich.console import Console
 
-    Console(stderr=to_error).print(what)
+    console = Console(stderr=to_error)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=to_error, width=WIDTH)
+    console.print(what)
 
 
 def _say(line: str) -> None:

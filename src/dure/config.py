@@ -166,13 +166,13 @@ class CompareConfig(Options):
     """Test accuracy whose time is compared."""
 
     def runs(self) -> Iterator[TrainConfig]:
-        """One configuration per place and strategy, each with a folder of its own under `out`."""
+        """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}
-        for on in self.on or ("local",):
-            for text in self.strategies or tuple(catalogue("sync")):
-                folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{Path(on).stem} {text}")
-                out = None if self.out is None else self.out / folder
-                yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
+        choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or tuple(catalogue("sync"))]
+        for number, (on, text) in enumerate(choices, start=1):
+            folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{number:02d} {Path(on).stem} {text}")
+            out = None if self.out is None else self.out / folder
+            yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
 
 
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:

@@ -172,7 +172,7 @@ class Hub:
         return handler(call)
 
     async def _register(self, call: Call) -> Reply:
-        self.places[call.caller] = (call.fields["host"], call.fields["port"])
+        self.places[call.caller] = self.node.directory[call.caller] = (call.fields["host"], call.fields["port"])
         self.present.add(call.caller)
         if self._everyone <= self.places.keys():
             self._registering.resolve()
@@ -411,8 +411,6 @@ class Hub:
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
             return living[0]
-        for name, place in self.places.items():
-            self.node.directory[name] = place
         reports = []
         for name in self._servers:
             status = (await self.node.call(Address(name, "shard"), "status")).fields

@@ -207,7 +207,7 @@ def digest(values: Tensor) -> str:
     """SHA-256 of the values' raw little-endian bytes, in hexadecimal.
 
     >>> digest(torch.tensor([1.0, 2.0]))[:16]
-    '65e6abcec0bbc41d'
+    'b9c80b5adeca4507'
     """
     array = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if sys.byteorder == "big":
@@ -271,16 +271,16 @@ def _explain_move(slot: _Slot) -> str:
     """Which call took the parameter out of the flat buffer, as far as its present state tells."""
     name, home = slot.layer.name, slot.values
     now = getattr(slot.owner, slot.attribute)
-    if now is not slot.parameter:
+    if now.device != home.device:
+        call = f'.to("{now.device}")'
+        advice = f'Move first and make the replica then: Replica(module.to("{now.device}")).'
+    elif now is not slot.parameter:
         call = f"load_state_dict(assign=True), or an assignment to module.{name},"
         advice = "Call load_state_dict(state) without assign=True, or make the replica afterwards."
     elif now.dtype != home.dtype:
         name_of_dtype = str(now.dtype).removeprefix("torch.")
         call = f".{_CONVERSIONS.get(now.dtype, f'to({now.dtype})')} made it {name_of_dtype}: the call"
         advice = f"Convert first and make the replica then: Replica(module.to({now.dtype}))."
-    elif now.device != home.device:
-        call = f'.to("{now.device}")'
-        advice = f'Move first and make the replica then: Replica(module.to("{now.device}")).'
     else:
         call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
         advice = "Copy values in place: replica.load(values), or parameter.data.copy_(values)."

@@ -9,8 +9,10 @@ from pydantic import ValidationError
 
 import dure.runtime.cluster as module
 from dure.errors import ClusterError
+from dure.runtime import units
 from dure.runtime.cluster import Cluster, Event, Link, Machines, Servers
 from dure.runtime.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
+from dure.runtime.network import HEADER, SMALL
 
 FULL = """
 machines:
@@ -201,3 +203,31 @@ def test_the_example_in_the_docstring_is_a_cluster(tmp_path: Path) -> None:
     cluster = Cluster.from_yaml(written(tmp_path, example))
     assert cluster.workers == 8
     assert len(cluster.events) == 4
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "virtual-time.md"
+
+
+def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
+    example = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
+    assert Cluster.from_yaml(written(tmp_path, example)).workers == 8
+
+
+def test_the_page_names_every_key_and_its_default() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
+    said = {row[0].strip("`"): row[-1] for row in rows}
+    kinds = {"": Cluster, "link.": Link, "servers.": Servers, "machines[].": Machines}
+    whole = {"machines", "servers", "link", "events"}
+    for prefix, kind in kinds.items():
+        for name in kind.model_fields.keys() - (whole if not prefix else set()):
+            assert prefix + name in said
+    default = Cluster()
+    assert units.seconds(said["alpha"]) == default.alpha
+    assert units.per_byte(said["beta"]) == default.beta
+    assert units.per_byte(said["gamma"]) == default.gamma
+    assert units.rate(said["memory_bandwidth"]) == default.memory_bandwidth
+    assert units.rate(said["link.bandwidth"].partition(" =")[0]) == default.link.bandwidth
+    assert units.seconds(said["link.latency"]) == default.link.latency
+    assert (said["header"], said["small"]) == (str(HEADER), str(SMALL))
+    assert units.flops(said["flops_per_second"]) == Constant().flops_per_second
+    assert units.seconds(said["overhead"]) == Constant().overhead

@@ -148,8 +148,9 @@ def explore(make: Callable[[], Play]) -> tuple[int, int]:
 def preview(histories: dict[object, tuple[str, ...]], play: Play, channel: Channel) -> dict[object, tuple[str, ...]]:
     source, service = channel
     if channel == KILL:
-        sent = sum(len(messages) for (name, _), messages in play.world.channels.items() if name == "worker 0")
-        return {**histories, KILL: (str(sent), *map(str, sorted(map(str, histories.items()))))}
+        told = sum(len(messages) for (name, _), messages in play.world.channels.items() if name == "worker 0")
+        heard = sum(arrivals.count("worker 0") for arrivals in histories.values())
+        return {**histories, KILL: (f"sent {told + heard}, acknowledged {play.acknowledged.count((0, 1))}",)}
     return {**histories, service: (*histories.get(service, ()), source)}
 
 

@@ -40,7 +40,7 @@ def mnist_cnn(data_root: Path) -> Job:
         train=data.train,
         test=data.test,
         batch_size=64,
-        optimizer=OptimizerSpec(lr=0.1),
+        optimizer=OptimizerSpec(lr=0.03),
         steps=500,
         accuracy=top1,
         source=data.source,

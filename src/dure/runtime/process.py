@@ -93,6 +93,7 @@ class ProcessNode:
         self.evaluator = evaluator
         self.services: dict[str, Service] = {}
         self.directory: dict[str, tuple[str, int]] = {}
+        self._connecting: dict[str, list[Callable[[], None]]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
@@ -140,13 +141,14 @@ class ProcessNode:
                 operation.fail(answer)
 
         request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS)
+
+        def start() -> None:
+            operation.on_cancel = self.wire.call(service.node, request, done).cancel
+
         try:
-            self._connect(service.node)
-            pending = self.wire.call(service.node, request, done)
+            self._when_connected(service.node, start)
         except RemoteError as error:
             operation.fail(error)
-        else:
-            operation.on_cancel = pending.cancel
         return operation
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
@@ -192,13 +194,24 @@ class ProcessNode:
 
     # ---- beneath
 
-    def _connect(self, peer: str) -> None:
+    def _when_connected(self, peer: str, start: Callable[[], None]) -> None:
+        """Call `start` once `peer` is connected: now, or, where that is under way further up the stack, then."""
         if self.wire.connected(peer):
+            start()
+            return
+        if peer in self._connecting:
+            self._connecting[peer].append(start)
             return
         if peer not in self.directory:
-            raise RemoteError(f"{self.name} does not know where {peer} is; it knows {', '.join(self.directory) or 'nobody'}.")
-        host, port = self.directory[peer]
-        self.wire.connect(peer, host, port, CONNECT_SECONDS)
+            known = ", ".join(self.directory) or "nobody"
+            raise RemoteError(f"{self.name} does not know where {peer} is; it knows {known}.")
+        self._connecting[peer] = [start]
+        try:
+            self.wire.connect(peer, *self.directory[peer], CONNECT_SECONDS)
+        finally:
+            # Those who came meanwhile fail by themselves if there is no connection: the wire tells them.
+            for each in self._connecting.pop(peer):
+                each()
 
     def _call_myself(self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor]) -> None:
         def answered(answer: Reply | RemoteError) -> None:

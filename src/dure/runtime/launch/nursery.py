@@ -65,6 +65,7 @@ class Nursery:
     def start(self, name: str, **arguments: Any) -> None:
         """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
         self.exited.pop(name, None)
+        self.pids.pop(name, None)  # the end of one that had this name before is no news
         self._say({"start": name, "arguments": arguments})
 
     def look(self) -> None:
@@ -76,10 +77,10 @@ class Nursery:
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
             heard = json.loads(line)
-            if "exited" in heard:
-                self.exited[heard["exited"]] = heard["status"]
-            else:
+            if "started" in heard:
                 self.pids[heard["started"]] = heard["pid"]
+            elif self.pids.get(heard["exited"]) == heard["pid"]:
+                self.exited[heard["exited"]] = heard["status"]
         if self._process.poll() is not None:
             raise DureError(f"the launcher's helper process ended unexpectedly (status {self._process.returncode}).")
 
@@ -183,7 +184,7 @@ class _Forks:
             if not pid:
                 return
             name = self.children.pop(pid)
-            _tell({"exited": name, "status": os.waitstatus_to_exitcode(status)})
+            _tell({"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _end_all(self) -> None:
         for pid in self.children:

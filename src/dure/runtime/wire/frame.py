@@ -224,11 +224,12 @@ class Frame:
     meta: dict[str, Any]
     complete: bool = False
     aborted: bool = False
+    trailer_nbytes: int = 0
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes besides the payload (without trailer), bytes of payload."""
-        return HEADER_NBYTES + self.header.meta_nbytes, self.header.payload_nbytes
+        """Bytes besides the payload, bytes of payload."""
+        return HEADER_NBYTES + self.header.meta_nbytes + self.trailer_nbytes, self.header.payload_nbytes
 
 
 class _Stage(enum.Enum):
@@ -405,6 +406,7 @@ class Parser:
         size = self._seal.nbytes(self._header.payload_nbytes)
         frame.aborted = self._seal.check(self._pop(size)) if size else False
         frame.complete = True
+        frame.trailer_nbytes = size
         self._stage = _Stage.HEADER
         self._dropping = False
         return frame

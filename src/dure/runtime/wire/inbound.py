@@ -133,7 +133,6 @@ class Inbound:
         self.wanted: Sequence[TensorSpec] = ()
         self.answers: dict[int, Answer] = {}
         self._nonce = secrets.token_bytes(16)
-        self._caller_nonce = b""
         self._lease: Lease | None = None
         self._dropping = False
         self._full = False
@@ -143,7 +142,8 @@ class Inbound:
         self._deadline = shared.pump.timers.after(shared.limits.handshake_seconds, self._too_late)
         self.link.send(Kind.CHALLENGE, {"nonce": self._nonce.hex(), "keyed": shared.key is not None})
         if shared.key is not None:
-            self.link.parser.seals = greeting_seals(shared.key, self._nonce)
+            greeting = greeting_seals(shared.key, self._nonce)
+            self.link.seal((greeting, greeting))  # what goes back to whoever has another key looks forged to them
 
     def connected(self) -> None:
         """It was from the beginning."""
@@ -205,7 +205,9 @@ class Inbound:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         self.caller = Identity.from_meta(frame.meta)
-        self._caller_nonce = str(frame.meta.get("nonce", "")).encode()
+        if self.shared.key is not None:
+            nonce = str(frame.meta.get("nonce")).encode()
+            self.link.seal(session_seals(self.shared.key, self._nonce, nonce, calling=False))
         self.shared.pump.timers.cancel(self._deadline)
         self.link.pause()
         self.shared.pump.events.append(self._admit)
@@ -224,8 +226,6 @@ class Inbound:
             self.admitted = True
             self.link.count_with(self.caller.name)
             self.link.open_up()
-            if self.shared.key is not None:
-                self.link.seal(session_seals(self.shared.key, self._nonce, self._caller_nonce, calling=False))
             self.link.send(Kind.WELCOME, self.shared.identity.to_meta())
             self.link.resume()
 

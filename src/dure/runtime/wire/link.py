@@ -45,6 +45,7 @@ class Shared:
         self.job = job_code(identity.job)
         self.staging = Staging(limits.staging_nbytes)
         self.traffic: dict[str, Traffic] = {}
+        self.links: set[Link] = set()
         self.damaged = 0
         self.refused = 0
 
@@ -79,6 +80,7 @@ class Link:
         self._closing = False  # a last word is in the queue; what comes in is ignored
         self._low = 1
         tune(sock)
+        shared.links.add(self)
         self._watch()
 
     def seal(self, keys: tuple[Seals, Seals]) -> None:
@@ -100,7 +102,7 @@ class Link:
     def send(
         self,
         kind: Kind,
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Any] | bytes,
         payload: Sequence[memoryview] = (),
         *,
         request: int = 0,
@@ -137,12 +139,14 @@ class Link:
         """Say that this end has finished, after what is queued; the peer closes."""
         if not self.closed and not self._closing:
             self._last_word(Kind.GOODBYE, {})
+            self.side.ended(PeerLost("this process has finished"), True)
 
     def end(self, error: RemoteError, *, finished: bool = False) -> None:
         """Close now. Nothing is received or sent any more."""
         if self.closed:
             return
         self.closed = True
+        self.shared.links.discard(self)
         self.shared.pump.watch(self.sock, 0, self)
         self.sock.close()
         while self.queue:
@@ -180,10 +184,10 @@ class Link:
         if not self.closed:
             self._watch()
 
-    def _frame(self, kind: Kind, meta: Mapping[str, Any], payload: Sequence[memoryview], request: int) -> Outgoing:
+    def _frame(self, kind: Kind, meta: Mapping[str, Any] | bytes, payload: Sequence[memoryview], request: int) -> Outgoing:
         me = self.shared.identity
         header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
-        return Outgoing(header, encode_meta(meta), payload, self.seals)
+        return Outgoing(header, meta if isinstance(meta, bytes) else encode_meta(meta), payload, self.seals)
 
     def _post(self, frame: Outgoing) -> None:
         self.traffic.messages_sent += 1

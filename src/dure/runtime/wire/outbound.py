@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.base import Reply
-from dure.runtime.wire.frame import Frame, Kind
+from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.seal import greeting_seals, session_seals
 from dure.runtime.wire.staging import announced, bytes_of, described, nbytes_of, spec_of
@@ -67,12 +67,14 @@ class Outbound:
         payload = [bytes_of(tensor) for tensor in request.tensors]
         for tensor in request.into:
             bytes_of(tensor)
-        meta = {
-            "service": request.service,
-            "method": request.method,
-            "fields": request.fields,
-            "tensors": [spec_of(tensor) for tensor in request.tensors],
-        }
+        meta = encode_meta(
+            {
+                "service": request.service,
+                "method": request.method,
+                "fields": request.fields,
+                "tensors": [spec_of(tensor) for tensor in request.tensors],
+            }
+        )
         if self.error is not None:
             self.finish(pending, self.error)
             return pending

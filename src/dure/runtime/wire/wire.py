@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from dure.errors import CallTimeout, PeerLost, UsageError
 from dure.runtime.wire.inbound import Callers, Inbound
-from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.link import Shared
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.pump import Pump
 from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
@@ -116,9 +116,10 @@ class Wire:
                 outbound.link.end(PeerLost("no welcome in time"))
                 raise CallTimeout(f"{name} at {host}:{port} did not welcome us within {timeout} s.")
             self.poll(left)
-        if outbound.host is None:
-            assert outbound.error is not None
+        if outbound.error is not None:
+            outbound.link.end(outbound.error)
             raise outbound.error
+        assert outbound.host is not None
         old = self._hosts.get(name)
         if old is not None:
             old.link.end(PeerLost("connected anew"))
@@ -164,7 +165,6 @@ class Wire:
             outbound = self._hosts.pop(peer, None)
             if outbound is not None:
                 outbound.link.say_goodbye()
-                outbound.ended(PeerLost("disconnected"), True)
 
     def poll(self, timeout: float = 0.0) -> int:
         """One turn: wait up to `timeout` seconds for something, move bytes, run what is due to the owner.
@@ -195,27 +195,25 @@ class Wire:
             self._pump.take_back()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too."""
+        """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too.
+
+        Calls that still wait fail; so do all later ones.
+        """
         if self._closed:
             return
         self._closed = True
         for listener in self._listeners:
             listener.close()
-        links = [outbound.link for outbound in self._hosts.values()]
-        links += [inbound.link for inbound in self._callers.open.values()]
-        for link in links:
+        for link in list(self._shared.links):
             link.say_goodbye()
         deadline = time.monotonic() + timeout
-        while any(not link.closed for link in links) and time.monotonic() < deadline:
+        while self._shared.links and time.monotonic() < deadline:
             self._pump.turn(deadline - time.monotonic())
             self._pump.run_events()
-        self._end(links + [inbound.link for inbound in self._callers.greeting])
-        self._pump.close()
-
-    def _end(self, links: list[Link]) -> None:
-        for link in links:
+        for link in list(self._shared.links):
             link.end(PeerLost("this process has finished"), finished=True)
         self._pump.run_events()
+        self._pump.close()
 
 
 class _Listener:

@@ -1,0 +1,472 @@
+"""Calls between wires over real sockets."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, UsageError
+from dure.runtime.base import Reply, TensorSpec
+from dure.runtime.wire import Identity, Limits, Wire
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64"]
+
+
+def echo(call, respond):
+    respond(Reply(call.fields, [tensor.clone() for tensor in call.tensors]))
+
+
+def values(numel, dtype):
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randint(0, 2, (numel,), generator=generator).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("key", [None, b"secret"])
+@pytest.mark.parametrize("numel", [0, 1, 1000, (1 << 20) - 1, (1 << 20) + 1])
+def test_tensors_there_and_back(world, numel, key, spec):
+    _, host, caller = world.pair(key=key)
+    host.answer = echo
+    for dtype in DTYPES if numel <= 1000 else ["float32", "bool"]:
+        sent = values(numel, dtype)
+        into = torch.full_like(sent, 1)
+        host.specs["echo"] = [spec(sent)]
+        reply = world.ask(caller, "echo", tensors=[sent], into=[into], fields={"n": [1, None, "é"], "x": 0.1})
+        assert isinstance(reply, Reply), reply
+        assert reply.fields == {"n": [1, None, "é"], "x": 0.1}
+        assert torch.equal(into, sent)
+
+
+def test_many_tensors_of_many_kinds_in_one_call(world, spec):
+    _, host, caller = world.pair()
+    host.answer = echo
+    sent = [values(numel, dtype) for numel, dtype in [(3, "bool"), (0, "int8"), (70_000, "float64"), (5, "bfloat16")]]
+    host.specs["echo"] = [spec(tensor) for tensor in sent]
+    into = [torch.zeros_like(tensor) for tensor in sent]
+    assert isinstance(world.ask(caller, "echo", tensors=sent, into=into), Reply)
+    assert all(torch.equal(a, b) for a, b in zip(sent, into, strict=True))
+
+
+def test_requests_arrive_in_order_and_replies_may_come_in_any(world):
+    _, host, caller = world.pair()
+    outs = [world.call(caller, fields={"n": n})[0] for n in range(50)]
+    world.until(lambda: len(host.requests) == 50)
+    assert [call.fields["n"] for call, _ in host.requests] == list(range(50))
+    for call, respond in reversed(host.requests):
+        assert not outs[call.fields["n"]]
+        respond(Reply({"n": call.fields["n"]}))
+        world.until(lambda n=call.fields["n"]: outs[n])
+    assert [out[0].fields["n"] for out in outs] == list(range(50))
+
+
+def test_an_answer_is_given_once_and_released_once_it_has_left(world):
+    _, host, caller = world.pair()
+    released = []
+    into = torch.zeros(3_000_000)
+    out, _ = world.call(caller, into=[into])
+    world.until(lambda: host.requests)
+    respond = host.requests[0][1]
+    respond(Reply({}, [torch.ones(3_000_000)], lambda: released.append(1)))
+    assert not released
+    world.until(lambda: out and released)
+    assert released == [1]
+    assert into.min().item() == 1.0
+    with pytest.raises(RuntimeError, match="answer once"):
+        respond(Reply())
+
+
+def test_an_answer_that_cannot_be_sent_may_be_replaced(world):
+    _, host, caller = world.pair()
+    out, _ = world.call(caller)
+    world.until(lambda: host.requests)
+    with pytest.raises(TypeError, match="plain JSON"):
+        host.requests[0][1](Reply({"a": object()}))
+    host.requests[0][1](Refused("cannot say it"))
+    world.until(lambda: out)
+    assert isinstance(out[0], Refused)
+    assert "server 0, service.ping: cannot say it" in str(out[0])
+
+
+def test_what_is_not_served_is_refused_and_the_connection_stays(world):
+    server, host, caller = world.pair()
+    host.answer = echo
+    host.specs["push"] = [TensorSpec("float32", 4)]
+    unknown = world.ask(caller, "pull", tensors=[torch.zeros(16_000)])
+    assert isinstance(unknown, Refused)
+    wrong = world.ask(caller, "push", tensors=[torch.zeros(5, dtype=torch.float64)])
+    assert isinstance(wrong, Refused)
+    assert "carries float32[4], worker 0 announced float64[5]" in str(wrong)
+    missing = world.ask(caller, "push")
+    assert "announced no tensor" in str(missing)
+    assert isinstance(world.ask(caller, "push", tensors=[torch.zeros(4)], into=[torch.zeros(4)]), Reply)
+    assert server.refused == 3
+    assert not host.losses
+
+
+def test_a_large_payload_that_nobody_expects_costs_the_connection_and_the_call_says_why(world):
+    _, host, caller = world.pair()
+    other, _ = world.call(caller)
+    world.until(lambda: host.requests)
+    wrong, _ = world.call(caller, "pull", tensors=[torch.zeros(3_000_000)])
+    world.until(lambda: wrong and other and host.losses)
+    assert isinstance(wrong[0], Refused)
+    assert "no service.pull here" in str(wrong[0])
+    assert isinstance(other[0], RemoteError)
+    assert "12000000 bytes" in host.losses[0].reason
+    assert "not connected" not in str(world.ask(caller))
+
+
+@pytest.mark.parametrize("answered", [[], [torch.zeros(3)], [torch.zeros(4, dtype=torch.int32)], [torch.zeros(2)] * 2])
+def test_a_reply_must_fit_what_it_is_received_into(world, answered):
+    _, host, caller = world.pair()
+    host.answer = lambda call, respond: respond(Reply({}, answered))
+    into = torch.full((4,), 7.0)
+    error = world.ask(caller, into=[into])
+    assert isinstance(error, RemoteError)
+    assert "`into` takes float32[4]" in str(error)
+    assert into.tolist() == [7.0] * 4
+    host.answer = echo
+    assert isinstance(world.ask(caller), Reply)
+
+
+def test_no_answer_in_time(world):
+    _, host, caller = world.pair()
+    began = time.monotonic()
+    out, _ = world.call(caller, timeout=0.2)
+    world.until(lambda: out)
+    assert 0.2 <= time.monotonic() - began < 0.6
+    assert isinstance(out[0], CallTimeout)
+    assert "server 0 did not answer service.ping within 0.2 s" in str(out[0])
+    host.requests[0][1](Reply())
+    host.answer = echo
+    assert isinstance(world.ask(caller), Reply), "a late reply must not disturb the next"
+    assert len(out) == 1
+
+
+def test_cancelling_a_push_in_the_middle_delivers_nothing_and_frees_its_tensor(world):
+    _, host, caller = world.pair()
+    host.specs["push"] = [TensorSpec("float32", 8_000_000)]
+    gradient = torch.ones(8_000_000)
+    out, call = world.call(caller, "push", tensors=[gradient])
+    caller.poll()
+    assert call.outgoing.started
+    assert call.outgoing.lent
+    caller.cancel(call)
+    gradient.fill_(2.0)
+    host.answer = echo
+    assert isinstance(world.ask(caller), Reply)
+    assert not out
+    assert not host.requests
+    host.answer = None
+    again, _ = world.call(caller, "push", tensors=[gradient])
+    world.until(lambda: host.requests, seconds=10)
+    assert host.requests[0][0].tensors[0].min().item() == 2.0
+    assert not again
+
+
+def test_cancelling_what_has_not_begun_sends_nothing(world):
+    _, host, caller = world.pair()
+    host.specs["push"] = [TensorSpec("float32", 8_000_000)]
+    gradient = torch.ones(8_000_000)
+    _, first = world.call(caller, "push", tensors=[gradient])
+    _, second = world.call(caller, fields={"n": 2})
+    _, third = world.call(caller, fields={"n": 3})
+    second.cancel()
+    second.cancel()
+    world.until(lambda: len(host.requests) == 2, seconds=10)
+    assert [call.fields for call, _ in host.requests] == [{}, {"n": 3}]
+    assert not first.done
+    assert not third.done
+
+
+def test_cancelling_a_pull_in_the_middle_leaves_its_tensor_alone(world):
+    _, host, caller = world.pair()
+    released = []
+    into = torch.zeros(8_000_000)
+    out, call = world.call(caller, into=[into])
+    world.until(lambda: host.requests)
+    host.requests[0][1](Reply({}, [torch.ones(8_000_000)], lambda: released.append(1)))
+    world.until(lambda: into[0].item() == 1.0)
+    call.cancel()
+    into.zero_()
+    host.answer = echo
+    assert isinstance(world.ask(caller), Reply)
+    assert into.sum().item() == 0.0
+    assert released == [1]
+    assert not out
+
+
+def test_a_cancelled_deferred_reply_is_not_sent(world):
+    server, host, caller = world.pair()
+    out, call = world.call(caller, into=[torch.zeros(1000)])
+    world.until(lambda: host.requests)
+    call.cancel()
+    host.answer = echo
+    world.ask(caller)
+    released = []
+    before = server.traffic["worker 0"].payload_nbytes_sent
+    host.requests[0][1](Reply({}, [torch.ones(1000)], lambda: released.append(1)))
+    assert isinstance(world.ask(caller), Reply)
+    assert server.traffic["worker 0"].payload_nbytes_sent == before
+    assert released == [1]
+    assert not out
+
+
+def test_what_is_wrong_with_a_request_is_said_at_once(world):
+    _, _, caller = world.pair()
+    with pytest.raises(ValueError, match="contiguous"):
+        world.call(caller, tensors=[torch.zeros(3, 3).t()])
+    with pytest.raises(ValueError, match="contiguous"):
+        world.call(caller, into=[torch.zeros(3, 3).t()])
+    with pytest.raises(TypeError, match="plain JSON"):
+        world.call(caller, fields={"a": torch.zeros(1)})
+    assert not caller.busy
+
+
+def test_calling_somebody_unknown_fails_later_and_names_them(world):
+    caller = world.wire("worker 0")
+    out, _ = world.call(caller, peer="server 7")
+    assert not out
+    world.until(lambda: out)
+    assert isinstance(out[0], PeerLost)
+    assert "worker 0 is not connected to server 7" in str(out[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"job": "other"}, ["job 'other'", "job 'job'"]),
+        ({"about": {"world_size": 3}}, ["3 workers", "2 workers"]),
+        ({"key": b"k"}, ["server 0 has no key", "this process has one"]),
+    ],
+)
+def test_whoever_does_not_fit_is_refused_naming_both_sides(world, options, words):
+    server, host, port = world.server()
+    host.reason = lambda caller: (
+        f"you count {caller.about['world_size']} workers, I 2 workers." if "world_size" in caller.about else None
+    )
+    began = time.monotonic()
+    with pytest.raises(Refused) as caught:
+        world.join(world.wire("worker 0", **options), server, port)
+    assert time.monotonic() - began < 1.0
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not server.callers
+    assert not host.losses
+
+
+def test_keys_must_be_there_and_the_same(world):
+    server, _, port = world.server(key=b"right")
+    with pytest.raises(Refused, match="server 0 has a key, this process has none"):
+        world.join(world.wire("worker 0"), server, port)
+    with pytest.raises(RemoteError, match="authentication code"):
+        world.join(world.wire("worker 1", key=b"wrong"), server, port)
+    assert not server.callers
+    assert world.join(world.wire("worker 2", key=b"right"), server, port).name == "server 0"
+
+
+def test_the_wrong_host_at_the_right_address(world):
+    server, _, port = world.server()
+    with pytest.raises(Refused, match="server 1 was expected at this address, server 0 answered"):
+        world.join(world.wire("worker 0"), server, port, name="server 1")
+
+
+def test_nobody_there(world):
+    server, _, port = world.server()
+    server.close()
+    with pytest.raises(PeerLost, match="server 0 is gone"):
+        world.wire("worker 0").connect("server 0", "127.0.0.1", port, 1.0)
+
+
+def test_a_host_that_says_nothing(world):
+    silent = world.wire("server 0").listen()
+    with pytest.raises(CallTimeout, match=r"within 0\.2 s"):
+        world.wire("worker 0").connect("server 0", "127.0.0.1", silent, 0.2)
+
+
+def test_listening_everywhere_must_be_meant(world):
+    wire = world.wire("server 0")
+    for address in ("0.0.0.0", "", "::"):
+        with pytest.raises(UsageError, match="every interface"):
+            wire.listen(address)
+    assert wire.listen("0.0.0.0", everywhere=True) > 0
+
+
+def test_an_evicted_incarnation_delivers_nothing_more_and_comes_back_only_as_the_next(world):
+    server, host, port = world.server()
+    old = world.wire("worker 0", incarnation=1)
+    world.join(old, server, port)
+    out, _ = world.call(old)
+    time.sleep(0.05)
+    server._pump.turn(0.1)  # the request is here, verified, and not yet handed over
+    server.evict("worker 0", 1, "no progress for 5 s.")
+    world.until(lambda: out)
+    assert isinstance(out[0], RemoteError)
+    assert "evicted: no progress for 5 s." in str(out[0])
+    assert not host.requests
+    with pytest.raises(Refused, match="as incarnation 1, server 0 admits 2 or later"):
+        world.join(world.wire("worker 0", incarnation=1), server, port)
+    world.join(world.wire("worker 0", incarnation=2), server, port)
+    assert [identity.incarnation for identity in server.callers] == [2]
+
+
+def test_a_later_connection_takes_the_place_of_an_earlier_one(world):
+    server, host, port = world.server()
+    host.answer = echo
+    first, second = world.wire("worker 0", incarnation=3), world.wire("worker 0", incarnation=3)
+    world.join(first, server, port)
+    world.join(second, server, port)
+    world.until(lambda: host.losses)
+    assert not host.losses[0].finished
+    assert isinstance(world.ask(second), Reply)
+    assert isinstance(world.ask(first), RemoteError)
+    with pytest.raises(Refused, match="connected to server 0 as 3"):
+        world.join(world.wire("worker 0", incarnation=2), server, port)
+
+
+def test_finished_is_not_lost(world):
+    _, host, caller = world.pair()
+    out, _ = world.call(caller, fields={"last": 1})
+    thread = threading.Thread(target=caller.close)
+    thread.start()
+    world.until(lambda: host.losses, world.wires[0])
+    thread.join()
+    assert host.losses[0].finished
+    assert host.losses[0].peer == "worker 0"
+    assert host.requests[0][0].fields == {"last": 1}, "what was sent before the goodbye counts"
+    assert isinstance(out[0], PeerLost)
+
+
+def test_a_host_that_finishes_fails_the_calls_that_wait(world):
+    server, _, caller = world.pair()
+    out, _ = world.call(caller)
+    thread = threading.Thread(target=server.close)
+    thread.start()
+    world.until(lambda: out, caller)
+    thread.join()
+    assert isinstance(out[0], PeerLost)
+    assert "server 0 is gone before service.ping was answered: it has finished" in str(out[0])
+
+
+def test_traffic_counts_every_byte(world):
+    server, host, caller = world.pair()
+    host.answer = echo
+    host.specs["echo"] = [TensorSpec("float32", 100_000)]
+    before = caller.traffic["server 0"].payload_nbytes_sent, caller.traffic["server 0"].messages_sent
+    assert before == (0, 1)
+    for _ in range(3):
+        world.ask(caller, "echo", tensors=[torch.zeros(100_000)], into=[torch.zeros(100_000)])
+    up, down = caller.traffic["server 0"], server.traffic["worker 0"]
+    assert (up.messages_sent, up.payload_nbytes_sent) == (4, 1_200_000)
+    assert (down.messages_received, down.payload_nbytes_received) == (4, 1_200_000)
+    assert (down.messages_sent, up.payload_nbytes_received) == (5, 1_200_000)
+    assert up.overhead_nbytes_sent == down.overhead_nbytes_received
+    assert down.overhead_nbytes_sent == up.overhead_nbytes_received
+
+
+def test_sixteen_callers_share_a_small_budget(world):
+    size = 500_000
+    limits = Limits(staging_nbytes=4 * 4 * size, turn_nbytes=1 << 20)
+    server, host, port = world.server(limits=limits)
+    host.specs["push"] = [TensorSpec("float32", size)]
+    served, outs, rounds = [], {}, 4
+
+    def keep(call, respond):
+        assert call.tensors[0].min() == call.tensors[0].max() == call.fields["n"]
+        served.append(call.fields["n"])
+        respond(Reply())
+
+    host.answer = keep
+    callers = [world.wire(f"worker {n}", rank=n) for n in range(16)]
+    for caller in callers:
+        world.join(caller, server, port)
+    for n, caller in enumerate(callers):
+        gradient = torch.full((size,), float(n))
+        outs[n] = [world.call(caller, "push", tensors=[gradient], fields={"n": n})[0] for _ in range(rounds)]
+    world.until(lambda: all(out for each in outs.values() for out in each), seconds=20)
+    assert server.staging_peak_nbytes <= limits.staging_nbytes
+    for so_far in range(1, len(served) + 1):
+        counts = [served[:so_far].count(n) for n in range(16)]
+        assert max(counts) - min(counts) <= 2, "somebody was served twice while somebody waited"
+
+
+def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(world):
+    size = 500_000
+    server, host, port = world.server(limits=Limits(staging_nbytes=4 * size))
+    host.specs["push"] = [TensorSpec("float32", size)]
+    callers = [world.wire(f"worker {n}", rank=n) for n in range(3)]
+    for caller in callers:
+        world.join(caller, server, port)
+        world.call(caller, "push", tensors=[torch.ones(size)])
+        world.until(lambda: host.requests)
+    world.until(lambda: not any(caller._hosts["server 0"].link.queue for caller in callers))
+    callers[1].close(timeout=0.0)
+    world.until(lambda: host.losses, server, callers[2], seconds=2)
+    assert host.losses[0].peer == "worker 1"
+    assert len(host.requests) == 1
+    host.requests[0][1].release()
+    world.until(lambda: len(host.requests) == 2, server, callers[2])
+    assert host.requests[1][0].caller == "worker 2"
+
+
+def test_bytes_move_in_the_background_and_callbacks_stay_with_the_owner(world):
+    server, host, port = world.server()
+    host.answer = echo
+    host.specs["echo"] = [TensorSpec("float32", 4_000_000)]
+    caller = world.wire("worker 0")
+    world.join(caller, server, port)
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: [server.poll(0.01) for _ in iter(stop.is_set, True)])
+    thread.start()
+    try:
+        into = torch.zeros(4_000_000)
+        threads = []
+        request, _ = world.call(caller, "echo", tensors=[torch.ones(4_000_000)], into=[into])
+        with caller.in_background():
+            limit = time.monotonic() + 5
+            while into[-1].item() != 1.0 and time.monotonic() < limit:
+                time.sleep(0.005)
+            assert into.min().item() == 1.0
+            assert not request
+            inner, _ = world.call(caller, fields={"inside": 1})
+            time.sleep(0.05)
+        threads.append(threading.get_ident())
+        world.until(lambda: request and inner, caller)
+        assert isinstance(request[0], Reply)
+        assert inner[0].fields == {"inside": 1}
+        with caller.in_background():
+            assert not caller._pump.lent, "nothing is in flight"
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_wait_ends_when_woken(world):
+    wire = world.wire("worker 0")
+    timer = threading.Timer(0.1, wire.wake)
+    timer.start()
+    began = time.monotonic()
+    wire.poll(5.0)
+    assert 0.05 < time.monotonic() - began < 1.0
+    for _ in range(100_000):
+        wire.wake()
+    wire.poll(5.0)
+
+
+@pytest.mark.parametrize("wrong", [{"name": ""}, {"rank": -1}, {"rank": 1 << 31}, {"incarnation": -1}, {"job": 3}])
+def test_identities_are_checked(wrong):
+    with pytest.raises(ValueError, match="got"):
+        Wire(Identity(**({"job": "job", "name": "worker 0"} | wrong)))
+
+
+def test_too_many_outstanding_requests_are_left_unread(world):
+    _, host, caller = world.pair(limits=Limits(outstanding=3))
+    for n in range(10):
+        world.call(caller, fields={"n": n})
+    world.until(lambda: len(host.requests) == 3)
+    for _ in range(20):
+        for wire in world.wires:
+            wire.poll(0.0)
+    assert len(host.requests) == 3
+    host.requests[1][1](Reply())
+    world.until(lambda: len(host.requests) == 4)
+    assert host.requests[3][0].fields == {"n": 3}
