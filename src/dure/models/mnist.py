@@ -24,7 +24,7 @@ def mnist_mlp(data_root: Path, hidden: int = 32) -> Job:
         test=data.test,
         batch_size=32,
         optimizer=OptimizerSpec(lr=0.03),  # at 0.1, eight workers without order diverge
-        steps=3000,
+        steps=4000,
         accuracy=top1,
         source=data.source,
     )

@@ -1,0 +1,289 @@
+"""What goes wrong on a network, done to a host that must not care."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.runtime.base import Reply, TensorSpec
+from dure.runtime.wire import Limits
+from dure.runtime.wire.frame import Header, Kind, Outgoing, encode_meta, job_code
+
+NUMEL = 2_000_000
+
+
+@contextlib.contextmanager
+def callers(port, numel=NUMEL):
+    command = [sys.executable, str(Path(__file__).parent / "callers.py"), str(port), str(numel)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait(10)
+        process.stdout.close()
+
+
+def start(world, process, line):
+    """A caller, connected; its process id."""
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    os.set_blocking(process.stdout.fileno(), False)
+    answer = []
+
+    def said():
+        with contextlib.suppress(TypeError, BlockingIOError):
+            answer.append(process.stdout.readline())
+        return any(answer)
+
+    world.until(said, seconds=30)
+    return int("".join(answer))
+
+
+def frame(kind, meta, payload=b"", *, rank=1, request=0):
+    header = Header(kind, job_code("job"), rank, 0, request)
+    outgoing, out = Outgoing(header, encode_meta(meta), [memoryview(payload)]), bytearray()
+    while view := outgoing.peek():
+        out += view
+        outgoing.advance(len(view))
+    return out
+
+
+def hello(name="worker 1"):
+    return frame(Kind.HELLO, {"job": "job", "name": name, "rank": 1, "incarnation": 0, "about": {}, "nonce": ""})
+
+
+def push(values):
+    payload = bytes(torch.full((values,), 1.0).numpy().data)
+    meta = {"service": "service", "method": "push", "fields": {}, "tensors": [["float32", values]]}
+    return frame(Kind.REQUEST, meta, payload, request=1)
+
+
+def resident():
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world):
+    server, host, port = world.server()
+    bystander = world.wire("worker 0")
+    world.join(bystander, server, port)
+    host.specs["push"] = [TensorSpec("float32", NUMEL)]
+    delivered, chance, interrupted = [], random.Random(3), 0
+
+    def check(call, respond):
+        if call.method == "push":
+            life = call.fields["life"]
+            delivered.append(life)
+            assert call.tensors[0].min().item() == call.tensors[0].max().item() == life
+        respond(Reply())
+
+    host.answer = check
+    with callers(port) as process:
+        for life in range(1, 21):
+            pid = start(world, process, f"worker 1 {life}")
+            world.until(lambda life=life: life in delivered, server)
+            until = time.monotonic() + chance.random() * 0.05
+            while time.monotonic() < until:
+                server.poll(0.001)
+            os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
+            world.until(lambda life=life: len(host.losses) == life, server)
+            assert time.monotonic() - killed < 1.0
+            loss = host.losses[-1]
+            assert (loss.peer, loss.incarnation, loss.finished) == ("worker 1", life, False)
+            interrupted += "middle" in loss.reason
+            assert server._shared.staging.held_nbytes == 0
+            assert isinstance(world.ask(bystander), Reply)
+    assert interrupted >= 3, "most kills must fall into a push"
+    assert [identity.name for identity in server.callers] == ["worker 0"]
+
+
+def test_a_host_that_dies_is_missed_within_a_second(world):
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1].split(':')\n"
+        "from dure.runtime.wire import Identity, Wire\n"
+        "class Host:\n"
+        "    admit = lambda self, caller: None\n"
+        "    expects = lambda self, service, method: ()\n"
+        "    request = lambda self, *rest: None\n"
+        "    lost = lambda self, loss: None\n"
+        "wire = Wire(Identity('job', 'server 0'), Host())\n"
+        "print(wire.listen(), flush=True)\n"
+        "while True: wire.poll(1.0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, ":".join(sys.path)], stdout=subprocess.PIPE) as process:
+        caller = world.wire("worker 0")
+        caller.connect("server 0", "127.0.0.1", int(process.stdout.readline()))
+        dead, _ = world.call(caller)
+        os.kill(process.pid, signal.SIGSTOP)
+        frozen, _ = world.call(caller, timeout=0.3)
+        world.until(lambda: frozen)
+        assert "within 0.3 s" in str(frozen[0])
+        began = time.monotonic()
+        process.kill()
+        world.until(lambda: dead)
+        assert time.monotonic() - began < 1.0
+        assert "server 0 is gone before service.ping was answered" in str(dead[0])
+
+
+def raw_caller(world, server, port):
+    """A plain socket, welcomed as worker 1."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.settimeout(5.0)
+    sock.sendall(hello())
+    world.until(lambda: any(identity.name == "worker 1" for identity in server.callers), server)
+    return sock
+
+
+def test_flipped_bits_on_the_wire_are_refused_and_change_nothing(world):
+    server, host, port = world.server()
+    host.specs["push"] = [TensorSpec("float32", 50)]
+    chance, good = random.Random(5), push(50)
+    for trial in range(200):
+        bit = chance.randrange(len(good) * 8)
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        with raw_caller(world, server, port) as sock:
+            sock.sendall(bad)
+            world.until(lambda trial=trial: len(host.losses) == trial + 1, server)
+    assert not host.requests
+    assert server.damaged + server.refused == 200
+    with raw_caller(world, server, port) as sock:
+        sock.sendall(good)
+        world.until(lambda: host.requests, server)
+
+
+@pytest.mark.parametrize("payload_nbytes", [1 << 40, (1 << 64) - 1, 199, 201])
+def test_a_lying_length_is_refused_without_memory(world, payload_nbytes):
+    import xxhash
+
+    from dure.runtime.wire.frame import pack_header
+
+    server, host, port = world.server()
+    host.specs["push"] = [TensorSpec("float32", 50)]
+    meta = encode_meta({"service": "service", "method": "push", "fields": {}, "tensors": [["float32", 50]]})
+    header = Header(Kind.REQUEST, job_code("job"), 1, 0, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta))
+    before = resident()
+    with raw_caller(world, server, port) as sock:
+        sock.sendall(pack_header(header) + meta + bytes(1000))
+        world.until(lambda: host.losses, server)
+    assert "weigh 200 bytes" in host.losses[0].reason
+    assert resident() - before < 10 << 20
+    assert not host.requests
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(Kind.REPLY, {"fields": {}, "tensors": []}),
+        frame(Kind.HELLO, {}),
+        frame(Kind.REQUEST, {"service": 3, "method": "push", "fields": {}, "tensors": []}),
+        frame(Kind.REQUEST, {"service": "service", "method": "ping", "fields": [], "tensors": []}),
+        frame(Kind.CANCEL, {}, rank=2),
+    ],
+)
+def test_frames_that_make_no_sense_end_the_connection(world, data):
+    server, host, port = world.server()
+    with raw_caller(world, server, port) as sock:
+        sock.sendall(data)
+        world.until(lambda: host.losses, server)
+    assert server.damaged == 1
+    assert not host.requests
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(Kind.REQUEST, {"service": "service", "method": "ping", "fields": {}, "tensors": []}),
+        frame(Kind.HELLO, {}),
+        frame(Kind.HELLO, {"job": "job", "name": 3, "rank": 0, "incarnation": 0, "about": {}}),
+        frame(Kind.HELLO, {"job": "job", "name": "x", "rank": -1, "incarnation": 0, "about": {}}),
+        frame(Kind.HELLO, {"job": "job", "name": "x", "rank": 0, "incarnation": 0, "about": {"a": "x" * 20_000}}),
+        b"GET / HTTP/1.1\r\n\r\n".ljust(200),
+    ],
+)
+def test_nobody_comes_in_without_an_introduction(world, data):
+    server, host, port = world.server()
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(data)
+        world.until(lambda: server.damaged == 1, server)
+    assert not server.callers
+    assert not host.losses
+
+
+def test_garbage_and_half_open_connections_cost_nothing(world):
+    server, host, port = world.server(limits=Limits(handshake_seconds=0.5, handshakes=100))
+    host.answer = lambda call, respond: respond(Reply())
+    caller, chance = world.wire("worker 0"), random.Random(7)
+    world.join(caller, server, port)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+    for number in range(300):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(chance.randbytes(chance.choice([10, 100, 10_000])))
+            if number % 3 == 0:
+                assert isinstance(world.ask(caller), Reply)
+    assert len(server._callers.greeting) <= 100
+    world.until(lambda: not server._callers.greeting, seconds=3)
+    for sock in silent:
+        sock.close()
+    world.until(lambda: len(server._shared.links) == 1, seconds=3)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert [identity.name for identity in server.callers] == ["worker 0"]
+    assert isinstance(world.ask(caller), Reply)
+    assert not host.losses
+
+
+def test_a_recorded_introduction_is_worth_nothing_when_there_is_a_key(world):
+    server, host, port = world.server(key=b"key")
+    caller = world.wire("worker 0", key=b"key")
+    recorded = []
+    original = caller._pump.watch
+    assert original is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # A man in the middle: passes everything on and keeps what the caller said.
+        import threading
+
+        def relay():
+            inner, _ = listener.accept()
+            outer = socket.create_connection(("127.0.0.1", port))
+            inner.settimeout(0.02)
+            outer.settimeout(0.02)
+            with inner, outer:
+                until = time.monotonic() + 3
+                while time.monotonic() < until and not host.requests:
+                    for a, b in ((inner, outer), (outer, inner)):
+                        with contextlib.suppress(TimeoutError):
+                            data = a.recv(65536)
+                            if a is inner:
+                                recorded.append(data)
+                            b.sendall(data)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        world.join(caller, server, listener.getsockname()[1])
+        world.call(caller)
+        world.until(lambda: host.requests)
+        thread.join()
+    assert len(recorded) >= 2
+    world.until(lambda: host.losses)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"".join(recorded))
+        world.until(lambda: server.damaged == 1, server)
+    assert len(host.requests) == 1
+    assert not server.callers
