@@ -125,6 +125,8 @@ def main() -> None:
     peer.start()
     join_gloo(port, 0)
     node = ProcessNode(Identity(JOB, "worker 0"))
+    if not ours.poll(60):
+        raise SystemExit("the server did not start")
     node.directory["server 0"] = ("127.0.0.1", ours.recv())
     results = {values: measure(node, values, args.repeats) for values in sizes}
     node.wire.close()
@@ -132,7 +134,8 @@ def main() -> None:
     peer.join(10)
     print(f"{'values':>12} {'gloo':>12} {'dure':>12} {'dure/gloo speed':>16}")
     for values, each in results.items():
-        print(f"{values:12,} {each['gloo'] * 1e3:9.3f} ms {each['dure'] * 1e3:9.3f} ms {each['gloo'] / each['dure']:15.2f}x")
+        gloo, dure = each["gloo"], each["dure"]
+        print(f"{values:12,} {gloo * 1e3:9.3f} ms {dure * 1e3:9.3f} ms {gloo / dure:15.2f}x")
     big, small = results[args.values], results[args.small]
     summary = {
         "values": args.values,

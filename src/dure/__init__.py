@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dure.attach import attach
     from dure.compare import compare
+    from dure.data.dataset import Data
     from dure.errors import DureError
     from dure.job import Job
     from dure.runtime.cluster import Cluster
@@ -36,6 +37,7 @@ __all__ = [
     "Averaging",
     "Cluster",
     "Collective",
+    "Data",
     "Downpour",
     "DureError",
     "Job",
@@ -52,6 +54,7 @@ _HOMES = {
     "Averaging": "dure.sync.averaging",
     "Cluster": "dure.runtime.cluster",
     "Collective": "dure.topology.spec",
+    "Data": "dure.data.dataset",
     "Downpour": "dure.sync.downpour",
     "DureError": "dure.errors",
     "Job": "dure.job",

@@ -45,11 +45,11 @@ def compare(
 def run_all(config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts."""
     from dure.report.html import write_report
-    from dure.train import run
+    from dure.train import AtHand, run
 
     configs = list(config.runs())
     for each in configs:
         each.chosen()
-    runs = [run(each, job=job, cluster=cluster) for each in configs]
+    runs = [run(each, AtHand(job, cluster)) for each in configs]
     report = write_report(config.report, runs, title=f"{config.job}: {len(runs)} runs")
     return Comparison(runs, report)

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import torch
 
 from dure import checkpoint
 from dure.checkpoint import Part
-from dure.errors import DureError, Refused
+from dure.errors import CheckpointError, DureError, Refused
 from dure.runtime.base import Address, Call, EndOfWork, Operation, Reply, Strand, Suspend, TensorSpec
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
@@ -265,8 +266,10 @@ class WorkerLife(Life):
         due = self.next_checkpoint <= worker.clock < self.task.steps
         return due or self.suspending
 
-    def _suspend_now(self) -> None:
-        """Another worker has reached the scheduled clock: stop at the next step boundary."""
+    def _suspend_now(self, step: int) -> None:
+        """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""
+        if step < self.next_checkpoint:
+            return  # that one has been dealt with
         self.suspending = True
         if self.worker.asking and self._role is not None:
             self._role.throw(Suspend())
@@ -274,7 +277,8 @@ class WorkerLife(Life):
     async def _checkpoint(self) -> None:
         reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)
         tensors, plain = self.worker.state()
-        checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
+        with suppress(CheckpointError):  # the hub, which writes to the same disk, tells
+            checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
         await self.node.call(HUB, "saved", step=self.next_checkpoint)
         self.suspending = False
         self.worker.asking = False

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dure.replica import digest
 from dure.report.metrics import Staleness, TimeShare
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.runtime.meter import Span
     from dure.task import Task
 
@@ -59,11 +62,11 @@ class Totals:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended: its totals, its rows of history, and the parameters that it delivers."""
+    """How a run ended: its totals, its rows of history, and the parameters that it delivers (None: timing only)."""
 
     totals: Totals
     history: list[dict[str, Any]]
-    digest: str
+    params: torch.Tensor | None
     spans: list[Span] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +93,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "staleness": totals.staleness.as_dict(),
         "time_share": share.as_dict(),
         "failures_survived": totals.failures_survived,
-        "params_sha256": outcome.digest,
+        "params_sha256": "" if outcome.params is None else digest(outcome.params),
         "seed": task.config.seed,
         "per_worker": totals.per_worker,
         "per_shard": totals.per_shard,

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from dure import checkpoint, errors
-from dure.checkpoint import Part
+from dure.checkpoint_round import CheckpointRound
 from dure.errors import DureError, Refused
 from dure.examine import Examiner, Grade
 from dure.outcome import Outcome, Totals
-from dure.replica import digest
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.meter import Span
 from dure.runtime.process import ProcessNode
@@ -80,7 +79,8 @@ class Grader:
         """Grade what is left."""
         self._closing = True
         self._wake.release()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(1.0)
         self.look()
 
     def _work(self) -> None:
@@ -133,10 +133,7 @@ class Hub:
         self._everyone = {*self._servers, *self._workers}
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
-        self._suspended: set[str] = set()
-        self._saved: set[str] = set()
-        self._all_suspended: Operation[None] | None = None
-        self._all_saved: Operation[None] | None = None
+        self.round: CheckpointRound | None = None
 
     def _store(self) -> Any:
         import torch.distributed as dist
@@ -234,52 +231,46 @@ class Hub:
     # ---- checkpoints
 
     async def _suspend(self, call: Call) -> Reply:
-        if self._all_suspended is None:
-            self._all_suspended = self.node.promise("all workers to stop for the checkpoint")
-            self._all_saved = self.node.promise("the checkpoint to be written")
-            self.node.spawn(self._checkpoint(call.fields["step"]), "the checkpoint")
-        self._suspended.add(call.caller)
-        self._check_suspended()
-        await self._all_suspended
-        assert self.folder is not None
-        return Reply({"draft": str(self.folder / f"step-{call.fields['step']}.tmp")})
+        if self.round is None:
+            assert self.folder is not None
+            self.round = CheckpointRound(self.node, self.folder, call.fields["step"], self._living)
+            work = self.round.carry_out(self._suspend_others, self._save_servers, self._part)
+            self.node.spawn(work, "the checkpoint")
+        current = self.round
+        current.stopped(call.caller)
+        await current.all_stopped
+        return Reply({"draft": str(current.draft)})
 
-    def _check_suspended(self) -> None:
-        if self._all_suspended is not None and self._living() <= self._suspended:
-            self._all_suspended.resolve()
-        if self._all_saved is not None and self._living() <= self._saved:
-            self._all_saved.resolve()
+    async def _save(self, call: Call) -> Reply:
+        assert self.round is not None
+        current = self.round
+        current.written(call.caller)
+        await current.committed
+        self.round = None
+        return Reply()
+
+    async def _suspend_others(self) -> None:
+        """Lockstep workers come by themselves; the others are told."""
+        assert self.round is not None
+        if not self.task.sync.lockstep:
+            for name in sorted(self.round.waits_for()):
+                await self.node.call(Address(name, "process"), "suspend", step=self.round.step)
+
+    async def _save_servers(self, draft: Path) -> None:
+        for name in self._servers:
+            await self.node.call(Address(name, "process"), "save", draft=str(draft))
+
+    def _part(self) -> dict[str, Any]:
+        assert self.round is not None
+        totals = self.totals.state()
+        return {"checkpoint": self.round.step, "history": self.history, "totals": totals, "seconds": self.node.now()}
 
     def _living(self) -> set[str]:
         return {name for name in self._workers if name not in self.dead and name not in self.finished}
 
-    async def _checkpoint(self, step: int) -> None:
-        assert self.folder is not None
-        assert self._all_suspended is not None
-        assert self._all_saved is not None
-        draft = checkpoint.begin(self.folder, step)
-        if not self.task.sync.lockstep:
-            for name in self._living() - self._suspended:
-                await self.node.call(Address(name, "process"), "suspend")
-        await self._all_suspended
-        for name in self._servers:
-            await self.node.call(Address(name, "process"), "save", draft=str(draft))
-        run = {"checkpoint": step, "history": self.history, "totals": self.totals.state(), "seconds": self.node.now()}
-        checkpoint.write_part(draft, "run", Part({}, run))
-
-    async def _save(self, call: Call) -> Reply:
-        assert self._all_saved is not None
-        self._saved.add(call.caller)
-        if self._living() <= self._saved and not self._all_saved.done:
-            assert self.folder is not None
-            checkpoint.commit(self.folder, call.fields["step"])
-            checkpoint.prune(self.folder, 3)
-            self._all_saved.resolve()
-        await self._all_saved
-        self._all_suspended = None
-        self._suspended.clear()
-        self._saved.clear()
-        return Reply()
+    def _check_suspended(self) -> None:
+        if self.round is not None:
+            self.round.look()
 
     # ---- deaths
 
@@ -399,9 +390,9 @@ class Hub:
             "samples": totals.counts["samples"],
             "bytes": totals.counts["bytes_sent"],
         }
-        self.grader.give(Snapshot(row, values, self._mean_buffers()))
+        self.grader.give(Snapshot(row, values, self._merged_buffers()))
         self.grader.close()
-        return Outcome(totals, self.history, digest(values), self.spans, {"deaths": dict(self.dead)})
+        return Outcome(totals, self.history, values, self.spans, {"deaths": dict(self.dead)})
 
     async def _deliver(self) -> torch.Tensor:
         """The final parameters; what the shards have counted."""
@@ -423,9 +414,10 @@ class Hub:
         client = task.client(self.node, -1)
         return (await client.pull(task.replica.params.clone())).values
 
-    def _mean_buffers(self) -> torch.Tensor | None:
-        found = [buffers for _, buffers in self.delivered.values() if buffers is not None]
-        return torch.stack(found).mean(dim=0) if found else None
+    def _merged_buffers(self) -> torch.Tensor | None:
+        ranked = sorted(self.delivered.items(), key=lambda item: _number(item[0]))
+        found = [buffers for _, (_, buffers) in ranked if buffers is not None]
+        return self.task.merge_buffers(found) if found else None
 
     def _graded(self, row: Row) -> None:
         self.history.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,11 @@ class Task:
     def optimizer(self, numel: int, spec: OptimizerSpec | None = None) -> FlatOptimizer:
         return FlatOptimizer(spec or self.job.optimizer, numel, self.replica.dtype)
 
+    def merge_buffers(self, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Buffers of all workers, in rank order, as one: means weighted by batch size, counts by their maximum."""
+        weights = self.batch_sizes if len(snapshots) == self.workers else None
+        return self.replica.merge_buffers(snapshots, weights)
+
     def boundary(self) -> Boundary:
         """When a worker's work ends."""
         return Boundary(self.steps, self.config.seconds, waiting=not self.sync.lockstep)
@@ -124,6 +130,7 @@ class Task:
             boundary=self.boundary(),
             total_weight=float(sum(self.batch_sizes)),
             buffers=buffers if buffers is not None and buffers.numel() else None,
+            merge_buffers=self.merge_buffers,
         )
         if self.servers:
             worker.server = self.client(node, rank)

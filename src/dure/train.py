@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from dure.report.record import Run, RunFolder, read_run, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
 from dure.runtime.cluster import Cluster
-from dure.strategy import AXES, member_text
+from dure.strategy import AXES, Strategy, member_text
 from dure.task import Task
 from dure.virtual_run import VirtualRun, Watch
 
@@ -33,6 +33,12 @@ EVALUATIONS = 20
 """How often a run is evaluated where nothing else is asked for."""
 
 log = logging.getLogger("dure")
+
+ENDLESS = 10**9
+"""The steps of a run that ends by its seconds."""
+
+EVALUATE_EVERY = 50
+"""Steps between evaluations of such a run."""
 
 KEEP = 3
 """How many checkpoints stay on the disk."""
@@ -51,19 +57,31 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **op
         DeadlockError: nobody can go on.
     """
     options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
-    for axis in AXES:
-        choice = options.get(axis)
-        if choice is not None and not isinstance(choice, str):
-            options[axis] = member_text(axis, choice)
+    objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
+    options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
     config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
-    return run(config, job=None if isinstance(job, str) else job, cluster=on if isinstance(on, Cluster) else None)
+    at_hand = AtHand(
+        job=None if isinstance(job, str) else job,
+        cluster=on if isinstance(on, Cluster) else None,
+        strategy=Strategy.of(**{axis: objects.get(axis, getattr(config, axis)) for axis in AXES}) if objects else None,
+    )
+    return run(config, at_hand)
 
 
-def run(config: TrainConfig, *, job: Job | None = None, cluster: Cluster | None = None) -> Run:
-    """The run that `config` asks for. `job` and `cluster` are those of its names, where they are at hand."""
+@dataclass(frozen=True)
+class AtHand:
+    """Objects behind the names in a configuration, where the caller has them."""
+
+    job: Job | None = None
+    cluster: Cluster | None = None
+    strategy: Strategy | None = None
+
+
+def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:  # noqa: B008  (frozen)
+    """The run that `config` asks for."""
     if config.resume is not None:
         config = resumed(config)
-    task, cluster = resolve(config, job=job, cluster=cluster)
+    task, cluster = resolve(config, at_hand)
     with _recording(task) as (folder, watch):
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
         if config.virtual:
@@ -73,7 +91,7 @@ def run(config: TrainConfig, *, job: Job | None = None, cluster: Cluster | None 
             from dure.process_run import run_processes
 
             place = folder.checkpoints if folder is not None else None
-            outcome = run_processes(task, watch, saved, place, named=job is None)
+            outcome = run_processes(task, watch, saved, place, named=at_hand.job is None)
         return _finish(task, outcome, folder)
 
 
@@ -88,11 +106,10 @@ def resumed(config: TrainConfig) -> TrainConfig:
     return TrainConfig.of(old)
 
 
-def resolve(
-    config: TrainConfig, *, job: Job | None = None, cluster: Cluster | None = None
-) -> tuple[Task, Cluster | None]:
+def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:  # noqa: B008  (frozen)
     """The task that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
-    strategy = config.chosen()
+    strategy = at_hand.strategy or config.chosen()
+    cluster, job = at_hand.cluster, at_hand.job
     if config.virtual and cluster is None:
         cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
     workers = _workers(config, cluster)
@@ -103,7 +120,7 @@ def resolve(
     job = replace(job, optimizer=config.optimizer_over(job.optimizer))
     sizes = config.batch_sizes or (job.batch_size,) * workers
     steps = _steps(config, job, sum(sizes))
-    every = config.eval_every or max(1, steps // EVALUATIONS)
+    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
     task = Task(config, job, strategy, workers, steps, every, absent)
     _check(task, cluster)
@@ -131,7 +148,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
     if config.epochs is not None:
         limits.append(math.ceil(config.epochs * len(job.train) / batch))
     if config.seconds is not None and not limits:
-        return 10**9
+        return ENDLESS
     return min(limits) if limits else job.steps
 
 
@@ -173,7 +190,7 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
             _save(folder.checkpoints, step, state)
 
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
-            progress.update(step, steps if steps < 10**9 else None, loss, samples)
+            progress.update(step, steps if steps < ENDLESS else None, loss, samples)
 
         yield folder, Watch(row, advance, save)
 

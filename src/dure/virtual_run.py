@@ -18,7 +18,6 @@ from dure.checkpoint import Part
 from dure.errors import DureError, PeerLost
 from dure.examine import Examiner
 from dure.outcome import Outcome, Totals
-from dure.replica import digest
 from dure.runtime.base import EndOfWork, Strand, Suspend
 from dure.runtime.gradients import Evaluator
 from dure.runtime.network import Network
@@ -298,7 +297,7 @@ class Segment:
 
     def _buffers(self) -> torch.Tensor | None:
         living = [w.buffers for r, w in sorted(self.workers.items()) if r not in self.crashed and w.buffers is not None]
-        return torch.stack(living).mean(dim=0) if living else None
+        return self.task.merge_buffers(living) if living else None
 
     def _bytes_sent(self) -> int:
         network = self.runtime.network
@@ -361,10 +360,8 @@ class Segment:
         notes: dict[str, Any] = {"events": totals.events}
         if self.whole.evaluator is not None:
             notes["batching"] = self.whole.evaluator.rule
-        fingerprint = "" if task.config.timing_only else digest(self.delivered())
-        return Outcome(totals, self.whole.history, fingerprint, self.whole.spans, notes)
-
-
+        params = None if task.config.timing_only else self.delivered()
+        return Outcome(totals, self.whole.history, params, self.whole.spans, notes)
 
 
 def _mean(histogram: dict[int, int]) -> float:

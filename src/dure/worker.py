@@ -6,12 +6,12 @@ The same `Worker` runs in virtual time and on processes; it asks its `Node` for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.errors import DivergedError
-from dure.runtime.base import EndOfWork, Operation, Suspend
+from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,10 @@ class GradientSource(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+def _first(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
+    return snapshots[0]
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class Worker:
     group: Group | None = None
     total_weight: float = 1.0
     buffers: torch.Tensor | None = None
+    merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
     on_step: Callable[[Worker, Gradient], None] | None = None
     clock: int = 0
     lr: float | None = None
@@ -126,6 +131,8 @@ class Worker:
 
     def step(self, gradient: torch.Tensor) -> None:
         """One step of the local optimizer, in place."""
+        if isinstance(self.params, Ghost):
+            return
         self.optimizer.apply(self.params, gradient, self.params, lr=self.lr)
 
     def keep(self, name: str) -> torch.Tensor:
@@ -174,15 +181,14 @@ class Worker:
     # ---- over collectives
 
     async def mean_params(self) -> None:
-        """Replace `params`, and the replica's buffers, by their mean over the group, weighted by batch size."""
+        """Replace `params` by their mean over the group, weighted by batch size; merge the replica's buffers."""
         assert self.group is not None
         started = self.node.now()
         share = self.source.batch_size / self.total_weight
         self.params *= share
         await self.group.all_reduce(self.params)
         if self.buffers is not None:
-            self.buffers *= share
-            await self.group.all_reduce(self.buffers)
+            self.buffers = self.merge_buffers(await self.group.all_gather(self.buffers))
         self.meter.add("communicate", started, self.node.now(), "all_reduce")
 
     # ---- checkpoints

@@ -17,11 +17,10 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal
 
 from dure.report.files import replacing
-
-Kind = Literal["compute", "send", "recv", "communicate", "wait", "apply"]
+from dure.runtime.meter import Span
 
 _THREADS: dict[str, str] = {
     "compute": "compute",
@@ -32,20 +31,6 @@ _THREADS: dict[str, str] = {
     "apply": "apply",
 }
 _ORDER = ("compute", "communicate", "wait", "apply")
-
-
-class Span(NamedTuple):
-    """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.
-
-    `detail` is what a viewer shows ("push to server 1"); without it, the kind. Use few different texts:
-    viewers colour by them.
-    """
-
-    rank_name: str
-    kind: Kind
-    start: float
-    end: float
-    detail: str = ""
 
 
 def write_trace(path: str | Path, spans: Iterable[Span], *, time: Literal["virtual", "real"]) -> None:

@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """`node` did `kind` ("compute", "communicate", "wait", "apply") from `start` to `end`, in seconds of the run."""
+    """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.
 
-    node: str
+    `kind` is "compute", "send", "recv", "communicate", "wait" or "apply". `detail` is what a viewer shows ("push");
+    without it, the kind. Use few different texts: viewers colour by them.
+    """
+
+    rank_name: str
     kind: str
     start: float
     end: float

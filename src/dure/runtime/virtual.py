@@ -44,6 +44,7 @@ class Kernel(Loop):
         self.now = now
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._weather: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
 
     def at(self, time: float, callback: Callable[[], None]) -> None:
@@ -51,15 +52,20 @@ class Kernel(Loop):
         self._sequence += 1
         heappush(self._heap, (time, self._sequence, callback))
 
+    def weather(self, time: float, callback: Callable[[], None]) -> None:
+        """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
+        self._sequence += 1
+        heappush(self._weather, (time, self._sequence, callback))
+
     def run(self) -> None:
-        """Until nothing is left to happen."""
-        heap, ready = self._heap, self.ready
+        """Until nothing is left to happen but the weather."""
+        heap, weather, ready = self._heap, self._weather, self.ready
         while True:
             while ready:
                 ready.popleft()()
             if not heap:
                 return
-            self.now, _, callback = heappop(heap)
+            self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
             self.events += 1
             callback()
 
@@ -235,7 +241,7 @@ class VirtualNode:
 class RemoteCall(Operation[Reply]):
     """A call on its way there, being handled, or on its way back."""
 
-    __slots__ = ("_call", "_into", "_reply", "_source", "_target")
+    __slots__ = ("_call", "_into", "_reply", "_service", "_source", "_target")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
         runtime = source.runtime
@@ -245,6 +251,7 @@ class RemoteCall(Operation[Reply]):
         self._call = call
         self._into = into
         self._reply: Reply | None = None
+        self._service = service.service
         target = runtime.nodes[service.node]
         self._target = target
         if not target.alive:
@@ -253,7 +260,6 @@ class RemoteCall(Operation[Reply]):
         nbytes = 0
         for tensor in call.tensors:
             nbytes += tensor.nbytes
-        self._call.method = call.method
         runtime.in_flight[self] = service
         runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
 
@@ -262,9 +268,8 @@ class RemoteCall(Operation[Reply]):
         if target.paused_until > self.loop.now:  # type: ignore[attr-defined]
             target.when_awake(self._arrive)
             return
-        service = target.services[target.runtime.in_flight[self].service]
         try:
-            answer = service.handle(self._call)
+            answer = target.services[self._service].handle(self._call)
         except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
             self._answer_error(error)
             return

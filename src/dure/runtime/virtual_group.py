@@ -103,7 +103,7 @@ class VirtualGroup:
         return self._collective("all_reduce", tensor, share)
 
     def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
-        return self._collective("all_gather", tensor, lambda values: [[v.clone() for v in values]] * len(values))
+        return self._collective("all_gather", tensor, lambda values: [[v.clone() for v in values] for _ in values])
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         def share(values: list[torch.Tensor]) -> list[torch.Tensor]:

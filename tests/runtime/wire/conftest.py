@@ -61,7 +61,7 @@ class World:
         def connect():
             try:
                 outcome.append(caller.connect(name, "127.0.0.1", port, timeout))
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001  (raised below, by the test's thread)
                 outcome.append(error)
 
         thread = threading.Thread(target=connect)
@@ -69,7 +69,7 @@ class World:
         while thread.is_alive():
             server.poll(0.002)
         thread.join()
-        if isinstance(outcome[0], BaseException):
+        if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
 
@@ -100,7 +100,7 @@ class World:
         return out[0]
 
 
-@pytest.fixture()
+@pytest.fixture
 def world():
     torch.set_num_threads(1)
     built = World()
@@ -109,6 +109,6 @@ def world():
         wire.close(timeout=0.0)
 
 
-@pytest.fixture()
+@pytest.fixture
 def spec():
     return lambda tensor: TensorSpec(str(tensor.dtype).removeprefix("torch."), tensor.numel())

@@ -15,7 +15,9 @@ from dure.runtime.wire.seal import KeyedSeals, session_seals
 
 JOB = job_code("job")
 HEADER = Header(Kind.REQUEST, JOB, rank=3, incarnation=2, request=7)
-JSON = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9))
+JSON = st.dictionaries(
+    st.text(max_size=5), st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
+)
 
 
 def raw(outgoing, piece=1 << 30):
@@ -67,7 +69,8 @@ def test_frames_survive_any_cutting(metas, payload, repeat, sizes, keyed):
     payload = payload * repeat
     sizes = [max(size, len(payload) // 200) for size in sizes]
     sent = b"".join(
-        raw(Outgoing(HEADER, encode_meta(meta), [memoryview(payload)], ours if keyed else None), max(sizes)) for meta in metas
+        raw(Outgoing(HEADER, encode_meta(meta), [memoryview(payload)], ours if keyed else None), max(sizes))
+        for meta in metas
     )
     found = feed(Parser(JOB, seals=theirs if keyed else None), sent, sizes=sizes)
     assert [frame.meta for frame, _ in found] == metas
@@ -113,7 +116,9 @@ def test_random_bytes_are_refused(data):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 30), st.integers(0, 2**64 - 1))
 def test_a_well_checked_header_with_nonsense_in_it_allocates_nothing(meta, kind, payload_nbytes):
-    fields = struct.pack("<4sHBxQiIQIQQ", b"dure", 1, kind, JOB, 1, 1, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta))
+    fields = struct.pack(
+        "<4sHBxQiIQIQQ", b"dure", 1, kind, JOB, 1, 1, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta)
+    )
     data = fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + meta
     parser = Parser(JOB)
     space = parser.space()

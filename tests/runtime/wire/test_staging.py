@@ -20,7 +20,9 @@ def test_bytes_are_the_tensors_own():
     assert tensor.tolist() == [3.0, 4.0]
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(4, 4).t(), torch.zeros(4, dtype=torch.complex64).conj(), torch.empty(1, device="meta")])
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(4, 4).t(), torch.zeros(4, dtype=torch.complex64).conj(), torch.empty(1, device="meta")]
+)
 def test_tensors_that_cannot_travel_as_they_lie_are_refused(tensor):
     with pytest.raises(ValueError, match=r"send tensor\.(contiguous|cpu)\(\)"):
         bytes_of(tensor)

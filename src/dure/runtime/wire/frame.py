@@ -80,6 +80,7 @@ def job_code(job: str) -> int:
 
 
 def pack_header(header: Header) -> bytes:
+    """The 60 bytes of `header`, checksum included."""
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -116,6 +117,7 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
 
 
 def decode_meta(raw: bytes) -> dict[str, Any]:
+    """The reverse of `encode_meta`. Raises `DamagedFrame`."""
     try:
         meta = json.loads(raw)
     except (ValueError, RecursionError):

@@ -23,8 +23,6 @@ from dure.runtime.wire.values import Identity, Loss
 if TYPE_CHECKING:
     import socket
 
-    import torch
-
 _LOOK_SECONDS = 0.25  # how often callers who wait for room are looked after
 
 
@@ -52,7 +50,10 @@ class Callers:
             return f"{caller.name} belongs to job {caller.job!r}, {mine.name} to job {mine.job!r}."
         fence = self._fence.get(caller.name, 0)
         if caller.incarnation < fence:
-            return f"{caller.name} comes as incarnation {caller.incarnation}, {mine.name} admits {fence} or later: evicted."
+            return (
+                f"{caller.name} comes as incarnation {caller.incarnation}, "
+                f"{mine.name} admits {fence} or later: it was evicted."
+            )
         there = self.open.get(caller.name)
         if there is not None and there.caller.incarnation > caller.incarnation:
             return (

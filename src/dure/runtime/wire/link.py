@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dure.runtime.wire.pump import Pump
 
 _SOCKET_NBYTES = 4 << 20
-_WAKE_NBYTES = 1 << 18  # while bulk arrives, sleep until this much is there
+_WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
 
 
 class Shared:
@@ -184,10 +184,13 @@ class Link:
         if not self.closed:
             self._watch()
 
-    def _frame(self, kind: Kind, meta: Mapping[str, Any] | bytes, payload: Sequence[memoryview], request: int) -> Outgoing:
+    def _frame(
+        self, kind: Kind, meta: Mapping[str, Any] | bytes, payload: Sequence[memoryview], request: int
+    ) -> Outgoing:
         me = self.shared.identity
         header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
-        return Outgoing(header, meta if isinstance(meta, bytes) else encode_meta(meta), payload, self.seals)
+        raw = meta if isinstance(meta, bytes) else encode_meta(meta)
+        return Outgoing(header, raw, payload, self.seals)
 
     def _post(self, frame: Outgoing) -> None:
         self.traffic.messages_sent += 1

@@ -187,9 +187,10 @@ class Outbound:
     def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
         """Why the reply does not fit `into`."""
         told = frame.meta.get("tensors")
-        if told == [list(spec) for spec in pending.into] and isinstance(frame.meta.get("fields"), dict):
-            if sum(map(nbytes_of, pending.into)) == frame.header.payload_nbytes:
-                return None
+        weighs = sum(map(nbytes_of, pending.into))
+        fits = told == [list(spec) for spec in pending.into] and weighs == frame.header.payload_nbytes
+        if fits and isinstance(frame.meta.get("fields"), dict):
+            return None
         answered = f"{self.name} answered {_shown(pending)} with {announced(told)}"
         return RemoteError(f"{answered}, `into` takes {described(pending.into)}: give `into` tensors that fit.")
 

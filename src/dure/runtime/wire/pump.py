@@ -18,6 +18,8 @@ from typing import Protocol
 
 _LONGEST_WAIT = 0.5  # seconds that the helper thread sleeps at a time
 
+_STUCK_SECONDS = 30.0  # a turn of the helper thread takes milliseconds
+
 
 class Ready(Protocol):
     """What is registered with a socket."""
@@ -101,7 +103,7 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._lend = threading.Semaphore(0)
         self._returned = threading.Semaphore(0)
-        self._error: BaseException | None = None
+        self._failed = False
         self.lent = False
         self._closed = False
 
@@ -169,16 +171,14 @@ class Pump:
     def take_back(self) -> None:
         self.lent = False
         self.wake()
-        self._returned.acquire()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if not self._returned.acquire(timeout=_STUCK_SECONDS) or self._failed:
+            raise RuntimeError("the wire's helper thread failed; its own error stands on standard error.")
 
     def close(self) -> None:
         self._closed = True
         if self._thread is not None:
             self._lend.release()
-            self._thread.join()
+            self._thread.join(_STUCK_SECONDS)
             self._thread = None
         self._selector.close()
         self._woken.close()
@@ -204,11 +204,12 @@ class Pump:
             if self._closed:
                 return
             try:
+                self._failed = True
                 while self.lent:
                     self._help_once()
-            except BaseException as error:  # the owner's to see: `take_back` raises it
-                self._error = error
-            self._returned.release()
+                self._failed = False
+            finally:  # an error ends this thread, and `take_back` says so
+                self._returned.release()
 
     def _help_once(self) -> None:
         with self.lock:

@@ -2,8 +2,8 @@
 
 | | trailer | covers | against |
 |---|---|---|---|
-| `PlainSeals` | xxh3-64, 8 bytes, after a payload only | payload (header and meta have their own) | damage |
-| `KeyedSeals` | HMAC-SHA256, 32 bytes, after every frame | all of it, its place in the stream, its direction | forgery and replay |
+| `PlainSeals` | xxh3-64, 8 bytes, after a payload | the payload; header and meta have their own | damage |
+| `KeyedSeals` | HMAC-SHA256, 32 bytes, always | all, its direction and place in the stream | forgery, replay |
 
 The key of a connection is derived from the job's key and one fresh nonce from each side, so that nothing recorded
 on one connection is worth anything on another.

@@ -19,10 +19,12 @@ _ROUND = 1 << 12
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Dtype and elements of `tensor`."""
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tensor.numel())
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The dtype that `spec` names. Raises `TypeError`."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{spec.dtype!r} is no dtype of torch; write it as torch does, without its prefix: 'float32'.")
@@ -30,6 +32,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def nbytes_of(spec: TensorSpec) -> int:
+    """What a tensor of `spec` weighs."""
     return spec.numel * dtype_of(spec).itemsize
 
 
@@ -58,7 +61,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"a tensor of strides {tuple(tensor.stride())} can't travel: send tensor.contiguous().")
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type,unused-ignore]
 
 
 class Lease:

@@ -100,7 +100,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Traffic:
-    """What went between this process and one peer. Frames of the handshake count too; overhead is header, meta, trailer."""
+    """What went between this process and one peer, the handshake included. Overhead is header, meta and trailer."""
 
     messages_sent: int = 0
     messages_received: int = 0

@@ -1,0 +1,83 @@
+"""One checkpoint of a real run: everybody stops, everybody writes its part, then it counts.
+
+    workers   suspended -----> all there? -> go and write -> saved -----> all there?
+    servers                    save <------ the hub asks                       |
+    hub                        writes its own part  ------------------> commit -> go on
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure import checkpoint
+from dure.checkpoint import Part
+from dure.errors import CheckpointError, RemoteError
+
+if TYPE_CHECKING:
+    from dure.runtime.base import Operation
+    from dure.runtime.process import ProcessNode
+
+KEEP = 3
+"""How many checkpoints stay on the disk."""
+
+log = logging.getLogger("dure")
+
+
+class CheckpointRound:
+    """The state of one checkpoint. `living` says which workers it must wait for, as of now."""
+
+    def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:
+        self.folder = folder
+        self.step = step
+        self.draft = folder / f"step-{step}.tmp"
+        self._living = living
+        self._stopped: set[str] = set()
+        self._written: set[str] = set()
+        self.all_stopped: Operation[None] = node.promise("all workers to stop for the checkpoint")
+        self.all_written: Operation[None] = node.promise("all workers to write their parts of the checkpoint")
+        self.committed: Operation[None] = node.promise("the checkpoint to be complete")
+
+    def stopped(self, worker: str) -> None:
+        self._stopped.add(worker)
+        self.look()
+
+    def written(self, worker: str) -> None:
+        self._written.add(worker)
+        self.look()
+
+    def waits_for(self) -> set[str]:
+        """Who has not stopped yet."""
+        return self._living() - self._stopped
+
+    def look(self) -> None:
+        """Go on if those who are still missing have died or finished."""
+        if not self.waits_for():
+            self.all_stopped.resolve()
+            if self._living() <= self._written:
+                self.all_written.resolve()
+
+    async def carry_out(
+        self,
+        suspend: Callable[[], Awaitable[None]],
+        save_servers: Callable[[Path], Awaitable[None]],
+        hub_part: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """The round, from the first worker's stop on. What cannot be written costs this checkpoint, not the run."""
+        try:
+            checkpoint.begin(self.folder, self.step)
+            await suspend()
+            await self.all_stopped
+            await save_servers(self.draft)
+            checkpoint.write_part(self.draft, "run", Part({}, hub_part()))
+            await self.all_written
+            checkpoint.commit(self.folder, self.step)
+        except (CheckpointError, RemoteError) as error:
+            checkpoint.discard(self.folder, self.step)
+            log.warning("checkpoint %d was not written: %s", self.step, error)
+        else:
+            checkpoint.prune(self.folder, KEEP)
+        self.all_stopped.resolve()
+        self.committed.resolve()
