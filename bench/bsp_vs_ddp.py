@@ -118,6 +118,7 @@ def measure(rank: int, port: int, given: argparse.Namespace, answer: Any) -> Non
     if rank == 0:
         samples = given.steps * sum(task.batch_sizes)
         answer.send((task.job.source, samples, {name: each[WARM_UP:] for name, each in seconds.items()}))
+    dist.barrier()  # nobody tears the engine down under the other
     dist.destroy_process_group()
 
 

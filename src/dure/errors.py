@@ -12,6 +12,7 @@
     ├── ReplicaError         a module's parameters left the flat buffer
     └── RemoteError          a call failed
         ├── Refused          the host refused it, and said why
+        │   └── Evicted      this incarnation is over: join again
         ├── PeerLost         the other side is gone
         ├── CallTimeout      no answer in time
         └── DamagedFrame     bytes arrived that nobody sent like that
@@ -64,6 +65,10 @@ class RemoteError(DureError):
 
 class Refused(RemoteError):
     """The host refused the call, and said why."""
+
+
+class Evicted(Refused):
+    """The others went on without this worker. It comes back by joining again, under a new incarnation."""
 
 
 class PeerLost(RemoteError):

@@ -14,8 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,13 @@ import torch
 
 from dure import checkpoint
 from dure.checkpoint import Part
-from dure.errors import CheckpointError, DureError, Refused
-from dure.runtime.base import Address, Call, EndOfWork, Operation, Reply, Strand, Suspend, TensorSpec
+from dure.errors import CheckpointError, DureError, Refused, RemoteError
+from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
+from dure.topology.patience import EVICT_SECONDS
+from dure.worker import work_through
 
 if TYPE_CHECKING:
     from dure.runtime.gradients import Gradient
@@ -47,31 +50,51 @@ SPANS = 4000
 """Spans per message."""
 
 
-def main(
-    task: Task,
-    *,
-    name: str,
-    run: str,
-    incarnation: int,
-    hub: Sequence[Any],
-    interface: str = "127.0.0.1",
-    resume: str | None = None,
-) -> None:
-    """Be the process called `name` of `run`, whose hub listens at `hub`; start from the checkpoint folder `resume`."""
+@dataclass(frozen=True)
+class Terms:
+    """On what terms the processes of a run work together.
+
+    `absent` workers are not there at first. A worker that shows no progress for `evict_seconds` (more, if it is slow)
+    is left behind. `log` has the shards keep what they apply, for `status`.
+    """
+
+    absent: Sequence[int] = ()
+    evict_seconds: float = EVICT_SECONDS
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from."""
+
+    name: str
+    run: str
+    incarnation: int
+    hub: Sequence[Any]
+    terms: Terms = Terms()
+    interface: str = "127.0.0.1"
+    resume: str | None = None
+
+    @classmethod
+    def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> Start:
+        """From values that JSON has."""
+        return cls(terms=Terms(**terms), **plain)
+
+
+def main(task: Task, start: Start) -> None:
+    """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one."""
     torch.set_num_threads(1)
-    kind, number = name.split()
-    identity = Identity(run, name, int(number), incarnation)
+    kind, number = start.name.split()
+    identity = Identity(start.run, start.name, int(number), start.incarnation)
     config = task.config
     evaluator = Evaluator(task.job, exact=config.exact) if kind == "worker" else None
     node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
-    node.directory["hub"] = (str(hub[0]), int(hub[1]))
-    port = node.wire.listen(interface)
-    life = WorkerLife(task, node) if kind == "worker" else ServerLife(task, node)
-    parts = checkpoint.load(Path(resume)).parts if resume is not None else {}
-    try:
-        node.loop.run_until(node.spawn(life.live((interface, port), parts), name))
-    finally:
-        node.wire.close()
+    node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
+    port = node.wire.listen(start.interface)
+    life = WorkerLife(task, node) if kind == "worker" else ServerLife(task, node, start.terms)
+    parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
+    node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
+    node.wire.close()
 
 
 class Life:
@@ -122,10 +145,17 @@ class Control:
 class ServerLife(Life):
     """A process that hosts one shard, and the clock if it is the first."""
 
+    def __init__(self, task: Task, node: ProcessNode, terms: Terms) -> None:
+        super().__init__(task, node)
+        self.terms = terms
+        self.clock: ClockService | None = None
+
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
-        number = self.node.rank
-        self.shard: Shard = self.task.shard(self.node, number, log=True)
-        self.clock: ClockService | None = self.task.clock(self.node) if number == 0 else None
+        number, terms = self.node.rank, self.terms
+        self.shard: Shard = self.task.shard(self.node, number, log=terms.log)
+        if number == 0:
+            self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
+            self.clock.on_evicted = self._evicted
         if parts:
             self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
             if self.clock is not None:
@@ -133,10 +163,18 @@ class ServerLife(Life):
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             self.node.serve("clock", self.clock)
-        self.node.serve("process", Control(bye=self.bye.resolve, save=self._save))
+        self.node.serve("process", Control(bye=self.bye.resolve, save=self._save, lost=self._worker_lost))
         await self.register(where)
         await self.node.call(HUB, "ready")
         await self.bye
+
+    def _worker_lost(self, name: str) -> None:
+        """A worker died before it had called us."""
+        if self.clock is not None:
+            self.clock.lost(name)
+
+    def _evicted(self, worker: int) -> None:
+        self.node.call(HUB, "evicted", worker=f"worker {worker}")
 
     def _save(self, draft: str) -> None:
         tensors, plain = self.shard.state()
@@ -166,12 +204,10 @@ class WorkerLife(Life):
         worker.on_step = self._on_step
         resumed = self._restore(parts)
         if worker.server is not None and not resumed:
-            await worker.server.join()
+            await worker.join(newcomer=reply.fields["newcomer"], period=task.period)
         go = await node.call(HUB, "ready")
         node.begin(go.fields["seconds"])
         self.evaluates = go.fields["evaluates"]
-        if go.fields["newcomer"] and worker.server is not None:
-            worker.adopt(await worker.pull())
         await self._work()
         await self._finish()
 
@@ -189,7 +225,7 @@ class WorkerLife(Life):
     async def _work(self) -> None:
         """The method's work, begun anew after each checkpoint."""
         while True:
-            role = self.node.spawn(self._role_until_suspended(), self.node.name)
+            role = self.node.spawn(work_through(self.task.sync, self.worker, self.task.period), self.node.name)
             self._role = role
             try:
                 await role
@@ -200,12 +236,6 @@ class WorkerLife(Life):
                 raise SystemExit(1) from error
             else:
                 return
-
-    async def _role_until_suspended(self) -> None:
-        try:
-            await self.task.sync.work(self.worker)
-        except EndOfWork:
-            pass
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
@@ -219,9 +249,8 @@ class WorkerLife(Life):
                 counts[name] += getattr(group, name)
         await self._send_spans()
         tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
-        await node.call(
-            HUB, "done", *tensors, seconds=seconds, steps=worker.clock, time=dict(node.meter.seconds), **counts
-        )
+        done = {"seconds": seconds, "steps": worker.clock, "done": worker.clock - worker.entered, **counts}
+        await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
         await self.bye
 
     async def _send_spans(self) -> None:
@@ -235,7 +264,8 @@ class WorkerLife(Life):
         now = self.node.now()
         if now >= self._said + PROGRESS_SECONDS or worker.clock == self.task.steps:
             self._said = now
-            self._tell("progress", steps=worker.clock, loss=gradient.loss, bytes=self._bytes_sent())
+            done = worker.clock - worker.entered
+            self._tell("progress", steps=worker.clock, done=done, loss=gradient.loss, bytes=self._bytes_sent())
         done = worker.clock - 1  # this gradient has not been used yet
         if self.evaluates and done and done % self.task.snapshot_every == 0:
             self.node.spawn(self._snapshot(done), f"a snapshot of {self.node.name}")
@@ -245,9 +275,11 @@ class WorkerLife(Life):
         seconds = self.node.now()
         values = worker.params.clone()
         buffers = [] if worker.buffers is None else [worker.buffers.clone()]
-        if worker.server is not None:
-            values = (await worker.server.pull(values)).values
-        await self.node.call(HUB, "snapshot", values, *buffers, seconds=seconds, steps=steps, bytes=self._bytes_sent())
+        said = {"seconds": seconds, "steps": steps, "bytes": self._bytes_sent()}
+        with suppress(RemoteError):  # what is wrong with a server or the hub is heard of elsewhere
+            if worker.server is not None:
+                values = (await worker.server.pull(values)).values
+            await self.node.call(HUB, "snapshot", values, *buffers, **said)
 
     def _bytes_sent(self) -> int:
         group = self.worker.group

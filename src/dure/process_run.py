@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from dure import checkpoint, errors
+from dure import checkpoint
+from dure.casualties import Casualties
 from dure.checkpoint_round import CheckpointRound
-from dure.errors import DureError, Refused
+from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
+from dure.member import Terms
 from dure.outcome import Outcome, Totals
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.launch.nursery import Nursery
 from dure.runtime.meter import Span
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
@@ -29,11 +35,19 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0
 """How long processes may take to come up."""
 
+CLOSE_SECONDS = 2.0
+"""How long processes may take to say goodbye."""
+
+log = logging.getLogger("dure")
+
 
 class Launcher(Protocol):
-    """Who starts and watches processes. `exited` maps names to exit statuses."""
+    """Who starts and watches processes."""
 
-    exited: Mapping[str, int]
+    @property
+    def exited(self) -> Mapping[str, int]:
+        """Names and exit statuses, negative for a signal."""
+        ...
 
     def start(self, name: str, **arguments: Any) -> None: ...
 
@@ -77,11 +91,19 @@ class Grader:
 
     def close(self) -> None:
         """Grade what is left."""
+        self._end()
+        self.look()
+
+    def abandon(self) -> None:
+        """Grade nothing more."""
+        self._waiting.clear()
+        self._end()
+
+    def _end(self) -> None:
         self._closing = True
         self._wake.release()
         while self._thread.is_alive():
             self._thread.join(1.0)
-        self.look()
 
     def _work(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -103,11 +125,14 @@ class Grader:
 class Hub:
     """The service that all processes of a run talk to, and the launcher's view of them."""
 
-    def __init__(self, task: Task, watch: Watch, launcher: Launcher, *, folder: Path | None, absent: Sequence[int] = ()) -> None:
+    def __init__(
+        self, task: Task, watch: Watch, launcher: Launcher, *, folder: Path | None, terms: Terms = Terms()  # noqa: B008
+    ) -> None:
         self.task = task
         self.watch = watch
         self.launcher = launcher
         self.folder = folder
+        self.terms = terms
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
         self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seed)
         self.node.on_lost = self._lost
@@ -124,16 +149,23 @@ class Hub:
         self.ready: set[str] = set()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.dead: dict[str, str] = {}
-        self.failures: dict[str, DureError] = {}
+        self.casualties = Casualties(launcher, self.node.loop, str(task.strategy), needed=not task.servers)
+        self.evicted: set[str] = set()
+        self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
         self.base: dict[str, Any] = {}
         self._servers = [f"server {number}" for number in range(task.servers)]
-        self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in absent]
+        self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
+        self._dismissed: set[str] = set()
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
+
+    @property
+    def dead(self) -> Mapping[str, str]:
+        """Who died and has not come back, and what its connection said."""
+        return self.casualties.dead
 
     def _store(self) -> Any:
         import torch.distributed as dist
@@ -161,6 +193,7 @@ class Hub:
             "spans": self._spans,
             "suspended": self._suspend,
             "saved": self._save,
+            "evicted": self._evicted,
             "failed": self._failed,
             "done": self._done,
         }.get(call.method)
@@ -170,25 +203,35 @@ class Hub:
 
     async def _register(self, call: Call) -> Reply:
         self.places[call.caller] = self.node.directory[call.caller] = (call.fields["host"], call.fields["port"])
+        newcomer = self._going.done
         self.present.add(call.caller)
-        if self._everyone <= self.places.keys():
-            self._registering.resolve()
+        self._look_who_is_here()
         await self._registering
         store = None if self.store is None else [self.store.host, self.store.port]
-        return Reply({"directory": {name: list(place) for name, place in self.places.items()}, "store": store})
+        directory = {name: list(place) for name, place in self.places.items()}
+        return Reply({"directory": directory, "store": store, "newcomer": newcomer})
 
-    async def _ready(self, call: Call) -> Reply:
-        newcomer = self._going.done
-        self.ready.add(call.caller)
-        if not newcomer and self._everyone - self.dead.keys() <= self.ready:
+    def _look_who_is_here(self) -> None:
+        """Go on once nobody is missing, the dead apart."""
+        expected = self._everyone - self.dead.keys()
+        if expected <= self.present:
+            self._registering.resolve()
+        if expected <= self.ready and not self._going.done:
             self.node.begin(self.totals.seconds)
             self._going.resolve()
+
+    async def _ready(self, call: Call) -> Reply:
+        self.ready.add(call.caller)
+        self._look_who_is_here()
         await self._going
-        living = sorted((name for name in self._workers if name not in self.dead), key=_number)
+        living = sorted(self._living(), key=_number)
         evaluates = bool(living) and call.caller == living[0]
-        return Reply({"seconds": self.node.now(), "newcomer": newcomer, "evaluates": evaluates})
+        if evaluates:
+            self.evaluator = call.caller
+        return Reply({"seconds": self.node.now(), "evaluates": evaluates})
 
     def _progress(self, call: Call) -> Reply:
+        self.evicted.discard(call.caller)
         self.progress[call.caller] = call.fields
         steps = call.fields["steps"]
         self.watch.progress(steps, self.task.steps, call.fields["loss"], self._samples())
@@ -196,9 +239,12 @@ class Hub:
 
     def _samples(self) -> int:
         sizes = self.task.batch_sizes
-        return sum(int(said["steps"]) * sizes[_number(name)] for name, said in self.progress.items())
+        going = sum(int(said["done"]) * sizes[_number(name)] for name, said in self.progress.items())
+        return self.totals.counts["samples"] + going
 
     def _snapshot(self, call: Call) -> Reply:
+        if call.caller != self.evaluator:
+            return Reply()
         sent = sum(int(said["bytes"]) for said in self.progress.values())
         row = {
             "seconds": call.fields["seconds"],
@@ -217,11 +263,11 @@ class Hub:
         return Reply()
 
     def _failed(self, call: Call) -> Reply:
-        kind = getattr(errors, call.fields["kind"], DureError)
-        self.failures[call.caller] = kind(call.fields["message"])
+        self.casualties.failed(call.caller, call.fields["kind"], call.fields["message"])
         return Reply()
 
     def _done(self, call: Call) -> Reply:
+        self.evicted.discard(call.caller)
         values, *buffers = [tensor.clone() for tensor in call.tensors]
         self.delivered[call.caller] = (values, buffers[0] if buffers else None)
         self.finished[call.caller] = dict(call.fields)
@@ -266,7 +312,8 @@ class Hub:
         return {"checkpoint": self.round.step, "history": self.history, "totals": totals, "seconds": self.node.now()}
 
     def _living(self) -> set[str]:
-        return {name for name in self._workers if name not in self.dead and name not in self.finished}
+        gone = self.dead.keys() | self.finished.keys() | self.evicted
+        return {name for name in self._workers if name not in gone}
 
     def _check_suspended(self) -> None:
         if self.round is not None:
@@ -279,46 +326,52 @@ class Hub:
             self._died(loss.peer, loss.reason)
 
     def _died(self, name: str, reason: str) -> None:
-        if name in self.dead or name in self.finished or name not in self._everyone:
+        if name in self.dead or name in self.finished or name not in self._everyone or name in self._dismissed:
             return
-        self.dead[name] = reason
-        if name.startswith("server") or not self.task.servers or name in self.failures:
+        self.casualties.died(name, reason)
+        self.present.discard(name)
+        if name.startswith("server") or not self.task.servers or name in self.casualties.failures:
             return
+        self.evicted.discard(name)
         self.totals.failures_survived += 1
-        if self._everyone - self.dead.keys() <= self.places.keys():
-            self._registering.resolve()
-        if self._everyone - self.dead.keys() <= self.ready:
-            self._going.resolve()
+        self._count_lost(name)
+        if name not in self.ready:
+            self.node.spawn(self._tell_clock(name), f"telling the clock that {name} is gone")
+        self._go_on_without(name)
+
+    def _evicted(self, call: Call) -> Reply:
+        """The clock has gone on without a worker that makes no progress."""
+        name = call.fields["worker"]
+        if name in self._living():
+            self.evicted.add(name)
+            self.totals.failures_survived += 1
+            log.warning("%s makes no progress: the others go on without it until it comes back.", name)
+            self._go_on_without(name)
+        return Reply()
+
+    def _go_on_without(self, name: str) -> None:
+        self._look_who_is_here()
         self._check_suspended()
         living = sorted(self._living(), key=_number)
-        if self._going.done and living:
+        if self._going.done and living and name == self.evaluator:
+            self.evaluator = living[0]
             self.node.spawn(self._appoint(living[0]), "choosing who is evaluated")
 
     async def _appoint(self, name: str) -> None:
-        await self.node.call(Address(name, "process"), "evaluate")
+        with suppress(RemoteError):  # whoever is gone is heard of
+            await self.node.call(Address(name, "process"), "evaluate")
 
-    def _check_failures(self) -> None:
-        """Raise what ends the run."""
-        if self.failures:
-            name, error = min(self.failures.items(), key=lambda item: not isinstance(item[1], errors.DivergedError))
-            raise type(error)(f"{name}: {error}")
-        for name, reason in self.dead.items():
-            if name.startswith("server"):
-                raise DureError(f"{name} died ({self._cause(name, reason)}), and its part of the model with it. {_RESUME}")
-            if not self.task.servers:
-                raise DureError(
-                    f"{name} died ({self._cause(name, reason)}), and {self.task.strategy} needs every worker. {_RESUME}"
-                )
-        if self._workers and all(name in self.dead for name in self._workers):
-            name = self._workers[0]
-            raise DureError(f"all workers died; {name}: {self._cause(name, self.dead[name])}.")
+    async def _tell_clock(self, name: str) -> None:
+        """The clock's host hears itself of those who have called it."""
+        await self._registering
+        with suppress(RemoteError):
+            await self.node.call(Address("server 0", "process"), "lost", name=name)
 
-    def _cause(self, name: str, reason: str) -> str:
-        status = self.launcher.exited.get(name)
-        words = self.launcher.last_words(name)
-        if status is not None and status < 0:
-            return f"killed by signal {-status}"
-        return words or reason
+    def _count_lost(self, name: str) -> None:
+        """Count the steps that a worker has last told of."""
+        steps = int(self.progress.pop(name, {"done": 0})["done"])
+        self.totals.count("per_worker", name, steps=steps)
+        self.totals.counts["samples"] += steps * self.task.batch_sizes[_number(name)]
 
     # ---- running
 
@@ -327,7 +380,8 @@ class Hub:
         incarnation = self.incarnations.get(name, -1) + 1
         self.incarnations[name] = incarnation
         if incarnation or name not in self._everyone:
-            self.dead.pop(name, None)
+            self.casualties.returned(name)
+            self.ready.discard(name)
             self._everyone.add(name)
             if name not in self._workers:
                 self._workers.append(name)
@@ -336,6 +390,7 @@ class Hub:
             run=self.run_name,
             incarnation=incarnation,
             hub=list(self.address),
+            terms=asdict(self.terms),
             resume=None if resume is None else str(resume),
         )
 
@@ -347,23 +402,27 @@ class Hub:
             self.start(name, resume=resume)
         while not self._all_finished():
             self.turn()
-        return self.node.loop.run_until(self.node.spawn(self._gather(), "gathering the results"))
+        gathering = self.node.spawn(self._gather(), "gathering the results")
+        gathering.when_done(lambda: None)  # its error is raised below
+        while not gathering.done:
+            self.turn()
+        return gathering.result()
 
     def turn(self) -> None:
         """One look at everything."""
         self.node.loop.turn(0.1)
         self.launcher.look()
         for name, status in dict(self.launcher.exited).items():
-            if status and name not in self.finished:
-                self._died(name, f"exit status {status}")
+            self._died(name, f"exit status {status}")
         self.grader.look()
-        self._check_failures()
+        self.casualties.look()
+        self.casualties.check(self._workers)
         if not self._going.done and self.node.now() > START_SECONDS:
             missing = sorted(self._everyone - self.ready - self.dead.keys())
             raise DureError(f"{', '.join(missing)} did not come up within {START_SECONDS:g} s.")
 
     def _all_finished(self) -> bool:
-        return self._going.done and all(name in self.finished or name in self.dead for name in self._workers)
+        return self._going.done and bool(self.finished) and not self._living()
 
     def _resume(self, plain: Mapping[str, Any]) -> None:
         self.totals = Totals.restored(plain["totals"])
@@ -375,15 +434,19 @@ class Hub:
     async def _gather(self) -> Outcome:
         totals, task = self.totals, self.task
         for name, said in self.finished.items():
-            totals.count("per_worker", name, **{key: said[key] for key in ("steps", *_TRAFFIC)})
+            totals.count("per_worker", name, steps=said["done"], **{key: said[key] for key in _TRAFFIC})
             totals.add_time(said["time"])
-            totals.counts["samples"] += said["steps"] * task.batch_sizes[_number(name)]
+            totals.counts["samples"] += said["done"] * task.batch_sizes[_number(name)]
             for key in _TRAFFIC:
                 totals.counts[key] += said[key]
         totals.seconds = max(said["seconds"] for said in self.finished.values())
         values = await self._deliver()
-        for name in self._everyone - self.dead.keys():
-            await self.node.call(Address(name, "process"), "bye")
+        for name in self.evicted:
+            self._count_lost(name)
+        for name in (*self.finished, *self._servers):
+            self._dismissed.add(name)
+            with suppress(RemoteError):  # it died when all was done
+                await self.node.call(Address(name, "process"), "bye")
         row = {
             "seconds": totals.seconds,
             "step": max(said["steps"] for said in self.finished.values()),
@@ -392,13 +455,13 @@ class Hub:
         }
         self.grader.give(Snapshot(row, values, self._merged_buffers()))
         self.grader.close()
-        return Outcome(totals, self.history, values, self.spans, {"deaths": dict(self.dead)})
+        return Outcome(totals, self.history, values, self.spans, {"deaths": dict(self.casualties.causes)})
 
     async def _deliver(self) -> torch.Tensor:
         """The final parameters; what the shards have counted."""
         task, totals = self.task, self.totals
         if not task.servers:
-            totals.counts["updates_applied"] = sum(int(said["steps"]) for said in self.finished.values())
+            totals.counts["updates_applied"] = sum(int(said["done"]) for said in self.finished.values())
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
             return living[0]
@@ -424,11 +487,13 @@ class Hub:
         self.watch.row(row)
 
     def close(self) -> None:
-        self.node.wire.close()
+        """Let go of everything; if the run is not over, at once."""
+        self.grader.abandon()
+        self.node.wire.close(CLOSE_SECONDS if self._dismissed else 0.1)
+        self.store = None
 
 
 _TRAFFIC = ("bytes_sent", "bytes_received", "messages")
-_RESUME = "Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
 
 
 def _number(name: str) -> int:
@@ -440,19 +505,22 @@ def _mean(histogram: Mapping[str, int]) -> float:
     return sum(int(behind) * count for behind, count in histogram.items()) / total if total else 0.0
 
 
-def run_processes(task: Task, watch: Watch, resume: Path | None, folder: Path | None, *, named: bool) -> Outcome:
-    """Train `task` on processes of this machine. `named`: its job can be made again from its name."""
-    from dure.errors import UsageError
-    from dure.runtime.launch.nursery import Nursery
+def run_processes(
+    task: Task, watch: Watch, resume: Path | None, folder: Path | None, *, named: bool, nursery: Nursery | None = None
+) -> Outcome:
+    """Train `task` on processes of this machine.
 
+    `named`: its job can be made again from its name. `nursery`, if it was begun earlier, is its owner's to close.
+    """
     if not named:
         raise UsageError(
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
-    with Nursery(task.config.plain()) as nursery:
+    with ExitStack() as stack:
+        if nursery is None:
+            nursery = stack.enter_context(Nursery())
+        nursery.load(task.config.plain())
         hub = Hub(task, watch, nursery, folder=folder)
-        try:
-            return hub.run(resume)
-        finally:
-            hub.close()
+        stack.callback(hub.close)
+        return hub.run(resume)

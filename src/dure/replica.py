@@ -148,13 +148,20 @@ class Replica:
                     f"parameter {name!r} was frozen when the replica was made and requires a gradient now, "
                     "so it would not be trained. Call requires_grad_(True) first and make the replica then."
                 )
-        for slot in self._slots:
-            gradient = slot.parameter.grad
-            if gradient is None:
-                slot.gradient.zero_()
-            elif gradient is not slot.gradient and not _same_memory(gradient, slot.gradient):
-                slot.gradient.copy_(_dense(gradient))
-            slot.parameter.grad = slot.gradient
+        for index in range(len(self._slots)):
+            self.bring_home(index)
+
+    def bring_home(self, index: int) -> None:
+        """Copy the gradient of parameter `index` into `grads` if it is a tensor of its own; None counts as zero."""
+        slot = self._slots[index]
+        gradient = slot.parameter.grad
+        if gradient is slot.gradient:
+            return
+        if gradient is None:
+            slot.gradient.zero_()
+        elif not _same_memory(gradient, slot.gradient):
+            slot.gradient.copy_(_dense(gradient))
+        slot.parameter.grad = slot.gradient
 
     # ---- buffers
 

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 class JobSource:
     """Mini-batches of `batch_size` from a job's training data, for one worker.
 
-    `share` is this worker's part of the group's batch. With `sampler=None` (timing only) work has a size and
+    `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None` (timing only) work has a size and
     no data.
     """
 
-    def __init__(self, job: Job, sampler: Sampler | None, *, batch_size: int, share: float, seed: int) -> None:
+    def __init__(
+        self, job: Job, sampler: Sampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
+    ) -> None:
         self.job = job
         self.sampler = sampler
         self.batch_size = batch_size
         self.share = share
         self.seed = seed
-        self._flops = job.flops_per_sample * batch_size
+        self._flops = flops
 
     def gradient(self, worker: Worker) -> Operation[Gradient]:
         return worker.node.compute(self._next(worker))

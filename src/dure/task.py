@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from dure.strategy import Strategy
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
 from dure.topology.parameter_server import Shard
+from dure.topology.patience import EVICT_SECONDS
 from dure.topology.sharding import Ranges, size, split
 from dure.topology.spec import ParameterServer
 from dure.worker import Boundary, Worker
@@ -46,8 +48,13 @@ class Task:
     @property
     def snapshot_every(self) -> int:
         """Steps between evaluations of a real run: a method that meets now and then is evaluated when it has met."""
-        period = getattr(self.sync, "period", 1)
-        return -(-self.eval_every // period) * period
+        return -(-self.eval_every // self.period) * self.period
+
+    @property
+    def period(self) -> int:
+        """Mini-batches of a worker that one tick of the servers' clock stands for."""
+        period: int = getattr(self.sync, "period", 1)
+        return period
 
     @property
     def sync(self) -> Any:
@@ -98,11 +105,12 @@ class Task:
         return self.job.samplers(self.batch_sizes, seed=self.config.seed)
 
     def source(self, rank: int) -> JobSource:
-        """Where the gradients of worker `rank` come from."""
+        """Where the gradients of worker `rank` come from, from its first batch on."""
         size = self.batch_sizes[rank]
-        sampler = None if self.config.timing_only else self._samplers[rank]
+        sampler = None if self.config.timing_only else copy(self._samplers[rank])
         share = size / sum(self.batch_sizes)
-        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seed)
+        flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
+        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seed, flops=flops)
 
     def optimizer(self, numel: int, spec: OptimizerSpec | None = None) -> FlatOptimizer:
         return FlatOptimizer(spec or self.job.optimizer, numel, self.replica.dtype)
@@ -167,11 +175,14 @@ class Task:
         spec = self.sync.server_optimizer(self.job.optimizer)
         return Shard(node, values, spec, ranges=ranges, timing_only=self.config.timing_only, log=log)
 
-    def clock(self, node: Node) -> ClockService:
-        """The clock service; without a policy it only knows who is there."""
-        present = [rank for rank in range(self.workers) if rank not in self.absent]
-        return ClockService(node, self.sync.policy(), self._shards, workers=present, reduce=self.sync.reduce)
+    def clock(
+        self, node: Node, *, absent: Collection[int] | None = None, evict_seconds: float = EVICT_SECONDS
+    ) -> ClockService:
+        """The clock service; without a policy it only knows who is there. `absent` are not, in place of the task's."""
+        present = [rank for rank in range(self.workers) if rank not in (self.absent if absent is None else absent)]
+        policy, reduce = self.sync.policy(), self.sync.reduce
+        return ClockService(node, policy, self._shards, workers=present, reduce=reduce, evict_seconds=evict_seconds)
 
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""
-        _ = self.replica, self.job.flops_per_sample, self._samplers
+        _ = self.replica, self._samplers

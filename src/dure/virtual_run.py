@@ -18,10 +18,11 @@ from dure.checkpoint import Part
 from dure.errors import DureError, PeerLost
 from dure.examine import Examiner
 from dure.outcome import Outcome, Totals
-from dure.runtime.base import EndOfWork, Strand, Suspend
+from dure.runtime.base import Strand, Suspend
 from dure.runtime.gradients import Evaluator
 from dure.runtime.network import Network
-from dure.runtime.virtual import VirtualRuntime
+from dure.runtime.virtual import VirtualNode, VirtualRuntime
+from dure.worker import work_through
 
 if TYPE_CHECKING:
     from dure.runtime.cluster import Cluster
@@ -79,6 +80,7 @@ class Segment:
     def __init__(self, run: VirtualRun, state: State | None) -> None:
         self.whole = run
         self.task = task = run.task
+        self.resumed = state is not None
         plain = state["run"].plain if state is not None else {}
         self.totals = Totals.restored(plain["totals"]) if plain else Totals()
         self.crashed: set[int] = set(plain.get("crashed", ()))
@@ -121,6 +123,7 @@ class Segment:
             self.shards.append(shard)
         if task.servers:
             self.clock = task.clock(self.runtime.nodes["server 0"])
+            self.clock.on_evicted = self._evicted
             if state is not None:
                 self.clock.restore(state["clock"].plain)
             self.runtime.nodes["server 0"].serve("clock", self.clock)
@@ -158,13 +161,8 @@ class Segment:
 
     async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
         if worker.server is not None and join:
-            await worker.server.join()
-            if newcomer:
-                worker.adopt(await worker.pull())
-        try:
-            await self.task.sync.work(worker)
-        except EndOfWork:
-            pass
+            await worker.join(newcomer=newcomer, period=self.task.period)
+        await work_through(self.task.sync, worker, self.task.period)
         if worker.server is not None:
             await worker.server.leave()
 
@@ -209,21 +207,28 @@ class Segment:
     # ---- events
 
     def _schedule_events(self) -> None:
-        for event in self.whole.cluster.events:
-            if event.at < self.started:
+        """What happens from now on; all that was due when the segment before ended has happened."""
+        for event in sorted(self.whole.cluster.events, key=lambda event: event.at):
+            if event.at <= self.started and self.resumed:
                 self._apply_past(event)
             else:
-                self.runtime.kernel.at(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
+                self.runtime.kernel.weather(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
 
     def _apply_past(self, event: Any) -> None:
+        """Bring what an event of an earlier segment still does into this one."""
         node = self.runtime.nodes[f"worker {event.worker}"]
         until = event.at + event.duration if event.duration is not None else float("inf")
         if event.kind == "slow" and until > self.started:
-            node.slowness = event.factor
-            if until != float("inf"):
-                self.runtime.kernel.at(until, lambda: node.slow_down(1.0))
-        if event.kind == "pause" and until > self.started:
+            self._slow_down(node, event.factor, until)
+        elif event.kind == "pause" and until > self.started:
             node.pause(until - self.started)
+        elif event.kind == "join":
+            node.slowness, node.paused_until = 1.0, 0.0
+
+    def _slow_down(self, node: VirtualNode, factor: float, until: float) -> None:
+        node.slow_down(factor)
+        if until != float("inf"):
+            self.runtime.kernel.weather(until, lambda: node.slow_down(1.0))
 
     def _happen(self, event: Any) -> None:
         rank, runtime = event.worker, self.runtime
@@ -244,9 +249,10 @@ class Segment:
         elif event.kind == "pause":
             node.pause(event.duration)
         elif event.kind == "slow":
-            node.slow_down(event.factor)
-            if event.duration is not None:
-                runtime.kernel.at(event.at + event.duration, lambda: node.slow_down(1.0))
+            self._slow_down(node, event.factor, event.at + (event.duration or float("inf")))
+
+    def _evicted(self, worker: int) -> None:  # noqa: ARG002
+        self.totals.failures_survived += 1
 
     # ---- running
 
@@ -254,6 +260,10 @@ class Segment:
         """To the end of the work (None), or to the next checkpoint (its state)."""
         kernel = self.runtime.kernel
         kernel.run()
+        while self.roles.keys() <= self.crashed and not self.finished and kernel.next_weather():
+            kernel.run()
+        if self.roles.keys() <= self.crashed and not self.finished:
+            raise DureError(f"all workers have crashed by {kernel.now:g} virtual seconds, and nobody joins.")
         kernel.check_deadlock([role for rank, role in self.roles.items() if rank not in self.crashed])
         suspended = [r for r in self.roles if r not in self.finished and r not in self.crashed]
         self._collect(kernel.now if suspended else self.last_end)

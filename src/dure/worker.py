@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dure.errors import DivergedError
+from dure.errors import DivergedError, Evicted
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
 
 if TYPE_CHECKING:
     import torch
 
-    from dure.optim import FlatOptimizer
+    from dure.optim import OptimizerSpec
     from dure.runtime.base import Group, Node
     from dure.runtime.gradients import Gradient
     from dure.runtime.meter import Meter
+    from dure.sync.base import Sync
     from dure.topology.client import Pulled, ServerClient
 
 
@@ -39,6 +40,20 @@ class GradientSource(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class LocalOptimizer(Protocol):
+    """What `Worker.step` steps with: a rule on flat vectors (`optim.FlatOptimizer`), or a user's own optimizer."""
+
+    spec: OptimizerSpec
+
+    def apply(
+        self, values: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, *, lr: float | Sequence[float] | None = None
+    ) -> None: ...
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None: ...
 
 
 def _first(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,15 +79,16 @@ class Worker:
     """One worker of a run, as its method sees it.
 
     `params` is the flat vector of its replica's parameters, the method's to read and to write except while a
-    gradient is pending. `clock` counts the mini-batches done. What must survive a restart is `params`,
-    `clock`, the optimizer and what `keep` returns; a local variable of the method does not.
+    gradient is pending. `clock` counts the mini-batches done, from `entered` on: a newcomer begins where others
+    are. What must survive a restart is `params`, `clock`, the optimizer and what `keep` returns; a local variable
+    of the method does not.
     """
 
     node: Node
     rank: int
     world_size: int
     params: torch.Tensor
-    optimizer: FlatOptimizer
+    optimizer: LocalOptimizer
     source: GradientSource
     meter: Meter
     boundary: Boundary
@@ -83,7 +99,8 @@ class Worker:
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
     on_step: Callable[[Worker, Gradient], None] | None = None
     clock: int = 0
-    lr: float | None = None
+    entered: int = 0
+    lr: float | Sequence[float] | None = None
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     _spare: torch.Tensor | None = None
     _admitted: int | None = None
@@ -135,6 +152,12 @@ class Worker:
             return
         self.optimizer.apply(self.params, gradient, self.params, lr=self.lr)
 
+    def settle(self, home: torch.Tensor) -> None:
+        """Have the parameters lie in `home`, the memory that a module uses."""
+        if self.params is not home:
+            home.copy_(self.params)
+            self._spare, self.params = self.params, home
+
     def keep(self, name: str) -> torch.Tensor:
         """Declared state: a tensor like `params`, zeros at first, that survives a restart."""
         if name not in self.kept:
@@ -142,6 +165,22 @@ class Worker:
         return self.kept[name]
 
     # ---- over a server
+
+    async def join(self, *, newcomer: bool, period: int = 1) -> None:
+        """Enter the servers' clock, each tick of which is `period` mini-batches; a newcomer, where the slowest is."""
+        assert self.server is not None
+        joined = await self.server.join()
+        if newcomer:
+            self.clock = self.entered = joined.clock * period
+            self.adopt(await self.pull())
+
+    async def rejoin(self, period: int = 1) -> None:
+        """Come back after an eviction: as a newcomer, whose steps so far stay counted."""
+        done = self.clock - self.entered
+        self.asking = False
+        self._admitted = None
+        await self.join(newcomer=True, period=period)
+        self.entered = self.clock - done
 
     async def admission(self) -> None:
         """Wait until the clock lets this worker start its next step."""
@@ -201,7 +240,7 @@ class Worker:
         optimizer, counts = self.optimizer.state()
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
         versions = self._pulled.versions if self._pulled is not None else None
-        plain = {"clock": self.clock, "optimizer": counts, "source": self.source.state(), "versions": versions}
+        plain = {"clock": self.clock, "entered": self.entered, "optimizer": counts, "source": self.source.state(), "versions": versions}
         plain["client"] = self.server.state() if self.server is not None else None
         return tensors, plain
 
@@ -214,8 +253,21 @@ class Worker:
         own = {name[10:]: value.clone() for name, value in tensors.items() if name.startswith("optimizer.")}
         self.optimizer.restore(own, plain["optimizer"])
         self.source.restore(plain["source"])
-        self.clock = int(plain["clock"])
+        self.clock, self.entered = int(plain["clock"]), int(plain["entered"])
         if self.server is not None:
             self.server.restore(plain["client"])
         if plain["versions"] is not None:
             self._pulled = Pulled(self.params, list(plain["versions"]))
+
+
+async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:
+    """All of a method's work. A worker that stood still, so that the others went on without it, joins them again."""
+    while True:
+        try:
+            await sync.work(worker)
+        except EndOfWork:
+            return
+        except Evicted:
+            await worker.rejoin(period)
+        else:
+            return

@@ -99,6 +99,13 @@ class TestNode:
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.world, label)
 
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
+        """No time passes here."""
+        return Operation(self.world, "the end of time")
+
+    def now(self) -> float:
+        return 0.0
+
     def serve(self, name: str, service: Service) -> Address:
         address = Address(self.name, name)
         self.world.services[address] = service
@@ -139,7 +146,7 @@ class Delivery:
         strand.when_done(handled)
 
     def reply(self, reply: Reply) -> None:
-        if self.call.caller not in self.world.dead:
+        if self.into and self.call.caller not in self.world.dead:
             for destination, tensor in zip(self.into, reply.tensors, strict=True):
                 destination.copy_(tensor)
         reply.release()

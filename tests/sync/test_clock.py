@@ -140,7 +140,7 @@ def test_somebody_can_always_go_on_and_everything_counts_once(name: str, seed: i
     for worker in sorted(run.live):
         run.leave(worker)
     assert not run.unclosed, "an update is in no group"
-    assert run.versions > 20
+    assert run.versions > 5
 
 
 @pytest.mark.parametrize("name", POLICIES)

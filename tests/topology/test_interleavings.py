@@ -159,7 +159,7 @@ CASES = {
     "barrier, a death and a second step": (5000, lambda: Play(Barrier, steps=2, mortal=True, num_shards=1)),
     "barrier, two steps": (20000, lambda: Play(Barrier, steps=2)),
     "barrier, three workers": (1500, lambda: Play(Barrier, workers=3)),
-    "barrier, workers leave": (1000, lambda: Play(Barrier, leaves=True)),
+    "barrier, workers leave": (900, lambda: Play(Barrier, leaves=True)),
     "snapshots, a death": (2000, lambda: Play(lambda: WatchedBounded(0), mortal=True)),
     "snapshots, two steps": (4000, lambda: Play(lambda: WatchedBounded(0), steps=2, num_shards=1)),
     "lead of one, a death": (2000, lambda: Play(lambda: WatchedBounded(1), mortal=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ class Layer:
 
 def layers_of(sizes: list[int]) -> list[Layer]:
     bounds = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    return [Layer(*bound) for bound in zip(bounds, bounds[1:], strict=False)]
+    return [Layer(*bound) for bound in pairwise(bounds)]
 
 
 def vgg16() -> list[int]:
     """Weights and bias of every layer of VGG-16 with 1,000 classes."""
     widths = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
-    sizes = [size for a, b in zip(widths, widths[1:], strict=False) for size in (9 * a * b, b)]
+    sizes = [size for a, b in pairwise(widths) for size in (9 * a * b, b)]
     for a, b in [(512 * 49, 4096), (4096, 4096), (4096, 1000)]:
         sizes += [a * b, b]
     return sizes

@@ -310,7 +310,9 @@ class Node(Protocol):
 
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Operation[T]: ...
 
-    def sleep(self, seconds: float) -> Operation[None]: ...
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
+        """Until `seconds` have passed. In virtual time, no run goes on for the sake of a sleep in the `background`."""
+        ...
 
     def now(self) -> float:
         """Seconds since the run began."""

@@ -77,7 +77,7 @@ class GradientWork:
 
     def ghost(self) -> Gradient:
         """What stands for the gradient in a timing-only run."""
-        ghost: Any = Ghost(self.values.numel())
+        ghost: Any = Ghost(self.values.numel(), self.values.nbytes // max(self.values.numel(), 1))
         return Gradient(ghost, loss=0.0, samples=0)
 
 

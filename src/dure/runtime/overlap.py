@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
     from dure.replica import Replica
 
-SLICE_NBYTES = 4 << 20
-"""Slices are closed at the first border of a parameter after this many bytes."""
+LEAST_NBYTES, MOST_NBYTES = 256 << 10, 4 << 20
+"""Slices are closed at the first border of a parameter after an eighth of the gradient, within these limits."""
 
 Launch = Callable[["torch.Tensor"], Any]
 
 
-def cut(replica: Replica, nbytes: int = SLICE_NBYTES) -> list[tuple[int, int]]:
-    """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last."""
+def cut(replica: Replica, nbytes: int | None = None) -> list[tuple[int, int]]:
+    """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last.
+
+    Where `nbytes` is not given, small models have small slices: a dense layer at the end is on its way while the
+    convolutions before it, which take the time, are still computed.
+    """
+    if nbytes is None:
+        nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)
     ranges = []
     stop = replica.numel
     for layer in reversed(replica.layers):
@@ -35,20 +41,24 @@ def cut(replica: Replica, nbytes: int = SLICE_NBYTES) -> list[tuple[int, int]]:
 class Overlap:
     """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed."""
 
-    def __init__(self, replica: Replica, nbytes: int = SLICE_NBYTES) -> None:
+    def __init__(self, replica: Replica, nbytes: int | None = None) -> None:
         self.replica = replica
         self.slices = cut(replica, nbytes)
         self._slice_of = [self._find(layer.start) for layer in replica.layers]
         self._launch: Launch | None = None
+        self._begin: Callable[[], None] | None = None
         self._missing: list[set[int]] = []
         self._next = 0
         self._works: list[Any] = []
-        for index, parameter in enumerate(replica.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(replica.parameters)
+        ]
 
-    def arm(self, launch: Launch) -> None:
-        """From now on, give each complete slice of the next backward to `launch`."""
+    def arm(self, launch: Launch, begin: Callable[[], None] | None = None) -> None:
+        """From now on, give each complete slice of the next backward to `launch`; call `begin` before the first."""
         self._launch = launch
+        self._begin = begin
         self._missing = [set() for _ in self.slices]
         for index, number in enumerate(self._slice_of):
             self._missing[number].add(index)
@@ -63,6 +73,16 @@ class Overlap:
         self._launch = None
         return self._works
 
+    def disarm(self) -> None:
+        """Leave gradients alone."""
+        self._launch = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.disarm()
+        for hook in self._hooks:
+            hook.remove()
+
     @property
     def armed(self) -> bool:
         return self._launch is not None
@@ -71,9 +91,14 @@ class Overlap:
         return next(n for n, (start, stop) in enumerate(self.slices) if start <= position < stop or start == position)
 
     def _completed(self, index: int) -> None:
-        if self._launch is not None:
-            self._missing[self._slice_of[index]].discard(index)
-            self._send_complete()
+        if self._launch is None:
+            return
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+        self.replica.bring_home(index)
+        self._missing[self._slice_of[index]].discard(index)
+        self._send_complete()
 
     def _send_complete(self) -> None:
         assert self._launch is not None

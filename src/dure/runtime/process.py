@@ -177,7 +177,7 @@ class ProcessNode:
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
         return self.loop.spawn(coroutine, name or self.name)
 
-    def sleep(self, seconds: float) -> Operation[None]:
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:  # noqa: ARG002
         operation: Operation[None] = Operation(self.loop, f"{seconds:g} s to pass")
         self.loop.after(seconds, operation.resolve)
         return operation

@@ -69,6 +69,14 @@ class Kernel(Loop):
             self.events += 1
             callback()
 
+    def next_weather(self) -> bool:
+        """Go on to the weather, since nothing else is left to happen; False if there is none."""
+        if self._weather:
+            self.now, _, callback = heappop(self._weather)
+            callback()
+            return True
+        return False
+
     def check_deadlock(self, expected: Sequence[Strand[Any]]) -> None:
         """Raise `DeadlockError` if one of `expected` has not ended though nothing is left to happen."""
         stuck = [strand for strand in expected if not strand.done]
@@ -135,7 +143,7 @@ class VirtualNode:
     def compute(self, work: Work) -> Operation[Any]:
         runtime = self.runtime
         seconds = runtime.seconds_of(self, work)
-        operation = Computation(self, work, runtime.kernel.now + seconds)
+        operation = Computation(self, work, max(runtime.kernel.now, self.paused_until) + seconds)
         if isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
@@ -177,9 +185,10 @@ class VirtualNode:
             self.strands = [s for s in self.strands if not s.done]
         return strand
 
-    def sleep(self, seconds: float) -> Operation[None]:
-        operation = Sleep(self.runtime.kernel, f"{seconds:g} s to pass")
-        self.runtime.kernel.at(self.runtime.kernel.now + seconds, operation.resolve)
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
+        kernel = self.runtime.kernel
+        operation = Sleep(kernel, f"{seconds:g} s to pass")
+        (kernel.weather if background else kernel.at)(kernel.now + seconds, operation.resolve)
         return operation
 
     def now(self) -> float:
@@ -215,18 +224,19 @@ class VirtualNode:
 
     def pause(self, seconds: float) -> None:
         """Stand still for `seconds`: computations and answers are late by what is left of them."""
-        self.paused_until = max(self.paused_until, self.runtime.kernel.now + seconds)
+        now = self.runtime.kernel.now
+        before = max(now, self.paused_until)
+        self.paused_until = max(before, now + seconds)
         for computation in self.running:
-            computation.finish += seconds
+            computation.finish += self.paused_until - before
 
     def slow_down(self, factor: float) -> None:
         """From now on everything takes `factor` times as long as the cluster says."""
-        now = self.runtime.kernel.now
+        begin = max(self.runtime.kernel.now, self.paused_until)
         change = factor / self.slowness
         self.slowness = factor
-        moved = list(self.running)
-        for computation in moved:
-            computation.finish = now + (computation.finish - now) * change
+        for computation in list(self.running):
+            computation.finish = begin + (computation.finish - begin) * change
             self.runtime.kernel.at(computation.finish, computation.due)
 
     def when_awake(self, callback: Callable[[], None]) -> None:
@@ -317,6 +327,14 @@ class RemoteCall(Operation[Reply]):
                     destination.copy_(tensor)
         reply.release()
         self.resolve(reply)
+
+    def concerns(self, node: VirtualNode, address: Address) -> bool:
+        return self._source is node or address.node == node.name
+
+    def lose(self, node: VirtualNode) -> None:
+        """`node` is gone: no answer will come from it, and nobody is there to hear one."""
+        if self._source is not node:
+            self._lost()
 
     def _lost(self) -> None:
         self.fail(PeerLost(f"{self._target.name} is gone; {self._source.name} had asked it for {self._call.method}"))
@@ -430,16 +448,17 @@ class VirtualRuntime:
 
     def lose(self, node: VirtualNode) -> None:
         """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told."""
+        ended = [call for call, address in self.in_flight.items() if call.concerns(node, address)]
+        for call in ended:
+            del self.in_flight[call]
         node.crash()
-        self.kernel.at(self.kernel.now + self.detection, lambda: self._tell_of(node))
+        self.kernel.at(self.kernel.now + self.detection, lambda: self._tell_of(node, ended))
 
-    def _tell_of(self, node: VirtualNode) -> None:
-        for call, address in list(self.in_flight.items()):
-            if address.node == node.name:
-                del self.in_flight[call]
-                call._lost()
-            elif call._source is node:
-                del self.in_flight[call]
+    def _tell_of(self, node: VirtualNode, ended: Sequence[RemoteCall]) -> None:
+        for call in ended:
+            call.lose(node)
+        if node.alive:
+            return  # it is back, and says so itself when it joins
         for members, meeting in self.groups.items():
             if node.rank in members and node.name.startswith("worker"):
                 meeting.lose(node.rank)

@@ -130,7 +130,7 @@ class VirtualGroup:
 
         def end(round_: Round) -> None:
             order = [round_.arrived[rank] for rank in meeting.ranks]
-            seconds = self._charge(kind, order[0][1].nbytes)
+            seconds = self._charge(kind, order[0][1])
 
             def finish() -> None:
                 for (waiting, _, _), result in zip(order, share([v for _, v, _ in order]), strict=True):
@@ -166,7 +166,7 @@ class VirtualGroup:
         runtime = self.node.runtime
         order = [round_.arrived[rank] for rank in self.meeting.ranks]
         started, ended = round_.started, round_.compute_ended
-        seconds = self._charge("all_reduce", order[0][1].values.nbytes)
+        seconds = self._charge("all_reduce", order[0][1].values)
         first_slice = max(started[r] + (ended[r] - started[r]) * (1 / 3 + 2 / 3 / SLICES) for r in self.ranks)
         last = max(ended.values())
         finish = max(last + seconds / SLICES, first_slice + seconds) if len(self.ranks) > 1 else last
@@ -183,6 +183,8 @@ class VirtualGroup:
 
         runtime.kernel.at(finish, deliver)
 
-    def _charge(self, kind: str, nbytes: int) -> float:
+    def _charge(self, kind: str, tensor: torch.Tensor) -> float:
         """Seconds that the collective takes on this cluster; its bytes are counted."""
-        return self.node.runtime.network.collective(kind, nbytes, [f"worker {rank}" for rank in self.ranks])
+        itemsize = tensor.nbytes // max(tensor.numel(), 1) or 1
+        names = [f"worker {rank}" for rank in self.ranks]
+        return self.node.runtime.network.collective(kind, tensor.nbytes, names, itemsize)

@@ -192,10 +192,10 @@ class Barrier:
         self._waiting.append(worker)
         return []
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:  # noqa: ARG002
+    def offer(self, worker: int, base: int) -> list[Verdict]:
         return [Accept(worker, self.version)]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:  # noqa: ARG002
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
         self._staged.append((worker, seq))
         self.clocks.advance(worker)
         return self._close_if_complete()
@@ -262,10 +262,10 @@ class Bounded:
         self._waiting.setdefault(needed, []).append(worker)
         return []
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:  # noqa: ARG002
+    def offer(self, worker: int, base: int) -> list[Verdict]:
         return [Accept(worker, self.version)]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:  # noqa: ARG002
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
         close = Close(self.version, ((worker, seq),))
         self.version += 1
         slowest = self.clocks.minimum

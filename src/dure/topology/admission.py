@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from dure.errors import Refused
+from dure.errors import Evicted, Refused
 from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
 from dure.sync.clock import Abort, Accept, Close, Policy, Refuse, Start, Verdict
 from dure.topology.ledger import Ledger
+from dure.topology.patience import EVICT_SECONDS, Patience
 
 
 class ClockService:
@@ -29,6 +30,9 @@ class ClockService:
     | `leave`  | worker, incarnation             | once everybody is released who waited for it       |
     | `status` |                                 | counters                                           |
 
+    While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
+    told, and whatever it still sends under its old incarnation is refused (`Evicted`).
+
     The version that a worker was started on is pinned, and so kept by the shards, until it stages an update, asks
     again or leaves.
     """
@@ -41,6 +45,7 @@ class ClockService:
         *,
         workers: Sequence[int] = (),
         reduce: str = "mean",
+        evict_seconds: float = EVICT_SECONDS,
     ) -> None:
         self.node = node
         self.policy = policy
@@ -49,6 +54,9 @@ class ClockService:
         self.waits = 0
         self.refused = 0
         self.lost_workers: list[int] = []
+        self.on_evicted: Callable[[int], None] = lambda worker: None
+        self._patience = Patience(node.now, evict_seconds)
+        self._guarding = False
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)
         self._expected = set(workers)
@@ -81,7 +89,7 @@ class ClockService:
             raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self._methods)}.')
         return method(call)
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:  # noqa: ARG002
+    def expects(self, method: str) -> Sequence[TensorSpec]:
         return ()
 
     # ---- what workers say
@@ -98,6 +106,7 @@ class ClockService:
             if self.policy is not None:
                 self._carry_out(self.policy.join(worker))
         self._pin(worker, self._version)
+        self._patience.begin(worker)
         clock = 0 if self.policy is None else self.policy.clocks[worker]
         return Reply({"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]})
 
@@ -110,6 +119,7 @@ class ClockService:
             if started is not None:
                 return started
             self.waits += 1
+            self._guard()
             waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
         return _later(waiting)
 
@@ -126,6 +136,7 @@ class ClockService:
         seq = fields["seq"]
         if self._ledger.first_time(worker, fields["incarnation"], seq):
             self._unpin(worker)
+            self._patience.step(worker)
             self._open.setdefault(worker, set()).add(seq)
             self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
         return Reply()
@@ -146,14 +157,37 @@ class ClockService:
         """A node is gone, says the runtime: if it is a worker's, the worker leaves the clock."""
         kind, _, rank = node.partition(" ")
         if kind == "worker" and rank.isdigit() and int(rank) in self.live:
-            self.evict(int(rank))
+            self.lost_workers.append(int(rank))
+            self._remove(int(rank))
 
     def evict(self, worker: int) -> None:
-        """Go on without `worker`; it comes back only by joining, under a new incarnation."""
+        """Go on without `worker`, which has stopped; it comes back only by joining, under a new incarnation."""
         self.lost_workers.append(worker)
         self._remove(worker)
+        self.on_evicted(worker)
 
-    def _status(self, call: Call) -> Reply:  # noqa: ARG002
+    def _guard(self) -> None:
+        """Somebody begins to wait: see to it that it is not for ever."""
+        if not self._guarding:
+            self._guarding = True
+            self.node.spawn(self._watch_over(), "the clock's eye on who makes no progress")
+
+    async def _watch_over(self) -> None:
+        """While anybody waits."""
+        node, patience = self.node, self._patience
+        while self._asking or self._offering:
+            for worker in patience.late(self._busy()):
+                self.evict(worker)
+            due = node.now() + patience.wait(self._busy())
+            await node.sleep(due - node.now(), background=True)
+            if node.now() > due + patience.seconds / 4:
+                patience.begin_again()
+        self._guarding = False
+
+    def _busy(self) -> list[int]:
+        return [worker for worker in sorted(self.live) if worker not in self._asking and worker not in self._offering]
+
+    def _status(self, call: Call) -> Reply:
         clocks = {} if self.policy is None else {str(w): self.policy.clocks[w] for w in sorted(self.live)}
         return Reply(
             {
@@ -170,7 +204,7 @@ class ClockService:
         """The worker who calls, if it is in."""
         worker: int = call.fields["worker"]
         if worker not in self.live or call.fields["incarnation"] != self.incarnations[worker]:
-            raise Refused(f"worker {worker} is not in under incarnation {call.fields['incarnation']}: join first.")
+            raise Evicted(f"worker {worker} is not in under incarnation {call.fields['incarnation']}: join first.")
         if self._expected:
             self._expected.discard(worker)
         while self._outstanding and self._outstanding[0].done:
@@ -190,7 +224,7 @@ class ClockService:
         for waiting in (self._asking, self._offering, self._watching):
             promise = waiting.pop(worker, None)
             if promise is not None:
-                promise.fail(Refused(f"worker {worker} was taken off the clock: join again."))
+                promise.fail(Evicted(f"worker {worker} was taken off the clock: join again."))
         if self.policy is not None:
             self._carry_out(self.policy.leave(worker))
         keep = sorted(self._open.pop(worker, ()))
@@ -208,6 +242,7 @@ class ClockService:
                 continue
             if isinstance(verdict, Start):
                 self._pin(verdict.worker, verdict.version)
+                self._patience.begin(verdict.worker)
             elif isinstance(verdict, Refuse):
                 self.refused += 1
             promise = self._waiting_for(verdict).pop(verdict.worker, None)
@@ -303,6 +338,8 @@ class ClockService:
         self._version, self._floor = int(state["version"]), state["floor"]
         self.incarnations = {int(worker): int(incarnation) for worker, incarnation in state["incarnations"]}
         self.live, self._expected = set(state["live"]), set()
+        for worker in self.live:
+            self._patience.begin(worker)
         self._open = {int(worker): set(seqs) for worker, seqs in state["open"]}
         self._ledger.restore(state["ledger"])
         self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])

@@ -181,9 +181,8 @@ class ServerClient:
             raise Refused(reply.fields["reason"])
         return group
 
-    async def _withdraw(self, seq: int) -> None:
+    async def _withdraw(self, fields: Mapping[str, Any]) -> None:
         """Take back what other shards have staged of a refused update."""
-        fields: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
         for shard in self.servers.shards:
             with suppress(RemoteError):
                 await self.node.call(shard, "withdraw", timeout=self.timeout, **fields)

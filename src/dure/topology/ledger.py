@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dure.errors import Refused
+from dure.errors import Evicted, Refused
 
 AHEAD = 1000
 """How many sequence numbers a worker may skip: what is further ahead is no lost message but nonsense."""
@@ -26,7 +26,7 @@ class Ledger:
         self._holes: dict[int, set[int]] = {}
 
     def first_time(self, worker: int, incarnation: int, seq: int) -> bool:
-        """Whether this update has not been seen before; now it has. Raises `Refused` for one of a past life."""
+        """Whether this update has not been seen before; now it has. Raises `Evicted` for one of a past life."""
         self.check(worker, incarnation)
         last = self._last.get(worker, 0)
         if seq == last + 1:
@@ -50,7 +50,7 @@ class Ledger:
         if known == incarnation:
             return
         if known is not None and incarnation < known:
-            raise Refused(f"incarnation {incarnation} of worker {worker} is over, {known} is known: join again.")
+            raise Evicted(f"incarnation {incarnation} of worker {worker} is over, {known} is known: join again.")
         self.fence(worker, incarnation)
 
     def fence(self, worker: int, incarnation: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dure.errors import Refused
+from dure.errors import Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
 from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.topology.admission import ClockService
@@ -342,11 +342,11 @@ class Shard:
             promise = self.node.promise(f"version {version} of the shard at {self.node.name}")
             self._awaited.setdefault(version, []).append(promise)
             return _later(promise)
-        raise Refused(
-            f"version {version} is gone from {self.node.name}, which is at {self.version}; ask the clock again."
+        raise Evicted(  # versions that somebody was started on are kept
+            f"version {version} is gone from {self.node.name}, which is at {self.version}: join again."
         )
 
-    def _status(self, call: Call) -> Reply:  # noqa: ARG002
+    def _status(self, call: Call) -> Reply:
         log = None if self.log is None else [list(entry) for entry in self.log]
         return Reply(
             {

@@ -42,6 +42,7 @@ class World:
 
     def __init__(self):
         self.wires = []
+        self.nearby = True
 
     def wire(self, name, host=None, *, rank=0, incarnation=0, job="job", about=None, limits=None, key=None):
         identity = Identity(job, name, rank, incarnation, about or {})
@@ -52,7 +53,7 @@ class World:
     def server(self, **options):
         host = Recorder()
         wire = self.wire("server 0", host, **options)
-        return wire, host, wire.listen()
+        return wire, host, wire.listen(nearby=self.nearby)
 
     def join(self, caller, server, port, name="server 0", timeout=5.0):
         """`caller` connects while `server` is turned."""

@@ -80,7 +80,9 @@ def resident():
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world):
+@pytest.mark.parametrize("nearby", [True, False])
+def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, nearby):
+    world.nearby = nearby
     server, host, port = world.server()
     bystander = world.wire("worker 0")
     world.join(bystander, server, port)

@@ -13,6 +13,11 @@ from dure.runtime.wire import Identity, Limits, Wire
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64"]
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["unix", "tcp"])
+def transport(request, world):
+    world.nearby = request.param
+
+
 def echo(call, respond):
     respond(Reply(call.fields, [tensor.clone() for tensor in call.tensors]))
 

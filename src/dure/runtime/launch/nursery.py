@@ -1,19 +1,22 @@
 """The process from which a run's processes on this machine are forked, and the launcher's end of it.
 
-    launcher ── starts ──> nursery: imports torch, loads the job once, then waits
+    launcher ── starts ──> nursery: imports torch (meanwhile the launcher does too)
+    launcher ── {"config": ...} ──> nursery: loads the job once, then waits
                               ├── fork ──> server 0
                               ├── fork ──> worker 0      milliseconds each; the data are shared, not copied
                               └── fork ──> worker 1
     launcher ── {"start": "worker 2", ...} ──> nursery ── {"exited": "worker 2", "status": -9} ──> launcher
 
-The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Every process
-of the run watches a pipe whose other end only the launcher holds: when the launcher is gone, however it went,
-they end at once. Requests are JSON lines.
+The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
+behind: when the launcher is gone, however it went, the nursery hears the end of its standard input and kills its
+children; when the nursery is gone, the system kills them (Linux), and each watches a pipe whose other end only the
+launcher holds. Requests are JSON lines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,8 +36,7 @@ from dure.errors import DureError
 STOP_SECONDS = 5.0
 """How long processes may take to end when they are told to."""
 
-LOOK_SECONDS = 0.2
-"""How often the nursery looks for processes that have ended."""
+_PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
@@ -42,30 +45,36 @@ class Nursery:
     `exited` maps names to exit statuses, negative for the signal that ended them.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
         self.exited: dict[str, int] = {}
         self.pids: dict[str, int] = {}
+        self._partial = b""
+        self._forked = False
         self._folder = tempfile.TemporaryDirectory(prefix="dure-")
-        self._life, self._sentinel = os.pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dure.runtime.launch.nursery", str(self._life)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._life],
-            start_new_session=True,
-            env=environment,
-        )
-        os.close(self._life)
+        life, self._sentinel = os.pipe()
+        with (Path(self._folder.name) / "nursery.err").open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dure.runtime.launch.nursery", str(life)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                pass_fds=[life],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        os.close(life)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._partial = b""
+
+    def load(self, config: Mapping[str, Any]) -> None:
+        """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`."""
         self._say({"config": dict(config), "logs": self._folder.name})
 
     def start(self, name: str, **arguments: Any) -> None:
         """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
         self.exited.pop(name, None)
         self.pids.pop(name, None)  # the end of one that had this name before is no news
+        self._forked = True
         self._say({"start": name, "arguments": arguments})
 
     def look(self) -> None:
@@ -82,7 +91,7 @@ class Nursery:
             elif self.pids.get(heard["exited"]) == heard["pid"]:
                 self.exited[heard["exited"]] = heard["status"]
         if self._process.poll() is not None:
-            raise DureError(f"the launcher's helper process ended unexpectedly (status {self._process.returncode}).")
+            raise self._ended()
 
     def last_words(self, name: str) -> str:
         """The last line that a process wrote to its standard error; empty if none."""
@@ -98,6 +107,8 @@ class Nursery:
     def close(self) -> None:
         """End whatever still runs."""
         assert self._process.stdin is not None
+        if not self._forked:
+            self._process.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -124,7 +135,14 @@ class Nursery:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise DureError("the launcher's helper process is gone; see its message above.") from error
+            self._process.wait(STOP_SECONDS)
+            raise self._ended() from error
+
+    def _ended(self) -> DureError:
+        status = self._process.returncode
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        words = self.last_words("nursery")
+        return DureError(f"the process that starts the others {how}{': ' + words if words else ''}. All are ended.")
 
 
 class _Forks:
@@ -137,11 +155,18 @@ class _Forks:
 
     def serve(self, main: Callable[..., None]) -> None:
         """Until the launcher closes our standard input; then end all children."""
+        ended, tell = os.pipe()  # the system writes to it when a child ends
+        os.set_blocking(ended, False)
+        os.set_blocking(tell, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
         pending = b""
         while True:
-            self._reap()
-            ready, _, _ = select.select([0], [], [], LOOK_SECONDS)
-            if not ready:
+            ready, _, _ = select.select([0, ended], [], [])
+            if ended in ready:
+                os.read(ended, 1 << 10)
+                self._reap()
+            if 0 not in ready:
                 continue
             piece = os.read(0, 1 << 16)
             if not piece:
@@ -150,10 +175,10 @@ class _Forks:
             *lines, pending = (pending + piece).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                if "start" in request:
-                    self._fork(main, request["start"], request["arguments"])
+                self._fork(main, request["start"], request["arguments"])
 
     def _fork(self, main: Callable[..., None], name: str, arguments: Mapping[str, Any]) -> None:
+        nursery = os.getpid()
         pid = os.fork()
         if pid:
             self.children[pid] = name
@@ -161,22 +186,31 @@ class _Forks:
             return
         status = 1
         try:
-            self._settle(name)
+            self._settle(name, nursery)
             main(name=name, **arguments)
             status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        except BaseException as error:  # noqa: BLE001  (told to the launcher, through our last words)
+            traceback.print_exception(error)
+            sys.stderr.write(" ".join("".join(traceback.format_exception_only(error)).split()) + "\n")
         finally:
-            if status:
-                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             sys.stderr.flush()
             os._exit(status)
 
-    def _settle(self, name: str) -> None:
-        """In the child: own standard streams, and an eye on the launcher."""
-        log = os.open(self.logs / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    def _settle(self, name: str, nursery: int) -> None:
+        """In the child: own standard streams and signals, and an eye on launcher and nursery."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(self.logs / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDWR)
         for fd, target in ((0, null), (1, null), (2, log)):
             os.dup2(target, fd)
         threading.Thread(target=_watch, args=(self.life,), daemon=True, name="dure sentinel").start()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != nursery:
+            os._exit(1)
 
     def _reap(self) -> None:
         while self.children:
@@ -229,7 +263,8 @@ def main() -> None:
     forks.logs = Path(request["logs"])
     task, _ = resolve(TrainConfig.of(request["config"]))
     task.prepare()
-    forks.serve(lambda **arguments: member.main(task, **arguments))
+    forks.serve(lambda **arguments: member.main(task, member.Start.of(**arguments)))
+    os._exit(0)  # nothing is left to tidy up, and the launcher waits
 
 
 if __name__ == "__main__":

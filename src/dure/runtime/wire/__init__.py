@@ -6,7 +6,8 @@
 | `seal` | checksums and authentication of frames |
 | `staging` | tensors as bytes; memory for requests, within a budget |
 | `pump` | selector, timers, wake-ups, the helper thread |
-| `link` | one TCP connection |
+| `link` | one connection |
+| `nearby` | the short way between processes of one machine |
 | `inbound`, `outbound` | its host's end, its caller's end |
 | `wire` | `Wire`: all connections of a process |
 | `values` | what these speak of |

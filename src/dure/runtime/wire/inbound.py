@@ -245,7 +245,7 @@ class Inbound:
 
     def _receive_into(self, lease: Lease) -> None:
         self._lease = lease
-        self.link.parser.place([bytes_of(tensor) for tensor in lease.tensors])
+        self.link.parser.place(lease.memory.views)
 
     def _refuse(self, frame: Frame, error: Refused) -> None:
         self.shared.refused += 1

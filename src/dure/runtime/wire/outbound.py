@@ -8,10 +8,11 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
+from dure.errors import CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
 from dure.runtime.base import Reply
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.nearby import connect_nearby, is_loopback
 from dure.runtime.wire.seal import greeting_seals, session_seals
 from dure.runtime.wire.staging import announced, bytes_of, described, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.pump import Timer
 
-_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, CallTimeout, DamagedFrame)}
+_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, Evicted, CallTimeout, DamagedFrame)}
 
 
 class Pending:
     """A call on its way. It ends once: `on_done` on the owner's thread, or `cancel`, after which nothing is called."""
 
-    __slots__ = ("_outbound", "done", "into", "number", "on_done", "outgoing", "request", "timer")
+    __slots__ = ("_outbound", "done", "into", "number", "on_done", "outgoing", "request", "timer", "views")
 
     def __init__(self, outbound: Outbound | None, number: int, request: Request, on_done: OnDone) -> None:
         self._outbound = outbound
@@ -34,6 +35,7 @@ class Pending:
         self.request = request
         self.on_done = on_done
         self.into = [spec_of(tensor) for tensor in request.into]
+        self.views = [bytes_of(tensor) for tensor in request.into]
         self.outgoing: Outgoing | None = None
         self.timer: Timer | None = None
         self.done = False
@@ -65,8 +67,6 @@ class Outbound:
         """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
         pending = Pending(self, next(self._numbers), request, on_done)
         payload = [bytes_of(tensor) for tensor in request.tensors]
-        for tensor in request.into:
-            bytes_of(tensor)
         meta = encode_meta(
             {
                 "service": request.service,
@@ -206,7 +206,7 @@ class Outbound:
             error = self._expected(frame, pending)
             if error is None:
                 self._receiving = pending
-                self.link.parser.place([bytes_of(tensor) for tensor in pending.request.into])
+                self.link.parser.place(pending.views)
                 return
             self.finish(pending, error)
             self._abandoned[pending.number] = 0
@@ -242,6 +242,9 @@ class Outbound:
 
 def _begin(address: tuple[str, int]) -> socket.socket:
     """A socket on its way to `address`. Raises `PeerLost` when that fails at once."""
+    near = connect_nearby(address[1]) if is_loopback(address[0]) else None
+    if near is not None:
+        return near
     try:
         family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

@@ -61,33 +61,60 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"a tensor of strides {tuple(tensor.stride())} can't travel: send tensor.contiguous().")
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type,unused-ignore]
+    flat = tensor.detach() if tensor.dim() == 1 else tensor.detach().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type,unused-ignore]
+
+
+class Memory:
+    """A buffer, cut into tensors; cutting it the same way again costs nothing."""
+
+    __slots__ = ("nbytes", "specs", "tensors", "views", "whole")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.whole = torch.empty(nbytes, dtype=torch.uint8)
+        self.specs: Sequence[TensorSpec] = ()
+        self.tensors: list[torch.Tensor] = []
+        self.views: list[memoryview] = []
+
+    def cut(self, specs: Sequence[TensorSpec]) -> None:
+        """Lay out tensors of `specs`, and their bytes, one after the other."""
+        if specs == self.specs:
+            return
+        view = bytes_of(self.whole)
+        self.specs, self.tensors, self.views = list(specs), [], []
+        offset = 0
+        for spec in specs:
+            stop = offset + nbytes_of(spec)
+            self.tensors.append(self.whole[offset:stop].view(dtype_of(spec)))
+            self.views.append(view[offset:stop])
+            offset += _aligned(stop - offset)
 
 
 class Lease:
-    """Memory of one request, cut into its tensors, until `release`."""
+    """Memory of one request until `release`."""
 
-    __slots__ = ("_memory", "_staging", "tensors")
+    __slots__ = ("_staging", "memory")
 
-    def __init__(self, staging: Staging | None, memory: torch.Tensor, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, staging: Staging | None, memory: Memory) -> None:
         self._staging = staging
-        self._memory = memory
-        self.tensors: list[torch.Tensor] = []
-        offset = 0
-        for spec in specs:
-            size = nbytes_of(spec)
-            self.tensors.append(memory[offset : offset + size].view(dtype_of(spec)))
-            offset += _aligned(size)
+        self.memory = memory
 
     @staticmethod
     def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
         """For tensors without elements."""
-        return Lease(None, torch.empty(0, dtype=torch.uint8), specs)
+        memory = Memory(0)
+        memory.cut(specs)
+        return Lease(None, memory)
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.memory.tensors
 
     def release(self) -> None:
         """Give the memory back. Doing so twice changes nothing."""
         if self._staging is not None:
-            self._staging.give_back(self._memory)
+            self._staging.give_back(self.memory)
             self._staging = None
 
 
@@ -101,7 +128,7 @@ class Staging:
         self.budget_nbytes = budget_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
-        self._idle: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # by size; least recently used first
+        self._idle: OrderedDict[int, list[Memory]] = OrderedDict()  # by size; least recently used first
         self._idle_nbytes = 0
 
     def take(self, specs: Sequence[TensorSpec]) -> Lease | None:
@@ -113,20 +140,21 @@ class Staging:
         memory = self._recycled(size)
         if memory is None:
             self._shrink(size)
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = Memory(size)
         self.held_nbytes += size
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
-        return Lease(self, memory, specs)
+        memory.cut(specs)
+        return Lease(self, memory)
 
-    def give_back(self, memory: torch.Tensor) -> None:
-        size = memory.numel()
+    def give_back(self, memory: Memory) -> None:
+        size = memory.nbytes
         self.held_nbytes -= size
         if self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
             self._idle.setdefault(size, []).append(memory)
             self._idle.move_to_end(size)
             self._idle_nbytes += size
 
-    def _recycled(self, size: int) -> torch.Tensor | None:
+    def _recycled(self, size: int) -> Memory | None:
         buffers = self._idle.get(size)
         if not buffers:
             return None

@@ -1,4 +1,4 @@
-"""The wire of one process: it calls, and is called, over one TCP connection per caller and host.
+"""The wire of one process: it calls, and is called, over one connection per caller and host.
 
 No threads of its own: `poll` does everything, in the caller's thread, in bounded turns.
 
@@ -8,7 +8,7 @@ No threads of its own: `poll` does everything, in the caller's thread, in bounde
     while waiting:
         wire.poll(1.0)
 
-A push and a pull of 100 MB take what Gloo's bare send and receive take; see `docs/decisions/0002-bulk-over-tcp.md`.
+How fast, and why not over Gloo: see `docs/decisions/0002-bulk-over-tcp.md`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dure.errors import CallTimeout, PeerLost, UsageError
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
+from dure.runtime.wire.nearby import is_loopback, is_mine, listen_nearby
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.pump import Pump
 from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
@@ -87,8 +88,10 @@ class Wire:
             inbound.link.queue or not inbound.link.parser.idle for inbound in self._callers.open.values()
         )
 
-    def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False) -> int:
+    def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False, nearby: bool = True) -> int:
         """Take calls on the interface with address `host`; the port, chosen by the system when 0.
+
+        On a loopback address callers come over a Unix socket where they can (`nearby`), else over TCP.
 
         Raises `UsageError` for an address that means every interface, unless `everywhere` says it is meant.
         """
@@ -99,8 +102,10 @@ class Wire:
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=1024)
-        self._listeners.append(_Listener(self._shared, self._callers, sock))
-        return int(sock.getsockname()[1])
+        port = int(sock.getsockname()[1])
+        near = listen_nearby(port) if nearby and is_loopback(host) else None
+        self._listeners += [_Listener(self._shared, self._callers, each) for each in (sock, near) if each is not None]
+        return port
 
     def connect(self, name: str, host: str, port: int, timeout: float = 10.0) -> Identity:
         """Connect to the host called `name`; who it says it is. Serves others meanwhile.
@@ -223,6 +228,7 @@ class _Listener:
         self._shared = shared
         self._callers = callers
         self._sock = sock
+        self._nearby = sock.family not in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
         shared.pump.watch(sock, selectors.EVENT_READ, self)
 
@@ -237,7 +243,10 @@ class _Listener:
                     self._rest()
                     return
                 continue  # that one connection broke before it was accepted
-            Inbound(self._shared, self._callers, sock)
+            if self._nearby and not is_mine(sock):
+                sock.close()
+            else:
+                Inbound(self._shared, self._callers, sock)
 
     def close(self) -> None:
         self._shared.pump.watch(self._sock, 0, self)

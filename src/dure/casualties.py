@@ -1,0 +1,105 @@
+"""Who died in a real run, and of what; and whether that ends the run.
+
+A death is noticed by its connection, in milliseconds, and explained by the launcher a moment later: what ends a run is
+told once it is explained. A worker's death ends a run only where everybody is needed; a failure that a worker reports
+itself ends every run, but one that a death explains better is not worth telling.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from dure import errors
+from dure.errors import DureError, RemoteError
+
+if TYPE_CHECKING:
+    from dure.process_run import Launcher
+    from dure.runtime.base import Loop
+
+EXPLAIN_SECONDS = 1.0
+"""How long to wait for the launcher's word on a death."""
+
+_RESUME = "Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
+
+log = logging.getLogger("dure")
+
+
+class Casualties:
+    """The dead by name, with what their connection said; failures that workers have reported.
+
+    `needed` says whether the run can't go on without each of its workers.
+    """
+
+    def __init__(self, launcher: Launcher, loop: Loop, strategy: str, *, needed: bool) -> None:
+        self.dead: dict[str, str] = {}
+        self.causes: dict[str, str] = {}
+        self.failures: dict[str, DureError] = {}
+        self._launcher = launcher
+        self._loop = loop
+        self._strategy = strategy
+        self._needed = needed
+        self._unexplained: set[str] = set()
+
+    def died(self, name: str, reason: str) -> None:
+        self.dead[name] = reason
+        self._wait_for(name)
+
+    def failed(self, name: str, kind: str, message: str) -> None:
+        """What a worker says that it ended with; `kind` is a class of `errors`."""
+        self.failures[name] = getattr(errors, kind, DureError)(message if name in message else f"{name}: {message}")
+        self._wait_for(f"{name} failed")
+
+    def returned(self, name: str) -> None:
+        """It has been started again."""
+        self._explain(name)
+        self.dead.pop(name, None)
+
+    def look(self) -> None:
+        """Tell of the deaths that are explained by now."""
+        for name in self.dead.keys() - self.causes.keys():
+            if self._explained(name) and name not in self.failures:
+                self._explain(name)
+                log.warning("%s died: %s.", name, self.causes[name])
+
+    def check(self, workers: Collection[str]) -> None:
+        """Raise what ends the run."""
+        own = [error for error in self.failures.values() if not isinstance(error, RemoteError)]
+        if own:
+            raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
+        for name in self.dead:
+            fatal = name.startswith("server") or self._needed
+            if fatal and name not in self.failures and self._explained(name):
+                loss = "its part of the model is gone" if name.startswith("server") else f"{self._strategy} needs everybody"
+                raise DureError(f"{name} died: {self.cause(name)}; {loss}. {_RESUME}")
+        if workers and all(name in self.dead for name in workers):
+            first = next(iter(name for name in self.dead if name in workers))
+            if self._explained(first):
+                raise DureError(f"all workers died; the first of them, {first}: {self.cause(first)}.")
+        for name, error in self.failures.items():
+            if self._explained(f"{name} failed"):
+                raise error
+
+    def cause(self, name: str) -> str:
+        """In words, as well as it is known."""
+        status = self._launcher.exited.get(name)
+        if status is None:
+            return self.dead.get(name, "")
+        if status < 0:
+            return f"killed by signal {-status} ({signal.Signals(-status).name})"
+        if status == 0:
+            return "it ended, with exit status 0, before its work was done"
+        return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
+
+    def _explain(self, name: str) -> None:
+        if name in self.dead:
+            self.causes[name] = self.cause(name)
+
+    def _explained(self, what: str) -> bool:
+        return what in self._launcher.exited or what not in self._unexplained
+
+    def _wait_for(self, what: str) -> None:
+        self._unexplained.add(what)
+        self._loop.after(EXPLAIN_SECONDS, lambda: self._unexplained.discard(what))

@@ -1,0 +1,116 @@
+"""The group's mean gradient, exchanged while a backward() that is not ours computes it.
+
+    method stands at mean_gradient()      hooks armed
+    user's loss.backward()
+        first parameter complete          say "step" (agreement)
+        slice complete                    times this rank's share, all_reduce under way
+        end of backward                   wait for all: grads hold the mean, so clipping clips the mean
+    user's replica.step()                 the method goes on with it
+
+Without a backward (a skipped step, the end) the same operations are started by `complete`, so that every rank always
+takes part in the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import UsageError
+from dure.runtime.agreement import Agreement, Intention, going_on
+from dure.runtime.overlap import Overlap
+
+if TYPE_CHECKING:
+    from dure.replica import Replica
+    from dure.runtime.base import Group, Operation
+    from dure.runtime.process import ProcessNode
+
+
+class Exchange:
+    """Turns the gradient in `replica.grads` into the mean over `group`, in which this rank weighs `share`.
+
+    `failed` is told of an error that is raised in the middle of the user's backward.
+    """
+
+    def __init__(
+        self,
+        node: ProcessNode,
+        group: Group,
+        replica: Replica,
+        share: float,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._replica = replica
+        self._share = share
+        self._failed = failed
+        self._agreement = Agreement(group, replica.device)
+        self._overlap = Overlap(replica)
+        self._said: Operation[torch.Tensor] | None = None
+        self.going: bool | None = None
+
+    def arm(self) -> None:
+        """The next backward is exchanged. `going` says, once it is over, whether everybody went on."""
+        self.going = None
+        self._said = None
+        self._overlap.arm(self._launch, self._begin)
+
+    def disarm(self) -> None:
+        """Let gradients gather in `grads`, as hooks that do nothing would."""
+        self._overlap.disarm()
+
+    def complete(self, mine: Intention) -> bool:
+        """Exchange what is in `grads` now, unless a backward has done so; whether everybody goes on."""
+        if self.going is None:
+            if not self._overlap.armed:
+                self.arm()
+            self._said = self._agreement.start(mine)
+            self._wait()
+        self._overlap.disarm()
+        assert self.going is not None
+        return self.going
+
+    def close(self) -> None:
+        self._overlap.close()
+
+    def _begin(self) -> None:
+        self._said = self._agreement.start("step")
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
+        part *= self._share
+        return self._group.all_reduce(part)
+
+    def _after_backward(self) -> None:
+        try:
+            self._wait()
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self._overlap.arm(_never, _refuse)
+
+    def _wait(self) -> None:
+        assert self._said is not None
+        operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
+        self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
+        self.going = going_on(self._said.result())
+
+
+async def _all(operations: Sequence[Operation[Any]]) -> None:
+    for operation in operations:
+        await operation
+
+
+def _never(_: torch.Tensor) -> None:
+    raise AssertionError
+
+
+def _refuse() -> None:
+    raise UsageError(
+        "backward() ran twice before replica.step(), and its first gradient has been exchanged already. Write "
+        "`with replica.accumulate():` around all but the last backward of a step. Where a gradient scaler skipped the "
+        "step, write replica.step(scaler) in place of scaler.step(optimizer)."
+    )

@@ -1,0 +1,121 @@
+"""Joining what `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) has started.
+
+A process without these variables is a world of one. Ranks meet at the engine's store, where each leaves notes, JSON
+values, for the others; whoever fails leaves a note as well, so that nobody waits for what will never come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from dure.errors import CallTimeout, PeerLost, UsageError
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+MEETING_SECONDS = 120.0
+"""How long the others may take to come up."""
+
+LOOK_SECONDS = 0.02
+"""How often a rank looks for a note that is not there yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands among those that were started together. `master` is None in a world of one."""
+
+    rank: int = 0
+    world_size: int = 1
+    master: str | None = None
+
+    @property
+    def interface(self) -> str:
+        """The address of this machine on the way to the master: where others reach this process."""
+        if self.master is None:
+            return "127.0.0.1"
+        family, kind, _, _, address = socket.getaddrinfo(self.master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: asks the system for a route
+            return str(probe.getsockname()[0])
+
+
+def place(environ: Mapping[str, str] = os.environ) -> Place:
+    """This process's place, as its environment tells. Raises `UsageError` where that makes no sense."""
+    given = [name for name in NEEDED if environ.get(name)]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return Place()
+    missing = [name for name in NEEDED if name not in given]
+    if missing:
+        raise UsageError(
+            f"the environment sets {', '.join(given)} and not {', '.join(missing)}: start with torchrun, which sets all, "
+            "or unset RANK and WORLD_SIZE to train alone."
+        )
+    rank, world_size = (_whole(name, environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < world_size:
+        raise UsageError(f"RANK must be from 0 to {world_size - 1} (WORLD_SIZE is {world_size}), it is {rank}.")
+    return Place(rank, world_size, environ["MASTER_ADDR"] if world_size > 1 else None)
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise UsageError(f"the environment variable {name} must be a whole number, it is {text!r}.")
+    return int(text)
+
+
+class Meeting:
+    """A store where the ranks at `place` leave notes for each other under keys; every wait is bounded.
+
+    `topic` and how often a rank has met under it keep one meeting apart from the next. `store` is the engine's.
+    """
+
+    def __init__(self, place: Place, topic: str) -> None:
+        import torch.distributed as dist
+
+        self.place = place
+        base = _engine_store(place)
+        number = base.add(f"dure/{topic}/{place.rank}", 1)
+        self.store = dist.PrefixStore(f"dure/{topic}/meeting {number}", base)  # type: ignore[attr-defined]
+
+    def put(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def get(self, key: str, seconds: float = MEETING_SECONDS) -> Any:
+        """The note under `key`, once it is there. Raises `PeerLost` if some rank has failed, `CallTimeout`."""
+        deadline = time.monotonic() + seconds
+        while not self.store.check([key]):
+            reason = self.failure()
+            if reason is not None:
+                raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
+            if time.monotonic() > deadline:
+                raise CallTimeout(f"rank {self.place.rank} waited {seconds:g} s for {key!r} from the other ranks.")
+            time.sleep(LOOK_SECONDS)
+        return json.loads(self.store.get(key))
+
+    def exchange(self, key: str, mine: Any) -> list[Any]:
+        """What every rank has put under `key`, by rank; returns once all have."""
+        self.put(f"{key} {self.place.rank}", mine)
+        return [self.get(f"{key} {rank}") for rank in range(self.place.world_size)]
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody who waits, now or later, that this rank is out."""
+        self.put("failure", f"rank {self.place.rank} failed with {reason}")
+
+    def failure(self) -> str | None:
+        """What somebody has said of its failure."""
+        return json.loads(self.store.get("failure")) if self.store.check(["failure"]) else None
+
+
+def _engine_store(place: Place) -> Any:
+    import torch.distributed as dist
+
+    if place.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    meetings = dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS))  # type: ignore[attr-defined]
+    store, _, _ = next(meetings)
+    return store

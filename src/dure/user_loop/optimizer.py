@@ -1,0 +1,195 @@
+"""The user's optimizer: what it does at this rank, and the same as plain rules where servers do it.
+
+| `torch.optim` | on servers | what it must not have |
+|---|---|---|
+| `SGD` | `sgd`, or with `momentum` | dampening, maximize |
+| `Adagrad` | `adagrad` | lr_decay, initial_accumulator_value, maximize |
+| `Adam` | `adam` | amsgrad, maximize, decoupled_weight_decay (AdamW) |
+
+A shard holds a slice of the model, so only element-wise rules can run there, and of those the ones that
+`dure.optim` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate
+travels with every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dure.errors import UsageError
+from dure.optim import OptimizerSpec, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dure.replica import Replica
+
+
+class _Rule(NamedTuple):
+    """`name` in `dure.optim`; the hyper-parameters that it has too, and those that must be off."""
+
+    name: str
+    keeps: tuple[str, ...]
+    off: tuple[str, ...]
+
+
+_RULES: Mapping[type[torch.optim.Optimizer], _Rule] = {
+    torch.optim.SGD: _Rule("sgd", ("lr", "momentum", "nesterov", "weight_decay"), ("dampening", "maximize")),
+    torch.optim.Adagrad: _Rule(
+        "adagrad", ("lr", "weight_decay", "eps"), ("lr_decay", "initial_accumulator_value", "maximize")
+    ),
+    torch.optim.Adam: _Rule(
+        "adam", ("lr", "betas", "weight_decay", "eps"), ("amsgrad", "maximize", "decoupled_weight_decay")
+    ),
+}
+_WORKS = "SGD, SGD with momentum or nesterov, Adagrad and Adam run on servers"
+_ELSE = "With another, use a method whose steps are local: sync=\"bsp\" over collectives, or sync=\"averaging\"."
+
+
+class UserOptimizer:
+    """A `LocalOptimizer`: the step that the user's optimizer takes on the replica's module.
+
+    Only `apply` may make it step: a call of `optimizer.step()` from outside would move one replica and no other, and
+    is refused. `pausing` makes `apply` do nothing.
+    """
+
+    spec = OptimizerSpec()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
+        _check_owner(optimizer, replica)
+        self.optimizer = optimizer
+        self.pausing = False
+        self.stepped = False
+        self._replica = replica
+        self._mine = False
+        self._hook = optimizer.register_step_pre_hook(self._guard)
+
+    def apply(
+        self, values: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, *, lr: float | Sequence[float] | None = None
+    ) -> None:
+        replica = self._replica
+        assert values is out is replica.params, "a user's optimizer steps on the module that it was given"
+        self.stepped = True
+        if self.pausing:
+            return
+        if gradient is not replica.grads:
+            replica.grads.copy_(gradient)
+        with self._stepping():
+            self.optimizer.step()
+
+    def touch(self) -> None:
+        """A step without any gradients: it changes nothing, and schedulers see that one was made."""
+        gradients = [parameter.grad for parameter in self._replica.parameters]
+        for parameter in self._replica.parameters:
+            parameter.grad = None
+        try:
+            with self._stepping():
+                self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(self._replica.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Nothing: the user saves it, as `optimizer.state_dict()`."""
+        return {}, {}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Nothing: the user loads it."""
+
+    def close(self) -> None:
+        """Let the user's own calls of `step` through again."""
+        self._hook.remove()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._mine = True
+        try:
+            yield
+        finally:
+            self._mine = False
+
+    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        if not self._mine:
+            raise UsageError(
+                "optimizer.step() was called while its model is attached, which would move this replica alone. Write "
+                "replica.step() in its place, or replica.step(scaler) in place of scaler.step(optimizer)."
+            )
+
+
+class ServerRule:
+    """The user's optimizer as servers are to apply it. Raises `UsageError` where they cannot.
+
+    `spec` is the rule, `segments` its hyper-parameters by parameter group, `rates()` the present rate of each group.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
+        self._groups = optimizer.param_groups
+        self._rule = _rule_of(optimizer)
+        _check_options(optimizer, self._rule)
+        self._fixed = [self._hyper_parameters(group) for group in self._groups]
+        self.spec = OptimizerSpec(self._rule.name, **self._fixed[0])
+        self.segments = self._segments(replica)
+
+    def rates(self) -> list[float]:
+        """The rate of each group, and zero for parameters of none. Raises `UsageError` if something else changed."""
+        for number, (group, fixed) in enumerate(zip(self._groups, self._fixed, strict=True)):
+            now = self._hyper_parameters(group)
+            changed = [name for name in now if name != "lr" and now[name] != fixed[name]]
+            if changed:
+                name = changed[0]
+                raise UsageError(
+                    f"{name} of parameter group {number} went from {fixed[name]} to {now[name]}. Over servers only the "
+                    "rate may change while training; a OneCycleLR needs cycle_momentum=False."
+                )
+        return [*(float(group["lr"]) for group in self._groups), 0.0]
+
+    def _hyper_parameters(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: group[name] for name in self._rule.keeps}
+        return {**found, "lr": float(group["lr"])}
+
+    def _segments(self, replica: Replica) -> list[Segment]:
+        """Neighboring layers of one group are one segment."""
+        group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        segments: list[Segment] = []
+        for layer, parameter in zip(replica.layers, replica.parameters, strict=True):
+            number = group_of.get(id(parameter), len(self._groups))
+            fixed = self._fixed[number] if number < len(self._groups) else {"lr": 0.0}
+            if segments and segments[-1].group == number:
+                segments[-1] = segments[-1]._replace(stop=layer.stop)
+            else:
+                segments.append(Segment(layer.start, layer.stop, fixed, number))
+        return segments
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
+    rule = _RULES.get(type(optimizer))
+    if rule is None:
+        kind = type(optimizer).__name__
+        raise UsageError(f"{_WORKS}, element by element; {kind} does not. {_ELSE}")
+    return rule
+
+
+def _check_options(optimizer: torch.optim.Optimizer, rule: _Rule) -> None:
+    for group in optimizer.param_groups:
+        for name in rule.off:
+            if group.get(name):
+                raise UsageError(f"{_WORKS}, but not {type(optimizer).__name__} with {name}={group[name]}. {_ELSE}")
+    if any(optimizer.state.values()):
+        raise UsageError(
+            f"this {type(optimizer).__name__} has taken steps, and servers would start without its state. Attach with a "
+            f"fresh optimizer. {_ELSE}"
+        )
+
+
+def _check_owner(optimizer: torch.optim.Optimizer, replica: Replica) -> None:
+    mine = {id(parameter) for parameter in replica.module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        strange = [tuple(each.shape) for each in group["params"] if id(each) not in mine]
+        if strange:
+            raise UsageError(
+                f"parameter group {number} of the optimizer has a parameter of shape {strange[0]} that is none of the "
+                "model's. Attach the module that holds all that is trained, with an optimizer of its parameters."
+            )

@@ -1,0 +1,81 @@
+"""Gradients that a loop of the user's own computes: between two steps, a method waits here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dure.runtime.base import EndOfWork, Operation
+from dure.runtime.gradients import Gradient
+
+if TYPE_CHECKING:
+    from dure.replica import Replica
+    from dure.runtime.exchange import Exchange
+    from dure.runtime.process import ProcessNode
+    from dure.worker import Worker
+
+
+class LoopSource:
+    """A `GradientSource`: the method's request is pending until the user's next `step()`.
+
+    `batch_size` is this rank's weight. `exchange` makes the group's mean of a gradient, None in a world of one.
+    """
+
+    def __init__(self, node: ProcessNode, replica: Replica, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.exchange: Exchange | None = None
+        self.wants_mean = False
+        self._node = node
+        self._replica = replica
+        self._pending: Operation[Gradient] | None = None
+        self._asked: Operation[None] = node.promise("the method to ask for a gradient")
+
+    @property
+    def asked(self) -> Operation[None]:
+        """Done once the method stands at a request."""
+        return self._asked
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the pending gradient is to be the group's mean, and is made during backward."""
+        return self.wants_mean and self.exchange is not None
+
+    def gradient(self, worker: Worker) -> Operation[Gradient]:
+        return self._ask(worker, mean=False)
+
+    def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
+        return self._ask(worker, mean=True)
+
+    def give(self) -> None:
+        """Go on with what is in the replica's `grads`, which stays the replica's where it is the mean."""
+        replica = self._replica
+        buffers = replica.buffers_flat()
+        values = replica.grads if self.wants_mean else replica.grads.clone()
+        self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers if buffers.numel() else None))
+
+    def end(self) -> None:
+        """There is no more work."""
+        self._answer().fail(EndOfWork())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing: the loop is the user's."""
+
+    def _ask(self, worker: Worker, *, mean: bool) -> Operation[Gradient]:
+        worker.settle(self._replica.params)
+        if worker.buffers is not None:
+            self._replica.load_buffers(worker.buffers)
+        self.wants_mean = mean
+        if self.exchange is not None and mean:
+            self.exchange.arm()
+        self._pending = self._node.promise("the user's next step()")
+        self._asked.resolve()
+        return self._pending
+
+    def _answer(self) -> Operation[Gradient]:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._asked = self._node.promise("the method to ask for the next gradient")
+        return pending

@@ -1,0 +1,123 @@
+"""Runs whose final parameters a test can see, and jobs whose arithmetic is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.checkpoint import Part
+from dure.config import TrainConfig
+from dure.data.dataset import Data
+from dure.job import Job
+from dure.optim import OptimizerSpec
+from dure.outcome import Outcome, summary
+from dure.process_run import run_processes
+from dure.runtime.cluster import Cluster
+from dure.task import Task
+from dure.train import AtHand, resolve
+from dure.virtual_run import VirtualRun, Watch
+
+
+@dataclass
+class Finished:
+    """A run that is over: `params` are what it delivered, `rows` its history."""
+
+    task: Task
+    outcome: Outcome
+    rows: list[dict[str, Any]]
+    states: list[tuple[int, dict[str, Part]]] = field(default_factory=list)
+
+    @property
+    def params(self) -> Tensor:
+        assert self.outcome.params is not None
+        return self.outcome.params
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return summary(self.task, self.outcome, "virtual")
+
+    @property
+    def seconds(self) -> float:
+        return self.outcome.totals.seconds
+
+
+def resolved(job: str | Job, strategy: str, cluster: Cluster | None = None, **options: Any) -> tuple[Task, Any]:
+    config = TrainConfig(job=job if isinstance(job, str) else "given", strategy=strategy, **options)
+    return resolve(config, AtHand(job=None if isinstance(job, str) else job, cluster=cluster))
+
+
+def virtual(job: str | Job, strategy: str, cluster: Cluster | None = None, **options: Any) -> Finished:
+    """A run in virtual time, without a folder."""
+    task, cluster = resolved(job, strategy, cluster, on="virtual", **{"eval_every": 1000} | options)
+    assert cluster is not None
+    rows: list[dict[str, Any]] = []
+    return Finished(task, VirtualRun(task, cluster, Watch(row=rows.append)).run(), rows)
+
+
+def local(job: str, strategy: str, **options: Any) -> Finished:
+    """A run on processes of this machine, without a folder."""
+    task, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
+    rows: list[dict[str, Any]] = []
+    return Finished(task, run_processes(task, Watch(row=rows.append), None, None, named=True), rows)
+
+
+class Bowls(nn.Module):
+    """A point w that starts at `start`; each sample is a pair (a, b) of its own for f(w) = 1/2 a w^2 - b w."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor([start], dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        a, b = inputs.unbind(dim=1)
+        return 0.5 * a * self.place * self.place - b * self.place
+
+
+def mean_output(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
+    return outputs.mean()
+
+
+def bowls(pairs: Sequence[tuple[float, float]], *, lr: float, start: float = 0.0) -> Job:
+    """One sample (a, b) per worker, whose gradient a w - b is exact."""
+    inputs = torch.tensor(pairs, dtype=torch.float64)
+    return Job(
+        name="bowls",
+        model=partial(Bowls, start),
+        loss=mean_output,
+        train=Data(inputs, torch.zeros(len(pairs), dtype=torch.float64)),
+        batch_size=1,
+        optimizer=OptimizerSpec(lr=lr),
+        split=Fixed(),
+    )
+
+
+class Fixed:
+    """Worker k's data are the k-th part of the samples, in order."""
+
+    def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Any]:  # noqa: ARG002
+        parts = torch.arange(len(targets)).tensor_split(len(batch_sizes))
+        return [Cycle(part, size) for part, size in zip(parts, batch_sizes, strict=True)]
+
+
+class Cycle:
+    """The same indices over and over."""
+
+    def __init__(self, indices: Tensor, batch_size: int) -> None:
+        self.indices, self.batch_size, self.position = indices, batch_size, 0
+
+    def next(self) -> Tensor:
+        taken = (torch.arange(self.batch_size) + self.position) % len(self.indices)
+        self.position += self.batch_size
+        return self.indices[taken]
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+

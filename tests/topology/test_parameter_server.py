@@ -1,0 +1,533 @@
+"""Shards, the clock's service and the client, over nodes without time."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from support.nodes import World
+
+from dure.errors import CallTimeout, Refused
+from dure.optim import FlatOptimizer, OptimizerSpec, Segment, restrict
+from dure.runtime.base import Address, Call, Ghost, Operation, Reply, Work
+from dure.sync.clock import Barrier, Bounded, Policy
+from dure.topology.ledger import Ledger
+from dure.topology.parameter_server import ClockService, Pulled, ServerClient, Servers, Shard
+from dure.topology.sharding import gather, split
+
+NUMEL = 41
+SPECS = [
+    OptimizerSpec("sgd", lr=0.1, weight_decay=0.01),
+    OptimizerSpec("momentum", lr=0.1, nesterov=True),
+    OptimizerSpec("adagrad", lr=0.1),
+    OptimizerSpec("adam", lr=0.1),
+    OptimizerSpec("assign"),
+]
+
+
+class Layer:
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+
+LAYERS = [Layer(0, 3), Layer(3, 20), Layer(20, 21), Layer(21, 30), Layer(30, 41)]
+
+
+def vector(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Fleet:
+    """A world with shards, a clock and clients."""
+
+    def __init__(
+        self,
+        shards: int = 2,
+        by: str = "memory",
+        spec: OptimizerSpec = SPECS[0],
+        policy: Policy | None = None,
+        workers: int = 2,
+        reduce: str = "mean",
+        values: torch.Tensor | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        self.world = World()
+        self.values = vector(0) if values is None else values
+        ranges = split(LAYERS, NUMEL, shards, by)  # type: ignore[arg-type]
+        nodes = [self.world.node(f"server {shard}") for shard in range(shards)]
+        self.shards = [
+            Shard(node, gather(self.values, part), spec, ranges=part, segments=restrict(segments, part), log=True)
+            for node, part in zip(nodes, ranges, strict=True)
+        ]
+        addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
+        self.clock = ClockService(nodes[0], policy, addresses, workers=range(workers), reduce=reduce)
+        clock = nodes[0].serve("clock", self.clock)
+        self.servers = Servers(addresses, ranges, clock, ordered=policy is not None)
+        self.clients = [self.client(worker) for worker in range(workers)]
+
+    def client(self, worker: int) -> ServerClient:
+        return ServerClient(self.world.node(f"worker {worker}"), worker, self.servers)
+
+    def run(self, coroutine: Any) -> Any:
+        return self.world.run(coroutine)
+
+    def model(self) -> torch.Tensor:
+        pulled: Pulled = self.run(self.clients[-1].pull(torch.empty_like(self.values)))
+        return pulled.values
+
+
+def serial(spec: OptimizerSpec, values: torch.Tensor, gradients: Sequence[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    optimizer = FlatOptimizer(spec, NUMEL, values.dtype, **kwargs)
+    values = values.clone()
+    for gradient in gradients:
+        optimizer.apply(values, gradient, values)
+    return values
+
+
+# ---- results do not depend on how the model is cut
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("shards", "by"), [(1, "memory"), (2, "memory"), (3, "memory"), (2, "layer"), (4, "layer")])
+def test_updates_on_arrival_equal_no_server_bit_for_bit(spec: OptimizerSpec, shards: int, by: str) -> None:
+    segments = [Segment(5, 25, {"lr": 0.3})]
+    fleet = Fleet(shards, by, spec, workers=2, segments=segments)
+    gradients = [vector(seed) for seed in range(1, 6)]
+    for step, gradient in enumerate(gradients):
+        versions = fleet.run(fleet.clients[step % 2].push(gradient, base=[0] * shards))
+        assert versions == [step + 1] * shards
+    assert torch.equal(fleet.model(), serial(spec, fleet.values, gradients, segments=segments))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_groups_are_bitwise_the_same_for_every_cut(spec: OptimizerSpec, reduce: str) -> None:
+    def result(shards: int, by: str) -> torch.Tensor:
+        fleet = Fleet(shards, by, spec, Barrier(), workers=3, reduce=reduce)
+        for step in range(3):
+            for worker, client in enumerate(fleet.clients):
+                fleet.run(client.push(vector(10 * step + worker), weight=16 + 8 * (worker == 1), base=[step] * shards))
+        return fleet.model()
+
+    one = result(1, "memory")
+    for shards, by in [(2, "memory"), (3, "memory"), (2, "layer"), (5, "layer"), (7, "layer")]:
+        assert torch.equal(result(shards, by), one)
+
+
+@pytest.mark.parametrize(("shards", "by"), [(1, "memory"), (3, "memory"), (2, "layer")])
+@pytest.mark.parametrize("weights", [(8, 8, 8), (4, 16, 12)])
+def test_bsp_equals_one_worker_on_all_the_samples(shards: int, by: str, weights: tuple[int, ...]) -> None:
+    values = vector(0, torch.float64)
+    spec = SPECS[3]
+    fleet = Fleet(shards, by, spec, Barrier(), workers=3, values=values)
+    means = []
+    for step in range(4):
+        samples = [[vector(1000 * step + 50 * k + i, torch.float64) for i in range(b)] for k, b in enumerate(weights)]
+        for k in (2, 0, 1):
+            push = fleet.clients[k].push(torch.stack(samples[k]).mean(0), weight=weights[k], base=[step] * shards)
+            fleet.run(push)
+        means.append(torch.stack([sample for part in samples for sample in part]).mean(0))
+    torch.testing.assert_close(fleet.model(), serial(spec, values, means), rtol=1e-12, atol=1e-12)
+
+
+def test_members_are_combined_in_rank_order_whatever_order_they_came_in() -> None:
+    def result(order: Sequence[int]) -> torch.Tensor:
+        fleet = Fleet(policy=Barrier(), workers=4)
+        for worker in order:
+            fleet.run(fleet.clients[worker].push(vector(worker), weight=worker + 1.5, base=[0, 0]))
+        assert fleet.shards[0].log == [(worker, 0, 1) for worker in range(4)]
+        return fleet.model()
+
+    assert torch.equal(result([0, 1, 2, 3]), result([3, 1, 0, 2]))
+
+
+def test_snapshots_without_lead_are_bsp_with_summed_updates() -> None:
+    """Dyadic numbers make every order of summation exact."""
+    integers = [torch.randint(-64, 64, (NUMEL,), generator=torch.Generator().manual_seed(seed)) for seed in range(10)]
+    dyadic = [drawn.double() / 64 for drawn in integers]
+
+    async def work(client: ServerClient) -> None:
+        for step in range(3):
+            pulled = await client.pull(torch.empty_like(dyadic[0]), await client.ask())
+            gradient = pulled.values / 4 + dyadic[3 * client.worker + step]
+            await client.push(gradient, base=pulled.versions)
+        await client.leave()
+
+    def result(policy: Policy, reduce: str, seed: int) -> torch.Tensor:
+        fleet = Fleet(2, spec=OptimizerSpec(lr=1 / 16), policy=policy, workers=3, reduce=reduce, values=dyadic[9])
+        strands = [fleet.world.spawn(work(client), f"worker {client.worker}") for client in fleet.clients]
+        fleet.world.settle(random.Random(seed).choice)
+        assert all(strand.done for strand in strands)
+        return torch.cat([shard.values for shard in fleet.shards])
+
+    expected = result(Barrier(), "sum", 0)
+    for seed in range(20):
+        assert torch.equal(result(Bounded(0), "sum", seed), expected)
+    assert any(not torch.equal(result(Bounded(2), "sum", seed), expected) for seed in range(5))
+
+
+# ---- versions are values
+
+
+def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
+    fleet = Fleet(policy=Bounded(5), spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    one = torch.ones(NUMEL)
+    reader, writer = fleet.clients
+    assert fleet.run(reader.ask()) == 0
+    ahead = fleet.world.spawn(reader.pull(torch.empty(NUMEL), version=2), "ahead")
+    fleet.run(writer.push(one, base=[0, 0]))
+    assert not ahead.done
+    for _ in range(3):
+        fleet.run(writer.push(one, base=[0, 0]))
+    assert ahead.result().values.tolist() == [-2.0] * NUMEL
+    assert fleet.run(reader.pull(torch.empty(NUMEL), version=0)).values.tolist() == [0.0] * NUMEL
+    assert fleet.run(reader.pull(torch.empty(NUMEL))).versions == [4, 4]
+    assert fleet.run(reader.ask()) == 4
+    fleet.run(writer.push(one, base=[0, 0]))
+    with pytest.raises(Refused, match="version 0 is gone"):
+        fleet.run(reader.pull(torch.empty(NUMEL), version=0))
+    assert fleet.run(reader.pull(torch.empty(NUMEL), version=4)).values[0] == -4.0
+
+
+def test_buffers_are_used_again() -> None:
+    fleet = Fleet(policy=Bounded(2))
+    for step in range(50):
+        for client in fleet.clients:
+            version = fleet.run(client.ask())
+            fleet.run(client.pull(torch.empty(NUMEL), version))
+            fleet.run(client.push(vector(step), base=[version, version]))
+    status = fleet.run(fleet.clients[0].status())
+    assert status[0]["applied"] == 100
+    assert all(shard["buffers"] <= 5 for shard in status), "two versions, one made, one staged, and one pinned"
+
+
+def test_a_reader_never_sees_a_later_version_in_its_buffer() -> None:
+    fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    shard, writer = fleet.shards[0], fleet.clients[0]
+    reply = shard.handle(Call("reader", "pull", {}, ()))
+    assert isinstance(reply, Reply)
+    for _ in range(5):
+        fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
+    assert reply.tensors[0].tolist() == [0.0] * NUMEL
+    assert shard.pool.made == 3
+    reply.release()
+    fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
+    fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
+    assert shard.pool.made == 3
+    assert reply.tensors[0].tolist() != [0.0] * NUMEL
+
+
+def test_updates_do_not_alias_what_the_worker_pushed() -> None:
+    fleet = Fleet(policy=Barrier(), workers=2, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    gradient = torch.ones(NUMEL)
+    fleet.run(fleet.clients[0].push(gradient, base=[0, 0]))
+    gradient.fill_(100.0)
+    fleet.run(fleet.clients[1].push(torch.full((NUMEL,), 3.0), base=[0, 0]))
+    assert fleet.model().tolist() == [-2.0] * NUMEL
+
+
+class Slow:
+    """A node on which work takes until `finish` is called."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.name, self.promise = node.name, node.promise
+        self.pending: list[tuple[Work, Operation[Any]]] = []
+
+    def compute(self, work: Work) -> Operation[Any]:
+        self.pending.append((work, self.promise("slow work")))
+        return self.pending[-1][1]
+
+    def finish(self) -> None:
+        ((work, operation),) = self.pending
+        self.pending = []
+        operation.resolve(work.run())
+        self.node.world.run_ready()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_shard_applies_one_update_at_a_time_and_readers_do_not_wait(ordered: bool) -> None:
+    values, one = torch.zeros(NUMEL), torch.ones(NUMEL)
+    fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=values, policy=Bounded(9) if ordered else None)
+    slow = fleet.shards[0].node = cast(Any, Slow(fleet.shards[0].node))
+    pushes = [fleet.world.spawn(client.push(one, base=[0]), f"push {client.worker}") for client in fleet.clients]
+    fleet.world.settle()
+    fleet.clients[0].seq -= 1
+    again = fleet.world.spawn(fleet.clients[0].push(one, base=[0]), "push 0 again")
+    fleet.world.settle()
+    assert fleet.model().tolist() == [0.0] * NUMEL
+    if not ordered:
+        assert not pushes[0].done
+        assert not again.done, "acknowledged before it was applied"
+    slow.finish()
+    assert fleet.model().tolist() == [-1.0] * NUMEL
+    slow.finish()
+    assert fleet.model().tolist() == [-2.0] * NUMEL
+    assert pushes[0].done
+    assert pushes[1].done
+    assert again.done
+    assert fleet.shards[0].applied == 2
+
+
+# ---- updates count once
+
+
+class Flaky:
+    """A node that loses requests or replies, as a list of what happens to the next calls says."""
+
+    def __init__(self, node: Any, fates: list[str]) -> None:
+        self.node, self.fates = node, fates
+        self.name, self.promise = node.name, node.promise
+
+    def call(self, service: Address, method: str, *tensors: Any, **fields: Any) -> Operation[Reply]:
+        fate = self.fates.pop() if self.fates else "well"
+        lost: Operation[Reply] = self.node.promise("a lost message")
+        if fate != "request lost":
+            operation = self.node.call(service, method, *tensors, **fields)
+            if fate == "well":
+                return cast(Operation[Reply], operation)
+        lost.fail(CallTimeout(f"{method} was not answered"))
+        return lost
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_lost_messages_change_nothing(ordered: bool, seed: int) -> None:
+    def result(rate: float) -> torch.Tensor:
+        fleet = Fleet(2, policy=Barrier() if ordered else None, workers=1)
+        chance = random.Random(seed)
+        fates = [
+            chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(200)
+        ]
+        fleet.clients[0].node = cast(Any, Flaky(fleet.clients[0].node, fates))
+        fleet.clients[0].attempts = 50
+        for step in range(10):
+            versions = fleet.run(fleet.clients[0].pull(torch.empty(NUMEL))).versions
+            fleet.run(fleet.clients[0].push(vector(step), base=versions))
+        assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
+        assert len(fates) < 200 - 20 * (1 + rate)
+        return fleet.model()
+
+    assert torch.equal(result(0.3), result(0.0))
+
+
+def test_a_repeated_update_is_acknowledged_and_not_applied() -> None:
+    fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    client = fleet.clients[0]
+    fleet.run(client.push(torch.ones(NUMEL), base=[0]))
+    client.seq -= 1
+    assert fleet.run(client.push(torch.ones(NUMEL), base=[0])) == [1]
+    assert fleet.model()[0] == -1.0
+    assert fleet.shards[0].applied == 1
+
+
+def test_the_ledger_knows_what_is_missing() -> None:
+    ledger = Ledger()
+    assert [ledger.first_time(0, 0, seq) for seq in (1, 2, 5, 2, 4, 4, 3, 6, 3)] == [
+        True, True, True, False, True, False, True, True, False,
+    ]  # fmt: skip
+    again = Ledger()
+    ledger.first_time(0, 0, 9)
+    again.restore(json.loads(json.dumps(ledger.state())))
+    assert [again.first_time(0, 0, seq) for seq in (9, 7, 7, 10)] == [False, True, False, True]
+    assert again.first_time(0, 2, 1)
+    with pytest.raises(Refused, match="incarnation 1 of worker 0 is over, 2 is known"):
+        again.first_time(0, 1, 2)
+    with pytest.raises(Refused, match="more than 1000 cannot be missing"):
+        again.first_time(0, 2, 5000)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_nan_is_refused_and_its_other_slices_taken_back(bad: float, ordered: bool) -> None:
+    fleet = Fleet(2, policy=Barrier() if ordered else None, workers=1)
+    update = torch.ones(NUMEL)
+    update[-1] = bad
+    with pytest.raises(Refused, match="update 1 of worker 0 holds NaN or infinity"):
+        fleet.run(fleet.clients[0].push(update, base=[0, 0]))
+    assert [shard.refused for shard in fleet.shards] == [0, 1]
+    assert [shard.num_staged for shard in fleet.shards] == [0, 0]
+    assert [shard.version for shard in fleet.shards] == ([0, 0] if ordered else [1, 0])
+    fleet.run(fleet.clients[0].push(torch.ones(NUMEL), base=[0, 0]))
+    assert [shard.version for shard in fleet.shards] == ([1, 1] if ordered else [2, 1])
+
+
+def test_a_refused_update_sent_again_is_refused_again() -> None:
+    fleet = Fleet(1, policy=Barrier(), workers=1)
+    for _ in range(2):
+        fleet.clients[0].seq = 0
+        with pytest.raises(Refused, match="holds NaN"):
+            fleet.run(fleet.clients[0].push(torch.full((NUMEL,), torch.nan), base=[0]))
+
+
+def test_large_finite_numbers_are_no_infinity() -> None:
+    fleet = Fleet(1, spec=OptimizerSpec("assign"))
+    fleet.run(fleet.clients[0].push(torch.full((NUMEL,), 3e38), base=[0]))
+    assert fleet.shards[0].version == 1
+
+
+def test_nonsense_is_refused_with_a_reason() -> None:
+    fleet = Fleet(policy=Barrier())
+    for weight in (0.0, -1.0, float("nan")):
+        with pytest.raises(Refused, match="a weight is a positive number"):
+            fleet.run(fleet.clients[0].push(vector(1), weight=weight, base=[0, 0]))
+    for service in (fleet.shards[0], fleet.clock):
+        with pytest.raises(Refused, match='has no method "frobnicate"'):
+            service.handle(Call("x", "frobnicate", {}, ()))
+    with pytest.raises(Refused, match="version 3 cannot follow 0"):
+        fleet.shards[0].handle(Call("clock", "close", {"version": 3, "group": 2, "members": [[0, 9]]}, ()))
+    unordered = Fleet(policy=None)
+    with pytest.raises(Refused, match="no order"):
+        unordered.run(unordered.clients[0].ask())
+
+
+# ---- workers come and go
+
+
+def test_a_dead_worker_is_left_out_on_every_shard() -> None:
+    fleet = Fleet(2, policy=Barrier(), workers=3, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    half = fleet.world.spawn(fleet.clients[0].push(torch.full((NUMEL,), 50.0), base=[0, 0]), "worker 0")
+    fleet.world.run_ready()
+    fleet.world.deliver(("worker 0", fleet.servers.shards[0]))
+    fleet.world.kill("worker 0")
+    assert half.done
+    for client in fleet.clients[1:]:
+        fleet.run(client.push(torch.ones(NUMEL) * client.worker, base=[0, 0]))
+    assert [shard.num_staged for shard in fleet.shards] == [3, 3], "the late slice arrives after death"
+    fleet.clock.lost("worker 0")
+    fleet.world.settle()
+    assert fleet.model().tolist() == [-1.5] * NUMEL
+    assert fleet.shards[0].log == fleet.shards[1].log == [(1, 0, 1), (2, 0, 1)]
+    assert [shard.num_staged for shard in fleet.shards] == [0, 0]
+
+
+def test_a_past_incarnation_is_refused_everywhere() -> None:
+    fleet = Fleet(policy=Barrier(), workers=2)
+    zombie, other = fleet.clients
+    fleet.run(zombie.push(vector(1), base=[0, 0]))
+    fleet.clock.lost("worker 0")
+    fleet.run(other.push(vector(2), base=[0, 0]))
+    assert fleet.shards[0].log == [(0, 0, 1), (1, 0, 1)], "what was staged in full counts"
+    with pytest.raises(Refused, match="incarnation 0 of worker 0 is over"):
+        fleet.run(zombie.push(vector(3), base=[1, 1]))
+    with pytest.raises(Refused, match="join first"):
+        fleet.run(zombie.ask())
+    joined = fleet.run(zombie.join())
+    assert joined == (1, 1, 1)
+    fleet.run(zombie.push(vector(3), base=[1, 1]))
+    fleet.run(other.push(vector(4), base=[1, 1]))
+    assert (fleet.shards[0].log or [])[2:] == [(0, 1, 1), (1, 0, 2)]
+
+
+def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
+    fleet = Fleet(policy=Barrier(), workers=1)
+    fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
+    newcomer = fleet.client(7)
+    assert fleet.run(newcomer.join()) == (1, 1, 0)
+    fleet.run(fleet.clients[0].push(vector(2), base=[1, 1]))
+    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
+    fleet.world.settle()
+    assert not waiting.done
+    fleet.run(newcomer.push(vector(3), base=[1, 1]))
+    assert waiting.result() == 2
+
+
+def test_leaving_releases_those_who_wait() -> None:
+    fleet = Fleet(policy=Bounded(0), workers=2)
+    fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
+    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
+    fleet.world.settle()
+    assert not waiting.done
+    assert fleet.clock.waits == 1
+    fleet.run(fleet.clients[1].leave())
+    assert waiting.result() == 1
+
+
+def test_an_answer_asked_for_twice_is_given_twice() -> None:
+    fleet = Fleet(policy=Bounded(0), workers=2)
+    fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
+    twice = [fleet.world.spawn(fleet.clients[0].ask(), f"question {q}") for q in range(2)]
+    fleet.world.settle()
+    fleet.run(fleet.clients[1].push(vector(1), base=[0, 0]))
+    assert [strand.result() for strand in twice] == [2, 2]
+
+
+# ---- counters, and runs without numbers
+
+
+def test_staleness_is_counted_in_versions() -> None:
+    fleet = Fleet(2, policy=None)
+    for base in (0, 0, 1, 3):
+        fleet.run(fleet.clients[0].push(vector(1), base=[base, 0]))
+    first, second = fleet.run(fleet.clients[0].status())
+    assert first["staleness"] == {"0": 2, "1": 2}
+    assert second["staleness"] == {"0": 1, "1": 1, "2": 1, "3": 1}
+    assert first["last"] == {"0": 4}
+
+
+def test_timing_only_runs_move_sizes_and_versions() -> None:
+    world = World()
+    ranges = split(LAYERS, NUMEL, 2, "layer")
+    nodes = [world.node(f"server {shard}") for shard in range(2)]
+    sizes = [sum(b - a for a, b in part) for part in ranges]
+    ghosts = [cast(torch.Tensor, Ghost(size)) for size in sizes]
+    shards = [
+        Shard(node, ghost, SPECS[3], ranges=part, timing_only=True)
+        for node, ghost, part in zip(nodes, ghosts, ranges, strict=True)
+    ]
+    addresses = [node.serve("shard", shard) for node, shard in zip(nodes, shards, strict=True)]
+    clock = ClockService(nodes[0], Barrier(), addresses, workers=range(2))
+    servers = Servers(addresses, ranges, nodes[0].serve("clock", clock), timing_only=True)
+    for worker in range(2):
+        client = ServerClient(world.node(f"worker {worker}"), worker, servers)
+        assert world.run(client.pull(cast(torch.Tensor, Ghost(NUMEL)), 0)).versions == [0, 0]
+        world.run(client.push(cast(torch.Tensor, Ghost(NUMEL)), base=[0, 0]))
+    assert [shard.version for shard in shards] == [1, 1]
+    reply = shards[0].handle(Call("x", "pull", {}, ()))
+    assert isinstance(reply, Reply)
+    assert sum(tensor.nbytes for tensor in reply.tensors) == 4 * sizes[0]
+    assert [shard.applied for shard in shards] == [2, 2]
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("make", [lambda: Barrier(), lambda: Bounded(0), lambda: Bounded(3)])
+def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
+    """Saved while one update is staged, or one version pinned, and another worker lags."""
+
+    def drive(fleet: Fleet, steps: Sequence[tuple[int, int]]) -> None:
+        for worker, seed in steps:
+            fleet.run(fleet.clients[worker].push(vector(seed), weight=worker + 1, base=[0, 0]))
+
+    first, second = [(0, 1), (1, 2), (1, 3)], [(0, 4), (0, 5), (1, 6)]
+    whole = Fleet(2, spec=SPECS[3], policy=make())
+    drive(whole, [*first, *second])
+
+    saved = Fleet(2, spec=SPECS[3], policy=make())
+    drive(saved, first)
+    again = Fleet(2, spec=SPECS[3], policy=make(), values=torch.zeros(NUMEL))
+    clock = json.loads(json.dumps(saved.clock.state()))
+    again.clock.restore(clock)
+    for old, new in zip(saved.shards, again.shards, strict=True):
+        tensors, plain = old.state(keep=[clock["floor"]])
+        new.restore({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(plain)))
+    for old_client, new_client in zip(saved.clients, again.clients, strict=True):
+        new_client.restore(old_client.state())
+    asked = again.run(again.clients[0].ask())
+    assert asked == saved.run(saved.clients[0].ask())
+    pulled = [fleet.run(fleet.clients[0].pull(torch.empty(NUMEL), asked)).values for fleet in (saved, again)]
+    assert torch.equal(*pulled)
+    drive(again, second)
+    assert torch.equal(again.model(), whole.model())
+    for resumed, straight in zip(again.shards, whole.shards, strict=True):
+        assert resumed.log == straight.log
+        assert resumed.staleness == straight.staleness
+        assert resumed.version == straight.version
