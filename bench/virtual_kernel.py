@@ -2,10 +2,20 @@
 
     python bench/virtual_kernel.py [--repeats 5] [--events 200000]
 
-Two parts, medians of alternating repeats in one process:
+Three parts, medians of alternating repeats in one process:
 
 - time-outs alone: strands that sleep for prepared, exponential times, again and again;
-- messages alone: how many a second the network model carries, small (one event) and bulk (sharing cards).
+- messages alone: how many a second the network model carries, small (one event) and bulk (sharing cards);
+- a whole timing-only run: SSP over one parameter server, with everything that a run has (admission, versions,
+  shared cards, counters), against SimPy processes that wait as its workers do and do nothing else.
+
+What counts as an event of the run: each *time-out*, a callback that the kernel dispatches at its virtual time,
+and each *hand-over*, a message that resumes the one it is for (a service or the worker that waits for it). SimPy
+takes both from its queue. Its workers go through the same time-outs per step, each message handed over by one
+event, to a server's process and back; admission, versions, shared cards and counters are left out. Both make the
+same steps, and both events/s are SimPy's count of events over the time taken, so a ratio is one of times: the
+events that only the run has (joining, leaving, cards that a transfer has to share) count for nothing. "time-outs
+only" is stricter: SimPy makes the time-outs alone, without hand-overs.
 """
 
 from __future__ import annotations
@@ -13,22 +23,29 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
 
+from dure.config import TrainConfig
 from dure.runtime.base import Operation
 from dure.runtime.cluster import Cluster
+from dure.runtime.compute import LogNormal
 from dure.runtime.network import Network
 from dure.runtime.virtual import Kernel
+from dure.train import AtHand, resolve
+from dure.virtual_run import VirtualRun, Watch
 
 WORKERS = (64, 1000)
 BULK = 100_000  # bytes
+SMALL_SECONDS, WIRE_SECONDS, LATENCY_SECONDS = 121e-6, 8e-6, 120e-6  # of a small message; a bulk one's parts
+COMPUTE = LogNormal(seconds=0.02, sigma=0.3)
 
 
 def delays(workers: int, steps: int) -> list[list[float]]:
@@ -114,19 +131,167 @@ def time_outs(workers: int, total: int, repeats: int) -> dict[str, float]:
     }
 
 
+def ssp_run(workers: int, steps: int) -> Callable[[], tuple[int, int]]:
+    """A run of `dure`, ready to be made: its time-outs and its messages."""
+    cluster = Cluster.uniform(workers, compute=COMPUTE)
+    strategy = "ssp:bound=3 ps:shards=1"
+    config = TrainConfig(
+        job="digits-mlp", strategy=strategy, on="virtual", workers=workers, steps=steps, timing_only=True
+    )
+    task, _ = resolve(config, AtHand(cluster=cluster))
+    task.prepare()
+
+    def run() -> tuple[int, int]:
+        totals = VirtualRun(task, cluster, Watch()).run().totals
+        tables = (*totals.per_worker.values(), *totals.per_shard.values())
+        return totals.events, sum(row["messages"] for row in tables)
+
+    return run
+
+
+def ssp_processes(workers: int, steps: int, *, calls: bool) -> Callable[[], int]:
+    """SimPy processes that wait as the workers of `ssp_run` do: their events. Without `calls`, time-outs alone."""
+    cluster = Cluster.uniform(workers, compute=COMPUTE)
+    streams = [cluster.durations(rank, 0) for rank in range(workers)]
+    draws = [[stream.draw() for _ in range(steps)] for stream in streams]
+
+    def run() -> int:
+        environment = simpy.Environment()
+        server = Server(environment)
+        if calls:
+            environment.process(server.work())
+        for own in draws:
+            environment.process(process_of(environment, server, own, calls=calls))
+        environment.run()
+        return workers * steps * TIME_OUTS + server.hand_overs
+
+    return run
+
+
+class Server:
+    """A SimPy process that answers calls: an event to it, an event back."""
+
+    def __init__(self, environment: simpy.Environment) -> None:
+        self.environment = environment
+        self.bell = environment.event()
+        self.asked: list[simpy.Event] = []
+        self.hand_overs = 0
+
+    def call(self) -> simpy.Event:
+        answer = self.environment.event()
+        self.asked.append(answer)
+        if not self.bell.triggered:
+            self.bell.succeed()
+        return answer
+
+    def work(self) -> Generator[simpy.Event, None, None]:
+        while True:
+            yield self.bell
+            self.bell = self.environment.event()
+            for answer in self.asked:
+                answer.succeed()
+            self.hand_overs += 1 + len(self.asked)
+            self.asked.clear()
+
+
+TIME_OUTS = 14  # per step of `process_of`
+
+
+def process_of(
+    environment: simpy.Environment, server: Server, draws: list[float], *, calls: bool
+) -> Generator[simpy.Event, None, None]:
+    """A worker: ask, pull, compute, push, staged; then what its server does to apply the update."""
+    after = environment.timeout
+    for seconds in draws:
+        yield after(SMALL_SECONDS)
+        if calls:
+            yield server.call()
+        yield after(SMALL_SECONDS)
+        yield after(SMALL_SECONDS)
+        if calls:
+            yield server.call()
+        yield after(WIRE_SECONDS)
+        yield after(WIRE_SECONDS)
+        yield after(LATENCY_SECONDS)
+        yield after(seconds)
+        yield after(WIRE_SECONDS)
+        yield after(WIRE_SECONDS)
+        yield after(LATENCY_SECONDS)
+        if calls:
+            yield server.call()
+        yield after(SMALL_SECONDS)
+        yield after(SMALL_SECONDS)
+        if calls:
+            yield server.call()
+        yield after(SMALL_SECONDS)
+        yield after(WIRE_SECONDS)
+
+
+def ssp(workers: int, total: int, repeats: int) -> dict[str, Any]:
+    """Events per second of CPU and of wall time, ours and SimPy's, and the medians of their ratios."""
+    steps = total // workers
+    mine, other, bare = ssp_run(workers, steps), *(ssp_processes(workers, steps, calls=calls) for calls in (True, False))
+    time_outs, messages = mine()
+    events, counted = time_outs + messages, other()
+    rows: dict[str, list[Seconds]] = {"dure": [], "simpy": [], "bare": []}
+    for _ in range(repeats):
+        for name, action in (("dure", mine), ("simpy", other), ("bare", bare)):
+            rows[name].append(seconds_of(action))
+    result: dict[str, Any] = {"steps per worker": steps, "events": events, "simpy's events": counted}
+    result["time-outs per step"] = round(time_outs / (workers * steps), 2)
+    result["hand-overs per step"] = round(messages / (workers * steps), 2)
+    for clock in ("cpu", "wall"):
+        spent = {name: [getattr(each, clock) for each in own] for name, own in rows.items()}
+        median = {name: statistics.median(own) for name, own in spent.items()}
+        result[clock] = {
+            "dure, events/s": round(counted / median["dure"]),
+            "simpy, events/s": round(counted / median["simpy"]),
+            "ratio": round(statistics.median(map(quotient, spent["simpy"], spent["dure"])), 3),
+            "dure, time-outs/s": round(TIME_OUTS * workers * steps / median["dure"]),
+            "simpy, time-outs only, time-outs/s": round(TIME_OUTS * workers * steps / median["bare"]),
+            "ratio, time-outs only": round(statistics.median(map(quotient, spent["bare"], spent["dure"])), 3),
+            "dure, microseconds per step": round(median["dure"] / (workers * steps) * 1e6, 2),
+        }
+    return result
+
+
+class Seconds(NamedTuple):
+    """What an action took."""
+
+    cpu: float
+    wall: float
+
+
+def seconds_of(action: Callable[[], object]) -> Seconds:
+    """How long `action` takes, the collector of cycles on, as in use."""
+    gc.collect()
+    cpu, wall = time.process_time(), time.perf_counter()
+    action()
+    return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def quotient(a: float, b: float) -> float:
+    return a / b
+
+
 def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--events", type=int, default=200_000)
+    parser.add_argument("--steps", type=int, default=20_000, help="worker steps in all, of the SSP run")
+    parser.add_argument("--only", choices=("kernel", "ssp"), help="one part of it")
     given = parser.parse_args()
     result: dict[str, Any] = {}
-    for workers in WORKERS:
+    for workers in WORKERS if given.only != "ssp" else ():
         result[f"time-outs/s, {workers} workers"] = time_outs(workers, given.events, given.repeats)
         for name, nbytes, count in (("small", 100, given.events), ("bulk", BULK, given.events // 4)):
             carry = partial(messages, workers, nbytes, count)
             rates = [rate(count, carry) for _ in range(given.repeats)]
             result[f"{name} messages/s, {workers} workers"] = statistics.median(rates)
+    for workers in WORKERS if given.only != "kernel" else ():
+        result[f"ssp run, {workers} workers"] = ssp(workers, given.steps, given.repeats)
+    result["load average"] = os.getloadavg()
     print(json.dumps(result, indent=2))
 
 

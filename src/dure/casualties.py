@@ -45,6 +45,7 @@ class Casualties:
 
     def died(self, name: str, reason: str) -> None:
         self.dead[name] = reason
+        self.causes.pop(name, None)
         self._wait_for(name)
 
     def failed(self, name: str, kind: str, message: str) -> None:
@@ -54,15 +55,15 @@ class Casualties:
 
     def returned(self, name: str) -> None:
         """It has been started again."""
-        self._explain(name)
+        if name in self.dead and name not in self.causes:
+            self._explain(name)
         self.dead.pop(name, None)
 
     def look(self) -> None:
         """Tell of the deaths that are explained by now."""
         for name in self.dead.keys() - self.causes.keys():
-            if self._explained(name) and name not in self.failures:
+            if self._explained(name):
                 self._explain(name)
-                log.warning("%s died: %s.", name, self.causes[name])
 
     def check(self, workers: Collection[str]) -> None:
         """Raise what ends the run."""
@@ -94,8 +95,9 @@ class Casualties:
         return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
 
     def _explain(self, name: str) -> None:
-        if name in self.dead:
-            self.causes[name] = self.cause(name)
+        self.causes[name] = self.cause(name)
+        if name not in self.failures:
+            log.warning("%s died: %s.", name, self.causes[name])
 
     def _explained(self, what: str) -> bool:
         return what in self._launcher.exited or what not in self._unexplained

@@ -5,7 +5,7 @@
         worker-0.safetensors   a part's tensors
         worker-0.json          and its plain values
         ...
-        manifest.json          every file's size and xxh3: written last
+        manifest.json          every file's size and xxh3, and its own: written last
       LATEST                   the name of the newest folder
 
 A checkpoint is written to `step-200.tmp`, flushed to the disk, and renamed. A kill or a full disk while
@@ -88,6 +88,7 @@ def commit(folder: Path, step: int, info: Mapping[str, Any] | None = None) -> Pa
     def write() -> None:
         files = {path.name: _fingerprint(path) for path in sorted(draft.iterdir())}
         manifest = {"format": FORMAT, "step": step, "files": files, "info": dict(info or {})}
+        manifest["xxh3"] = _own_digest(manifest)
         _write_text(draft / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
         _flush(draft)
         if final.exists():
@@ -141,6 +142,8 @@ def _read(candidate: Path) -> dict[str, Part]:
     manifest = json.loads((candidate / "manifest.json").read_text())
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"format {manifest['format']}, and this version reads {FORMAT}")
+    if manifest.pop("xxh3") != _own_digest(manifest) or manifest["step"] != _step_of(candidate):
+        raise CheckpointError("manifest.json is damaged: it does not match itself, or its folder")
     for name, fingerprint in manifest["files"].items():
         if _fingerprint(candidate / name) != fingerprint:
             raise CheckpointError(f"{name} is damaged: it does not match the manifest")
@@ -149,6 +152,10 @@ def _read(candidate: Path) -> dict[str, Part]:
         name: Part(load_file(candidate / f"{name}.safetensors"), json.loads((candidate / f"{name}.json").read_text()))
         for name in names
     }
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

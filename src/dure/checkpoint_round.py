@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,16 @@ log = logging.getLogger("dure")
 
 
 class CheckpointRound:
-    """The state of one checkpoint. `living` says which workers it must wait for, as of now."""
+    """The state of one checkpoint. `living` says which workers it must wait for, as of now.
+
+    Whatever goes wrong, everybody stops and goes on together: what cannot be written costs this checkpoint, not the run.
+    """
 
     def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:
         self.folder = folder
         self.step = step
         self.draft = folder / f"step-{step}.tmp"
+        self.problem: str | None = None
         self._living = living
         self._stopped: set[str] = set()
         self._written: set[str] = set()
@@ -44,8 +49,10 @@ class CheckpointRound:
         self._stopped.add(worker)
         self.look()
 
-    def written(self, worker: str) -> None:
+    def written(self, worker: str, problem: str | None) -> None:
+        """A worker has written its part, or could not, because of `problem`."""
         self._written.add(worker)
+        self.problem = self.problem or problem
         self.look()
 
     def waits_for(self) -> set[str]:
@@ -53,11 +60,11 @@ class CheckpointRound:
         return self._living() - self._stopped
 
     def look(self) -> None:
-        """Go on if those who are still missing have died or finished."""
-        if not self.waits_for():
+        """Go on if those who are still missing have died or finished. Who comes later is not part of it."""
+        if not self.all_stopped.done and not self.waits_for():
             self.all_stopped.resolve()
-            if self._living() <= self._written:
-                self.all_written.resolve()
+        if self.all_stopped.done and self._stopped & self._living() <= self._written:
+            self.all_written.resolve()
 
     async def carry_out(
         self,
@@ -65,19 +72,34 @@ class CheckpointRound:
         save_servers: Callable[[Path], Awaitable[None]],
         hub_part: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """The round, from the first worker's stop on. What cannot be written costs this checkpoint, not the run."""
-        try:
+        """The round, from the first worker's stop on."""
+        with self._noting_problems():
             checkpoint.begin(self.folder, self.step)
-            await suspend()
-            await self.all_stopped
+        await suspend()
+        await self.all_stopped
+        with self._noting_problems():
             await save_servers(self.draft)
             checkpoint.write_part(self.draft, "run", Part({}, hub_part()))
-            await self.all_written
-            checkpoint.commit(self.folder, self.step)
-        except (CheckpointError, RemoteError) as error:
+        await self.all_written
+        with self._noting_problems():
+            if self.problem is None:
+                self._leave_out_the_dead()
+                checkpoint.commit(self.folder, self.step)
+                checkpoint.prune(self.folder, KEEP)
+        if self.problem is not None:
             checkpoint.discard(self.folder, self.step)
-            log.warning("checkpoint %d was not written: %s", self.step, error)
-        else:
-            checkpoint.prune(self.folder, KEEP)
-        self.all_stopped.resolve()
+            log.warning("checkpoint %d was not written: %s", self.step, self.problem)
         self.committed.resolve()
+
+    def _leave_out_the_dead(self) -> None:
+        """Who died after it had stopped comes back as a newcomer, not as who it was."""
+        for name in self._stopped - self._living():
+            for path in self.draft.glob(f"{name.replace(' ', '-')}.*"):
+                path.unlink()
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, RemoteError) as error:
+            self.problem = self.problem or str(error)

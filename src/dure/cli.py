@@ -3,14 +3,17 @@
     defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
 
 Standard output is for the result: with `--json`, exactly one JSON object, its last line. Everything else goes to
-standard error. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+standard error. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -23,6 +26,7 @@ from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
     from dure.report.record import Run
+    from dure.runtime.launch.nursery import Nursery
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
@@ -73,9 +77,10 @@ class Train(TrainConfig):
         if self.print_config:
             return _print_config(config, self.json)
         _require_job(config)
-        from dure.train import run
+        with _nursery(config.on) as nursery:
+            from dure.train import AtHand, run
 
-        finished = run(config)
+            finished = run(config, AtHand(nursery=nursery))
         if _speaks(self):
             _show_run(finished, to_error=self.json)
         return finished.summary()
@@ -107,9 +112,10 @@ class Compare(CompareConfig):
         if self.print_config:
             return _print_config(config, self.json)
         _require_job(config)
-        from dure.compare import run_all
+        with _nursery(*(config.on or ("local",))) as nursery:
+            from dure.compare import run_all
 
-        comparison = run_all(config)
+            comparison = run_all(config, nursery=nursery)
         _show_runs(comparison.runs, to_error=self.json, target=config.target)
         _say(f"report: {comparison.report}")
         return comparison.summary()
@@ -147,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what `arguments` (those of this process if None) say; the exit status."""
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments, os.environ)
-        result = command.execute()
+        with _ended_by_sigterm():
+            result = command.execute()
         if command.json and _speaks(command):
             from dure.report.files import to_json
 
@@ -157,10 +164,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         _say("dure: interrupted")
-        return 130
+        return 128 + signal.SIGINT
+    except _Terminated:
+        _say("dure: terminated")
+        return 128 + signal.SIGTERM
     except BrokenPipeError:  # the reader has seen enough; nothing more may be written, also at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While open, SIGTERM ends the work as Ctrl-C does: what was started is ended, what was begun is closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def end(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _nursery(*places: str) -> Iterator[Nursery | None]:
+    """The process that starts those of runs on this machine; it imports torch while this one does."""
+    if "local" not in places:
+        yield None
+        return
+    from dure.runtime.launch.nursery import Nursery
+
+    with Nursery() as nursery:
+        yield nursery
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dure.job import Job
     from dure.report.record import Run
     from dure.runtime.cluster import Cluster
+    from dure.runtime.launch.nursery import Nursery
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ def compare(
     return run_all(config, job=given, cluster=cluster)
 
 
-def run_all(config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None) -> Comparison:
+def run_all(
+    config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None, nursery: Nursery | None = None
+) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts."""
     from dure.report.html import write_report
     from dure.train import AtHand, run
@@ -50,6 +53,6 @@ def run_all(config: CompareConfig, *, job: Job | None = None, cluster: Cluster |
     configs = list(config.runs())
     for each in configs:
         each.chosen()
-    runs = [run(each, AtHand(job, cluster)) for each in configs]
+    runs = [run(each, AtHand(job, cluster, nursery=nursery)) for each in configs]
     report = write_report(config.report, runs, title=f"{config.job}: {len(runs)} runs")
     return Comparison(runs, report)

@@ -146,6 +146,15 @@ class TrainConfig(Options):
         """Whether time is modelled."""
         return self.on not in ("local", "torchrun")
 
+    def for_workers(self, workers: int) -> TrainConfig:
+        """The same for as many workers as were started. Raises `UsageError` if others are asked for."""
+        if self.workers not in (None, workers):
+            raise UsageError(
+                f"workers={self.workers} was asked for, and torchrun has started {workers} ranks, each of which is one. Leave "
+                f"workers out, or start torchrun with {self.workers} ranks."
+            )
+        return replace(self, workers=workers)
+
     def chosen(self) -> Strategy:
         """The strategy. Raises `StrategyError`."""
         asked = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +45,8 @@ HUB = Address("hub", "hub")
 
 PROGRESS_SECONDS = 0.25
 """How often a worker says how far it is."""
+
+COUNTED = ("bytes_sent", "bytes_received", "messages")
 
 SPANS = 4000
 """Spans per message."""
@@ -87,7 +89,7 @@ def main(task: Task, start: Start) -> None:
     kind, number = start.name.split()
     identity = Identity(start.run, start.name, int(number), start.incarnation)
     config = task.config
-    evaluator = Evaluator(task.job, exact=config.exact) if kind == "worker" else None
+    evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
@@ -104,6 +106,7 @@ class Life:
         self.task = task
         self.node = node
         self.bye: Operation[None] = node.promise("the hub's goodbye")
+        self.delivered = False
         node.on_lost = self._lost
 
     async def register(self, where: tuple[str, int]) -> Reply:
@@ -113,7 +116,7 @@ class Life:
 
     def counters(self) -> dict[str, int]:
         """Payload bytes and messages exchanged with everyone but the hub."""
-        counts = {"bytes_sent": 0, "bytes_received": 0, "messages": 0}
+        counts = dict.fromkeys(COUNTED, 0)
         for peer, traffic in self.node.wire.traffic.items():
             if peer != "hub":
                 counts["bytes_sent"] += traffic.payload_nbytes_sent
@@ -122,12 +125,15 @@ class Life:
         return counts
 
     def _lost(self, loss: Loss) -> None:
-        if loss.peer == "hub":
+        if loss.peer != "hub":
+            return
+        if not self.delivered:
             raise SystemExit(1)
+        self.bye.resolve()
 
 
 class Control:
-    """The service by which the hub tells a process what to do: `handlers` by method."""
+    """The service by which the hub tells a process what to do: `handlers` by method, plain or `async`."""
 
     def __init__(self, **handlers: Any) -> None:
         self._handlers = handlers
@@ -135,10 +141,14 @@ class Control:
     def expects(self, method: str) -> Sequence[TensorSpec]:
         return ()
 
-    def handle(self, call: Call) -> Reply:
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.caller != "hub" or call.method not in self._handlers:
             raise Refused(f"{call.caller} may not ask a process to {call.method}.")
-        self._handlers[call.method](**call.fields)
+        later = self._handlers[call.method](**call.fields)
+        return Reply() if later is None else self._answer_after(later)
+
+    async def _answer_after(self, later: Awaitable[None]) -> Reply:
+        await later
         return Reply()
 
 
@@ -163,7 +173,7 @@ class ServerLife(Life):
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             self.node.serve("clock", self.clock)
-        self.node.serve("process", Control(bye=self.bye.resolve, save=self._save, lost=self._worker_lost))
+        self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, lost=self._worker_lost))
         await self.register(where)
         await self.node.call(HUB, "ready")
         await self.bye
@@ -175,6 +185,10 @@ class ServerLife(Life):
 
     def _evicted(self, worker: int) -> None:
         self.node.call(HUB, "evicted", worker=f"worker {worker}")
+
+    async def _settle(self) -> None:
+        if self.clock is not None:
+            await self.clock.settled()
 
     def _save(self, draft: str) -> None:
         tensors, plain = self.shard.state()
@@ -191,6 +205,7 @@ class WorkerLife(Life):
         self.suspending = False
         self.evaluates = False
         self.next_checkpoint = 0
+        self.counted = dict.fromkeys(COUNTED, 0)
         self._said = 0.0
         self._role: Strand[None] | None = None
 
@@ -204,22 +219,24 @@ class WorkerLife(Life):
         worker.on_step = self._on_step
         resumed = self._restore(parts)
         if worker.server is not None and not resumed:
-            await worker.join(newcomer=reply.fields["newcomer"], period=task.period)
+            await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
         go = await node.call(HUB, "ready")
         node.begin(go.fields["seconds"])
         self.evaluates = go.fields["evaluates"]
+        self.suspending = go.fields["suspending"]
+        self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
 
     def _restore(self, parts: dict[str, Part]) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
-        every = self.task.config.checkpoint_every
-        if every:
-            self.next_checkpoint = (parts["run"].plain["checkpoint"] if parts else 0) + every
+        if self.task.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
         mine = parts.get(f"worker-{self.node.rank}")
         if mine is not None:
             self.worker.restore(mine.tensors, mine.plain)
+            self.counted = dict(mine.plain["counted"])
+            self.node.meter.seconds.update(mine.plain["time"])
         return mine is not None
 
     async def _work(self) -> None:
@@ -242,15 +259,12 @@ class WorkerLife(Life):
         if worker.server is not None:
             await worker.server.leave()
         seconds = node.now()
-        counts = self.counters()
-        group = worker.group
-        if group is not None:
-            for name in counts:
-                counts[name] += getattr(group, name)
+        counts = self._counts()
         await self._send_spans()
         tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
         done = {"seconds": seconds, "steps": worker.clock, "done": worker.clock - worker.entered, **counts}
         await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
+        self.delivered = True
         await self.bye
 
     async def _send_spans(self) -> None:
@@ -281,9 +295,13 @@ class WorkerLife(Life):
                 values = (await worker.server.pull(values)).values
             await self.node.call(HUB, "snapshot", values, *buffers, **said)
 
+    def _counts(self) -> dict[str, int]:
+        """What this worker has exchanged, before a checkpoint that it came from too."""
+        group, counts = self.worker.group, self.counters()
+        return {name: self.counted[name] + counts[name] + getattr(group, name, 0) for name in COUNTED}
+
     def _bytes_sent(self) -> int:
-        group = self.worker.group
-        return self.counters()["bytes_sent"] + (group.bytes_sent if group is not None else 0)  # type: ignore[attr-defined]
+        return self._counts()["bytes_sent"]
 
     def _tell(self, method: str, **fields: Any) -> None:
         """Say something to the hub without waiting for its answer."""
@@ -309,13 +327,16 @@ class WorkerLife(Life):
     async def _checkpoint(self) -> None:
         reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)
         tensors, plain = self.worker.state()
-        with suppress(CheckpointError):  # the hub, which writes to the same disk, tells
+        plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
+        problem = None
+        try:
             checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
-        await self.node.call(HUB, "saved", step=self.next_checkpoint)
+        except CheckpointError as error:
+            problem = str(error)
+        go = await self.node.call(HUB, "saved", problem=problem)
+        self.next_checkpoint = go.fields["checkpoint"]
         self.suspending = False
         self.worker.asking = False
-        assert self.task.config.checkpoint_every is not None
-        self.next_checkpoint += self.task.config.checkpoint_every
 
 
 def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:

@@ -126,7 +126,14 @@ class Hub:
     """The service that all processes of a run talk to, and the launcher's view of them."""
 
     def __init__(
-        self, task: Task, watch: Watch, launcher: Launcher, *, folder: Path | None, terms: Terms = Terms()  # noqa: B008
+        self,
+        task: Task,
+        watch: Watch,
+        launcher: Launcher,
+        *,
+        folder: Path | None,
+        terms: Terms = Terms(),  # noqa: B008
+        interface: str = "127.0.0.1",
     ) -> None:
         self.task = task
         self.watch = watch
@@ -136,7 +143,7 @@ class Hub:
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
         self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seed)
         self.node.on_lost = self._lost
-        self.address = ("127.0.0.1", self.node.wire.listen("127.0.0.1"))
+        self.address = (interface, self.node.wire.listen(interface))
         self.node.serve("hub", self)
         self.store = self._store() if not task.servers else None
         self.totals = Totals()
@@ -153,7 +160,6 @@ class Hub:
         self.evicted: set[str] = set()
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
-        self.base: dict[str, Any] = {}
         self._servers = [f"server {number}" for number in range(task.servers)]
         self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
@@ -161,6 +167,7 @@ class Hub:
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
+        self.checkpoint_due = task.config.checkpoint_every or 0
 
     @property
     def dead(self) -> Mapping[str, str]:
@@ -170,7 +177,7 @@ class Hub:
     def _store(self) -> Any:
         import torch.distributed as dist
 
-        return dist.TCPStore("127.0.0.1", 0, self.task.workers, is_master=True, wait_for_workers=False)
+        return dist.TCPStore(self.address[0], 0, self.task.workers, is_master=True, wait_for_workers=False)
 
     # ---- the service
 
@@ -224,11 +231,15 @@ class Hub:
         self.ready.add(call.caller)
         self._look_who_is_here()
         await self._going
+        if self.round is not None and self.round.all_stopped.done:
+            await self.round.committed
         living = sorted(self._living(), key=_number)
         evaluates = bool(living) and call.caller == living[0]
         if evaluates:
             self.evaluator = call.caller
-        return Reply({"seconds": self.node.now(), "evaluates": evaluates})
+        suspending = self.round is not None and not self.round.all_stopped.done and not self.task.sync.lockstep
+        go = {"seconds": self.node.now(), "evaluates": evaluates}
+        return Reply({**go, "suspending": suspending, "checkpoint": self.checkpoint_due})
 
     def _progress(self, call: Call) -> Reply:
         self.evicted.discard(call.caller)
@@ -252,7 +263,7 @@ class Hub:
             "samples": self._samples(),
             "loss": None,
             "accuracy": None,
-            "bytes": max(sent, call.fields["bytes"]) + self.base.get("bytes", 0),
+            "bytes": max(sent, call.fields["bytes"]),
         }
         values, *buffers = [tensor.clone() for tensor in call.tensors]
         self.grader.give(Snapshot(row, values, buffers[0] if buffers else None))
@@ -279,7 +290,7 @@ class Hub:
     async def _suspend(self, call: Call) -> Reply:
         if self.round is None:
             assert self.folder is not None
-            self.round = CheckpointRound(self.node, self.folder, call.fields["step"], self._living)
+            self.round = CheckpointRound(self.node, self.folder, self.checkpoint_due, self._living)
             work = self.round.carry_out(self._suspend_others, self._save_servers, self._part)
             self.node.spawn(work, "the checkpoint")
         current = self.round
@@ -290,26 +301,37 @@ class Hub:
     async def _save(self, call: Call) -> Reply:
         assert self.round is not None
         current = self.round
-        current.written(call.caller)
+        current.written(call.caller, call.fields["problem"])
         await current.committed
-        self.round = None
-        return Reply()
+        if self.round is current:
+            self.round = None
+            self.checkpoint_due += self.task.config.checkpoint_every or 0
+        return Reply({"checkpoint": self.checkpoint_due})
 
     async def _suspend_others(self) -> None:
         """Lockstep workers come by themselves; the others are told."""
         assert self.round is not None
         if not self.task.sync.lockstep:
             for name in sorted(self.round.waits_for()):
-                await self.node.call(Address(name, "process"), "suspend", step=self.round.step)
+                with suppress(RemoteError):  # it has just died, or is only about to come
+                    await self.node.call(Address(name, "process"), "suspend", step=self.round.step)
 
     async def _save_servers(self, draft: Path) -> None:
+        if self._servers:
+            await self.node.call(Address(self._servers[0], "process"), "settle")
         for name in self._servers:
             await self.node.call(Address(name, "process"), "save", draft=str(draft))
 
     def _part(self) -> dict[str, Any]:
         assert self.round is not None
-        totals = self.totals.state()
-        return {"checkpoint": self.round.step, "history": self.history, "totals": totals, "seconds": self.node.now()}
+        return {
+            "checkpoint": self.round.step,
+            "history": self.history,
+            "totals": self.totals.state(),
+            "seconds": self.node.now(),
+            "progress": self.progress,
+            "finished": self.finished,
+        }
 
     def _living(self) -> set[str]:
         gone = self.dead.keys() | self.finished.keys() | self.evicted
@@ -399,7 +421,8 @@ class Hub:
         if resume is not None:
             self._resume(checkpoint.load(resume).parts["run"].plain)
         for name in (*self._servers, *self._workers):
-            self.start(name, resume=resume)
+            if name not in self.finished:
+                self.start(name, resume=resume)
         while not self._all_finished():
             self.turn()
         gathering = self.node.spawn(self._gather(), "gathering the results")
@@ -428,8 +451,10 @@ class Hub:
         self.totals = Totals.restored(plain["totals"])
         self.totals.seconds = plain["seconds"]
         self.history = [dict(row) for row in plain["history"]]
-        if self.history:
-            self.base = {"bytes": self.history[-1]["bytes"]}
+        self.progress = dict(plain["progress"])
+        self.finished = dict(plain["finished"])
+        self._everyone -= self.finished.keys()
+        self.checkpoint_due += plain["checkpoint"]
 
     async def _gather(self) -> Outcome:
         totals, task = self.totals, self.task

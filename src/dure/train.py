@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from dure.virtual_run import VirtualRun, Watch
 
 if TYPE_CHECKING:
     from dure.report.sinks import Sink
+    from dure.runtime.launch.nursery import Nursery
     from dure.virtual_run import State
 
 EVALUATIONS = 20
@@ -70,17 +71,33 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **op
 
 @dataclass(frozen=True)
 class AtHand:
-    """Objects behind the names in a configuration, where the caller has them."""
+    """Objects behind the names in a configuration, and a nursery begun earlier, where the caller has them."""
 
     job: Job | None = None
     cluster: Cluster | None = None
     strategy: Strategy | None = None
+    nursery: Nursery | None = None
 
 
 def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:  # noqa: B008  (frozen)
-    """The run that `config` asks for."""
+    """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
     if config.resume is not None:
         config = resumed(config)
+    if config.on == "torchrun":
+        from dure.torchrun_run import run_together
+
+        return run_together(config, lambda config, launch: _run_here(config, at_hand, launch), resolve)
+    return _run_here(config, at_hand, _on_this_machine)
+
+
+def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path | None, at_hand: AtHand) -> Outcome:
+    from dure.process_run import run_processes
+
+    return run_processes(task, watch, saved, place, named=at_hand.job is None, nursery=at_hand.nursery)
+
+
+def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
+    """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
     task, cluster = resolve(config, at_hand)
     with _recording(task) as (folder, watch):
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
@@ -88,10 +105,8 @@ def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:  # noqa: B008  
             assert cluster is not None
             outcome = VirtualRun(task, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
         else:
-            from dure.process_run import run_processes
-
             place = folder.checkpoints if folder is not None else None
-            outcome = run_processes(task, watch, saved, place, named=at_hand.job is None)
+            outcome = launch(task, watch, saved, place, at_hand)
         return _finish(task, outcome, folder)
 
 

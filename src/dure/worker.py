@@ -240,14 +240,16 @@ class Worker:
         optimizer, counts = self.optimizer.state()
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
         versions = self._pulled.versions if self._pulled is not None else None
-        plain = {"clock": self.clock, "entered": self.entered, "optimizer": counts, "source": self.source.state(), "versions": versions}
+        plain = {"clock": self.clock, "entered": self.entered, "source": self.source.state(), "versions": versions}
+        plain["optimizer"] = counts
         plain["client"] = self.server.state() if self.server is not None else None
-        return tensors, plain
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}, plain
 
     def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
         from dure.topology.client import Pulled
 
-        self.params = tensors["params"].clone()
+        if not isinstance(self.params, Ghost):
+            self.params = tensors["params"].clone()
         self.buffers = tensors["buffers"].clone() if "buffers" in tensors else None
         self.kept = {name[5:]: value.clone() for name, value in tensors.items() if name.startswith("kept.")}
         own = {name[10:]: value.clone() for name, value in tensors.items() if name.startswith("optimizer.")}

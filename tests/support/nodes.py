@@ -133,17 +133,19 @@ class Delivery:
         if isinstance(answer, Reply):
             self.reply(answer)
             return
-        strand: Strand[Reply] = self.world.spawn(answer, f"{self.call.method} at {self.service}")  # type: ignore[arg-type]
+        later: Operation[Reply] = (
+            answer if isinstance(answer, Operation) else self.world.spawn(answer, f"{self.call.method} at {self.service}")  # type: ignore[arg-type]
+        )
 
         def handled() -> None:
             try:
-                reply = strand.result()
+                reply = later.result()
             except DureError as error:
                 self.operation.fail(error)
             else:
                 self.reply(reply)
 
-        strand.when_done(handled)
+        later.when_done(handled)
 
     def reply(self, reply: Reply) -> None:
         if self.into and self.call.caller not in self.world.dead:

@@ -32,24 +32,30 @@ Fields = Mapping[str, Any]
 class Operation(Generic[T]):
     """Something that was started and will finish: await it, or cancel it.
 
-    `label` says what it is in words, for the error that names who waits for what.
+    `label` says what it is in words, for the error that names who waits for what; it is asked for only then.
     """
 
-    __slots__ = ("_error", "_value", "_waiters", "done", "label", "loop", "on_cancel")
+    __slots__ = ("_error", "_label", "_value", "_waiters", "done", "loop", "on_cancel")
 
     def __init__(self, loop: Loop, label: str = "") -> None:
         self.loop = loop
-        self.label = label
+        self._label = label
         self.done = False
         self.on_cancel: Callable[[], None] | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self._waiters: list[Callable[[], None]] = []
+        self._waiters: list[Callable[[], None]] | None = None
+
+    @property
+    def label(self) -> str:
+        return self._label
 
     def __await__(self) -> Generator[Operation[Any], None, T]:
         if not self.done:
             yield self
-        return self.result()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
 
     def result(self) -> T:
         """The value of a finished operation; raises the error that it failed with."""
@@ -62,14 +68,18 @@ class Operation(Generic[T]):
         if not self.done:
             self.done = True
             self._value = value
-            self._wake()
+            if self._waiters is not None:
+                self.loop.ready.extend(self._waiters)
+                self._waiters = None
 
     def fail(self, error: BaseException) -> None:
         """Finish with `error`, raised in everyone who awaits."""
         if not self.done:
             self.done = True
             self._error = error
-            self._wake()
+            if self._waiters is not None:
+                self.loop.ready.extend(self._waiters)
+                self._waiters = None
 
     def cancel(self) -> None:
         """Give up: whoever awaits gets `Cancelled`; what has not begun never will."""
@@ -82,18 +92,15 @@ class Operation(Generic[T]):
         """Call `callback` from the loop once this is finished."""
         if self.done:
             self.loop.soon(callback)
+        elif self._waiters is None:
+            self._waiters = [callback]
         else:
             self._waiters.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
         """Undo `when_done`."""
-        if callback in self._waiters:
+        if self._waiters is not None and callback in self._waiters:
             self._waiters.remove(callback)
-
-    def _wake(self) -> None:
-        if self._waiters:
-            self.loop.ready.extend(self._waiters)
-            self._waiters.clear()
 
 
 class Cancelled(Exception):  # noqa: N818  (a verdict, not an error)
@@ -163,7 +170,7 @@ class Strand(Operation[T]):
         if error is None:
             self.resolve(value)
         else:
-            unheard = not self._waiters
+            unheard = not self._waiters  # None, or all forgotten
             self.fail(error)
             if unheard:
                 self.loop.unheard(self, error)
@@ -212,8 +219,8 @@ class Call:
     tensors: Sequence[torch.Tensor]
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Nothing to be done."""
 
 
 @dataclass(slots=True)
@@ -222,7 +229,7 @@ class Reply:
 
     fields: Fields = field(default_factory=dict)
     tensors: Sequence[torch.Tensor] = ()
-    release: Callable[[], None] = _nothing
+    release: Callable[[], None] = nothing
 
 
 class TensorSpec(NamedTuple):

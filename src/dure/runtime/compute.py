@@ -17,6 +17,7 @@ A step takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -222,7 +223,7 @@ class Durations:
     same stream again and calls `skip(drawn)`.
     """
 
-    __slots__ = ("_blocks", "_factors", "compute", "drawn", "speed")
+    __slots__ = ("_blocks", "_factors", "_flops", "_mean", "compute", "drawn", "speed")
 
     def __init__(self, compute: Compute, speed: float, rng: np.random.Generator) -> None:
         self.compute = compute
@@ -230,11 +231,14 @@ class Durations:
         self.drawn = 0
         self._blocks = compute.blocks(rng)
         self._factors: Iterator[float] = iter(())
+        self._flops = self._mean = math.nan  # the last work and the mean of its time
 
     def draw(self, flops: float = 0.0) -> float:
         """Seconds that the next step takes, its work being `flops` floating-point operations."""
         self.drawn += 1
-        return self.compute.mean(flops) * self._next() / self.speed
+        if flops != self._flops:
+            self._flops, self._mean = flops, self.compute.mean(flops)
+        return self._mean * self._next() / self.speed
 
     def skip(self, count: int) -> None:
         """Pass over `count` draws."""
@@ -243,7 +247,8 @@ class Durations:
         self.drawn += count
 
     def _next(self) -> float:
-        for factor in self._factors:
-            return factor
-        self._factors = iter(next(self._blocks).tolist())
-        return next(self._factors)
+        factor = next(self._factors, None)
+        if factor is None:
+            self._factors = iter(next(self._blocks).tolist())
+            factor = next(self._factors)
+        return factor

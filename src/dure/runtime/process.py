@@ -238,11 +238,13 @@ class ProcessNode:
         if isinstance(answer, Reply):
             respond(answer)
             return
-        strand: Strand[Reply] = self.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
+        later: Operation[Reply] = (
+            answer if isinstance(answer, Operation) else self.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
+        )
 
         def done() -> None:
             try:
-                reply = strand.result()
+                reply = later.result()
             except RemoteError as error:
                 respond(error)
             except DureError as error:
@@ -250,7 +252,7 @@ class ProcessNode:
             else:
                 respond(reply)
 
-        strand.when_done(done)
+        later.when_done(done)
 
 
 class Hosting:

@@ -8,13 +8,14 @@ evaluated when its value is first needed, together with all others that have sta
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dure.errors import DeadlockError, PeerLost
-from dure.runtime.base import Address, Apply, Call, Ghost, Loop, Operation, Reply, Service, Strand, Work
+from dure.runtime.base import Address, Apply, Call, Ghost, Loop, Operation, Reply, Service, Strand, Work, nothing
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
 from dure.runtime.virtual_group import VirtualGroup
@@ -42,7 +43,7 @@ class Kernel(Loop):
     def __init__(self, now: float = 0.0) -> None:
         super().__init__()
         self.now = now
-        self.events = 0
+        self.events = 0  # that have happened when `run` ends
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._weather: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -133,10 +134,10 @@ class VirtualNode:
         self.services: dict[str, Service] = {}
         self.running: dict[Computation, None] = {}
         self.strands: list[Strand[Any]] = []
+        self._most_strands = 64
         self.alive = True
         self.paused_until = 0.0
         self.slowness = 1.0
-        self._calls: dict[Operation[Any], str] = {}
 
     # ---- the primitives
 
@@ -144,7 +145,7 @@ class VirtualNode:
         runtime = self.runtime
         seconds = runtime.seconds_of(self, work)
         operation = Computation(self, work, max(runtime.kernel.now, self.paused_until) + seconds)
-        if isinstance(work, GradientWork):
+        if runtime.evaluator is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
         runtime.kernel.at(operation.finish, operation.due)
@@ -181,8 +182,9 @@ class VirtualNode:
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
         strand = self.runtime.kernel.spawn(coroutine, name or self.name)
         self.strands.append(strand)
-        if len(self.strands) > 64:
+        if len(self.strands) > self._most_strands:
             self.strands = [s for s in self.strands if not s.done]
+            self._most_strands = 64 + 2 * len(self.strands)
         return strand
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
@@ -249,33 +251,37 @@ class VirtualNode:
 
 
 class RemoteCall(Operation[Reply]):
-    """A call on its way there, being handled, or on its way back."""
+    """A call on its way there, being handled, or on its way back.
+
+    A node that calls a service of its own is answered without a message.
+    """
 
     __slots__ = ("_call", "_into", "_reply", "_service", "_source", "_target")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
         runtime = source.runtime
-        super().__init__(runtime.kernel, call.method)
-        self.label = f"{call.method} of {service.service} at {service.node}"
+        super().__init__(runtime.kernel)
         self._source = source
+        self._service = service.service
         self._call = call
         self._into = into
-        self._reply: Reply | None = None
-        self._service = service.service
-        target = runtime.nodes[service.node]
-        self._target = target
+        self._target = target = runtime.nodes[service.node]
         if not target.alive:
             runtime.kernel.at(runtime.kernel.now + runtime.detection, self._lost)
-            return
-        nbytes = 0
-        for tensor in call.tensors:
-            nbytes += tensor.nbytes
-        runtime.in_flight[self] = service
-        runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
+        elif target is source:
+            self._arrive()
+        else:
+            runtime.in_flight[self] = service
+            nbytes = _weight(call.tensors) if call.tensors else 0
+            runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
+
+    @property
+    def label(self) -> str:
+        return f"{self._call.method} of {self._service} at {self._target.name}"
 
     def _arrive(self) -> None:
         target = self._target
-        if target.paused_until > self.loop.now:  # type: ignore[attr-defined]
+        if target.paused_until > target.runtime.kernel.now:
             target.when_awake(self._arrive)
             return
         try:
@@ -286,12 +292,12 @@ class RemoteCall(Operation[Reply]):
         if isinstance(answer, Reply):
             self._answer(answer)
         else:
-            strand: Strand[Reply] = target.spawn(answer, self.label)  # type: ignore[arg-type]
-            strand.when_done(lambda: self._handled(strand))
+            later = answer if isinstance(answer, Operation) else target.spawn(answer, self.label)  # type: ignore[arg-type]
+            later.when_done(partial(self._handled, later))
 
-    def _handled(self, strand: Strand[Reply]) -> None:
+    def _handled(self, later: Operation[Reply]) -> None:
         try:
-            reply = strand.result()
+            reply = later.result()
         except Exception as error:  # noqa: BLE001  (as above)
             self._answer_error(error)
         else:
@@ -299,16 +305,20 @@ class RemoteCall(Operation[Reply]):
 
     def _answer(self, reply: Reply) -> None:
         self._reply = reply
-        nbytes = 0
-        for tensor in reply.tensors:
-            nbytes += tensor.nbytes
+        source, target = self._source, self._target
+        if source is target:
+            self._deliver()
+            return
+        nbytes = _weight(reply.tensors) if reply.tensors else 0
         size = HEADER + FIELD * len(reply.fields)
-        self._target.runtime.network.send(self._target.name, self._source.name, nbytes, self._deliver, size)
+        target.runtime.network.send(target.name, source.name, nbytes, self._deliver, size)
 
     def _answer_error(self, error: Exception) -> None:
-        self._target.runtime.network.send(
-            self._target.name, self._source.name, 0, lambda: self._finish_with(error), HEADER
-        )
+        source, target = self._source, self._target
+        if source is target:
+            self.fail(error)
+        else:
+            target.runtime.network.send(target.name, source.name, 0, partial(self._finish_with, error), HEADER)
 
     def _finish_with(self, error: Exception) -> None:
         self._source.runtime.in_flight.pop(self, None)
@@ -316,16 +326,16 @@ class RemoteCall(Operation[Reply]):
 
     def _deliver(self) -> None:
         source, reply = self._source, self._reply
-        assert reply is not None
-        if source.paused_until > self.loop.now:  # type: ignore[attr-defined]
+        if source.paused_until > source.runtime.kernel.now:
             source.when_awake(self._deliver)
             return
         source.runtime.in_flight.pop(self, None)
-        if not self.done:
+        if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
                     destination.copy_(tensor)
-        reply.release()
+        if reply.release is not nothing:
+            reply.release()
         self.resolve(reply)
 
     def concerns(self, node: VirtualNode, address: Address) -> bool:
@@ -338,6 +348,14 @@ class RemoteCall(Operation[Reply]):
 
     def _lost(self) -> None:
         self.fail(PeerLost(f"{self._target.name} is gone; {self._source.name} had asked it for {self._call.method}"))
+
+
+def _weight(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all `tensors`."""
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+    return nbytes
 
 
 class Mailbox:

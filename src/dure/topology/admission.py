@@ -121,7 +121,7 @@ class ClockService:
             self.waits += 1
             self._guard()
             waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
-        return _later(waiting)
+        return waiting
 
     def _offer(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)
@@ -129,7 +129,7 @@ class ClockService:
         if decided is not None:
             return decided
         waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
-        return _later(waiting)
+        return waiting
 
     def _staged(self, call: Call) -> Reply:
         worker, fields = self._check(call), call.fields
@@ -145,7 +145,7 @@ class ClockService:
         worker = self._check(call)
         if worker not in self._watching:
             self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
-        return _later(self._watching[worker])
+        return self._watching[worker]
 
     def _leave(self, call: Call) -> Reply:
         worker = call.fields["worker"]
@@ -251,7 +251,9 @@ class ClockService:
             elif verdict.worker == caller:
                 answer = _answer(verdict)
         if self.policy is not None:
-            self._move_floor(self.policy.floor)
+            floor = self.policy.floor
+            if floor != self._floor:
+                self._move_floor(floor)
         return answer
 
     def _waiting_for(self, verdict: Verdict) -> dict[int, Operation[Reply]]:
@@ -294,12 +296,11 @@ class ClockService:
             self._let_go(version)
 
     def _move_floor(self, floor: int | None) -> None:
-        if floor != self._floor:
-            if floor is not None:
-                self._hold(floor)
-            if self._floor is not None:
-                self._let_go(self._floor)
-            self._floor = floor
+        if floor is not None:
+            self._hold(floor)
+        if self._floor is not None:
+            self._let_go(self._floor)
+        self._floor = floor
 
     def _hold(self, version: int) -> None:
         self._pins[version] = self._pins.get(version, 0) + 1
@@ -311,6 +312,11 @@ class ClockService:
             self._unpinned.append(version)
 
     # ---- checkpoints
+
+    async def settled(self) -> None:
+        """Once the shards have applied all that they were told; nobody makes a step meanwhile."""
+        while self._outstanding:
+            await self._outstanding.popleft()
 
     def state(self) -> dict[str, Any]:
         """What survives a restart, plain values, while nobody is in the middle of a step.
@@ -356,7 +362,3 @@ def _answer(verdict: Accept | Refuse | Start | Abort) -> Reply:
     if isinstance(verdict, Accept):
         return Reply({"group": verdict.group})
     return Reply({"group": None, "reason": verdict.reason})
-
-
-async def _later(promise: Operation[Reply]) -> Reply:
-    return await promise

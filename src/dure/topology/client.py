@@ -78,20 +78,23 @@ class ServerClient:
 
     async def join(self) -> Joined:
         """Enter, at the slowest clock and under a new incarnation; updates are numbered from 1 again."""
-        reply = await self._clock("join", self.timeout, worker=self.worker)
+        reply = await self._clock("join", worker=self.worker)
         self.incarnation, self.seq = reply.fields["incarnation"], 0
         return Joined(reply.fields["version"], reply.fields["clock"], self.incarnation)
 
     async def leave(self) -> None:
         """Nobody waits for this worker any more. What it has pushed counts."""
         if self.servers.clock is not None:
-            await self._clock("leave", self.timeout, worker=self.worker, incarnation=self.incarnation)
+            await self._clock("leave", worker=self.worker, incarnation=self.incarnation)
 
     async def ask(self) -> int:
         """Wait until the next step may start; the version that it starts on."""
-        reply = await self._clock("ask", None, worker=self.worker, incarnation=self.incarnation)
-        version: int = reply.fields["version"]
-        return version
+        clock = self._address("ask")
+        while True:
+            with suppress(CallTimeout):
+                reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
+                version: int = reply.fields["version"]
+                return version
 
     async def pull(self, into: torch.Tensor, version: int | None = None) -> Pulled:
         """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.
@@ -149,7 +152,7 @@ class ServerClient:
                 await self._withdraw(mine)
             raise
         if servers.ordered:
-            await self._clock("staged", self.timeout, group=group, **mine)
+            await self._clock("staged", group=group, **mine)
         return [reply.fields["version"] for reply in replies]
 
     async def status(self) -> list[Mapping[str, Any]]:
@@ -175,7 +178,7 @@ class ServerClient:
 
     async def _offer(self, base: Sequence[int] | None) -> int:
         oldest = min(base) if base else 0
-        reply = await self._clock("offer", self.timeout, worker=self.worker, incarnation=self.incarnation, base=oldest)
+        reply = await self._clock("offer", worker=self.worker, incarnation=self.incarnation, base=oldest)
         group: int | None = reply.fields["group"]
         if group is None:
             raise Refused(reply.fields["reason"])
@@ -187,18 +190,18 @@ class ServerClient:
             with suppress(RemoteError):
                 await self.node.call(shard, "withdraw", timeout=self.timeout, **fields)
 
-    async def _clock(self, method: str, timeout: float | None, **fields: Any) -> Reply:
+    def _address(self, method: str) -> Address:
         clock = self.servers.clock
         if clock is None:
             raise Refused(f"{method}: these servers have no clock.")
+        return clock
 
-        def start() -> Operation[Reply]:
-            return self.node.call(clock, method, timeout=timeout, **fields)
-
-        while method == "ask":
-            with suppress(CallTimeout):
-                return await start()
-        return await self._insist(start(), start)
+    async def _clock(self, method: str, **fields: Any) -> Reply:
+        start = partial(self.node.call, self._address(method), method, timeout=self.timeout, **fields)
+        try:
+            return await start()
+        except CallTimeout as late:
+            return await self._insist(start, late)
 
     async def _every(self, start: Callable[[int], Operation[Reply]]) -> list[Reply]:
         """Call every shard at once; the first error is raised when all have ended."""
@@ -207,17 +210,23 @@ class ServerClient:
         error: RemoteError | None = None
         for shard, operation in enumerate(operations):
             try:
-                replies.append(await self._insist(operation, partial(start, shard)))
+                try:
+                    reply = await operation
+                except CallTimeout as late:
+                    reply = await self._insist(partial(start, shard), late)
             except RemoteError as failed:
                 error = error or failed
+            else:
+                replies.append(reply)
         if error is not None:
             raise error
         return replies
 
-    async def _insist(self, operation: Operation[Reply], again: Callable[[], Operation[Reply]]) -> Reply:
+    async def _insist(self, again: Callable[[], Operation[Reply]], late: CallTimeout) -> Reply:
+        """Call once more, and again, until an attempt is answered or was the last; the first was `late`."""
         for _ in range(self.attempts - 1):
             try:
-                return await operation
-            except CallTimeout:
-                operation = again()
-        return await operation
+                return await again()
+            except CallTimeout as still:
+                late = still
+        raise late

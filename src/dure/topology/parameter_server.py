@@ -31,7 +31,7 @@ import torch
 
 from dure.errors import Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
-from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec
+from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec, nothing
 from dure.topology.admission import ClockService
 from dure.topology.buffers import Buffer, Pool
 from dure.topology.client import Joined, Pulled, ServerClient, Servers
@@ -39,10 +39,6 @@ from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
 
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Staged(NamedTuple):
@@ -110,7 +106,7 @@ class Shard:
         self._closing = 0
         self._busy = False
         self._queue: deque[Operation[None]] = deque()
-        self._apply_one = Apply(_nothing, values.nbytes)
+        self._apply_one = Apply(nothing, values.nbytes)
         self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "push": self._push,
             "close": self._close,
@@ -180,17 +176,22 @@ class Shard:
 
     async def _acknowledge_in_turn(self) -> Reply:
         """A repeated update may still stand in the queue; acknowledged means applied."""
-        await self._turn()
+        if self._busy:
+            await self._turn()
+        self._busy = True
         self._next()
         return Reply({"version": self.version})
 
     async def _apply_on_arrival(self, call: Call) -> Reply:
         fields = call.fields
         copied = None if len(call.tensors) == 1 else self._copy(call.tensors)
-        await self._turn()
+        if self._busy:
+            await self._turn()
+        self._busy = True
         try:
             gradient = call.tensors[0] if copied is None else copied.tensor
-            fresh = await self._apply(gradient, 1, fields.get("lr"))
+            fresh = self.pool.take()
+            await self.node.compute(self._step(gradient, fresh, fields.get("lr")))
             self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
             self._swap(fresh)
         finally:
@@ -225,9 +226,12 @@ class Shard:
         return self._close_in_turn(self._members(call.fields), call.fields)
 
     async def _close_in_turn(self, members: list[tuple[int, int, _Staged]], fields: Mapping[str, Any]) -> Reply:
-        await self._turn()
+        if self._busy:
+            await self._turn()
+        self._busy = True
         try:
-            fresh = await self._apply_group([staged for _, _, staged in members], fields["reduce"])
+            fresh = self.pool.take()
+            await self._apply_group([staged for _, _, staged in members], fields["reduce"], fresh)
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base)
                 staged.buffer.release()
@@ -247,35 +251,35 @@ class Shard:
         self._closing += 1
         return [(worker, seq, self._staged.pop((worker, seq))) for worker, seq in fields["members"]]
 
-    async def _apply_group(self, members: list[_Staged], reduce: str) -> Buffer:
-        if self.timing_only or len(members) == 1:
-            return await self._apply(members[0].buffer.tensor, len(members), members[0].lr)
+    def _apply_group(self, members: list[_Staged], reduce: str, fresh: Buffer) -> Operation[None]:
+        """Start the step from the current version to `fresh` by what the members' updates come to."""
+        first = members[0]
+        if len(members) == 1:
+            return self.node.compute(self._step(first.buffer.tensor, fresh, first.lr))
         total = self.pool.take()
-        fresh = await self._apply(total.tensor, len(members), _rate(members), partial(_combine, members, reduce, total))
-        total.release()
-        return fresh
+        prepare = partial(_combine, members, reduce, total)
+        operation = self.node.compute(self._step(total.tensor, fresh, first.lr, len(members), prepare))
+        operation.when_done(total.release)
+        return operation
 
-    async def _apply(
+    def _step(
         self,
         gradient: torch.Tensor,
-        members: int,
+        fresh: Buffer,
         lr: float | Sequence[float] | None,
-        prepare: Callable[[], None] = _nothing,
-    ) -> Buffer:
-        """The optimizer's step from the current version into a fresh buffer, as work of this node."""
-        fresh = self.pool.take()
+        members: int = 1,
+        prepare: Callable[[], None] = nothing,
+    ) -> Apply:
+        """The optimizer's step from the current version into a fresh buffer, as work of a node."""
         if self.optimizer is None:
-            work = self._apply_one if members == 1 else Apply(_nothing, self._apply_one.nbytes * members)
-        else:
-            values, update = self.current.tensor, self.optimizer.apply
+            return self._apply_one if members == 1 else Apply(nothing, self._apply_one.nbytes * members)
+        values, update = self.current.tensor, self.optimizer.apply
 
-            def step() -> None:
-                prepare()
-                update(values, gradient, fresh.tensor, lr=lr)
+        def step() -> None:
+            prepare()
+            update(values, gradient, fresh.tensor, lr=lr)
 
-            work = Apply(step, self._apply_one.nbytes * members)
-        await self.node.compute(work)
-        return fresh
+        return Apply(step, self._apply_one.nbytes * members)
 
     def _swap(self, fresh: Buffer, *, keep: bool = False) -> None:
         """Make `fresh` the next version; `keep` the last one for those who may still ask for it."""
@@ -304,9 +308,7 @@ class Shard:
     # ---- one at a time, first come first served
 
     async def _turn(self) -> None:
-        if not self._busy:
-            self._busy = True
-            return
+        """Wait for it, where somebody is busy."""
         turn: Operation[None] = self.node.promise("its turn at the shard")
         self._queue.append(turn)
         mine = False
@@ -341,7 +343,7 @@ class Shard:
         if version > self.current.version:
             promise = self.node.promise(f"version {version} of the shard at {self.node.name}")
             self._awaited.setdefault(version, []).append(promise)
-            return _later(promise)
+            return promise
         raise Evicted(  # versions that somebody was started on are kept
             f"version {version} is gone from {self.node.name}, which is at {self.version}: join again."
         )
@@ -415,17 +417,13 @@ class Shard:
         return buffer
 
 
-async def _later(promise: Operation[Reply]) -> Reply:
-    return await promise
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Exact, but in one cheap pass for all tensors that are finite and whose sum is."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:
-    """The members' mean, weighted, or sum; in their order."""
+    """The members' mean, weighted, or sum; in their order. Their rate is the first one's: they share a schedule."""
     first, *rest = members
     weights = [member.weight for member in members]
     if reduce == "sum" or len(set(weights)) == 1:
@@ -440,8 +438,3 @@ def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:
             total.tensor.add_(member.buffer.tensor, alpha=member.weight)
     if reduce == "mean":
         total.tensor.div_(divisor)
-
-
-def _rate(members: Sequence[_Staged]) -> float | Sequence[float] | None:
-    """The rate of a group: that of its first member in rank order, whose schedule the others share."""
-    return members[0].lr

@@ -46,14 +46,14 @@ _RULES: Mapping[type[torch.optim.Optimizer], _Rule] = {
     ),
 }
 _WORKS = "SGD, SGD with momentum or nesterov, Adagrad and Adam run on servers"
-_ELSE = "With another, use a method whose steps are local: sync=\"bsp\" over collectives, or sync=\"averaging\"."
+_ELSE = 'With another, use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
 
 
 class UserOptimizer:
     """A `LocalOptimizer`: the step that the user's optimizer takes on the replica's module.
 
     Only `apply` may make it step: a call of `optimizer.step()` from outside would move one replica and no other, and
-    is refused. `pausing` makes `apply` do nothing.
+    is refused.
     """
 
     spec = OptimizerSpec()
@@ -61,27 +61,41 @@ class UserOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         _check_owner(optimizer, replica)
         self.optimizer = optimizer
-        self.pausing = False
-        self.stepped = False
+        self._pausing = False
+        self._stepped = False
         self._replica = replica
         self._mine = False
         self._hook = optimizer.register_step_pre_hook(self._guard)
 
     def apply(
-        self, values: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, *, lr: float | Sequence[float] | None = None
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
     ) -> None:
         replica = self._replica
         assert values is out is replica.params, "a user's optimizer steps on the module that it was given"
-        self.stepped = True
-        if self.pausing:
+        self._stepped = True
+        if self._pausing:
             return
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
         with self._stepping():
             self.optimizer.step()
 
-    def touch(self) -> None:
-        """A step without any gradients: it changes nothing, and schedulers see that one was made."""
+    def begin_step(self, *, pausing: bool) -> None:
+        """A step of the user's loop begins; `pausing` makes `apply` do nothing in it."""
+        self._pausing = pausing
+        self._stepped = False
+
+    def end_step(self) -> None:
+        """Where servers stepped and this optimizer did not, let schedulers see a step; it changes nothing."""
+        if not self._stepped:
+            self._step_without_gradients()
+
+    def _step_without_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self._replica.parameters]
         for parameter in self._replica.parameters:
             parameter.grad = None
@@ -111,7 +125,7 @@ class UserOptimizer:
         finally:
             self._mine = False
 
-    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._mine:
             raise UsageError(
                 "optimizer.step() was called while its model is attached, which would move this replica alone. Write "

@@ -40,6 +40,21 @@ class LoopSource:
         """Whether the pending gradient is to be the group's mean, and is made during backward."""
         return self.wants_mean and self.exchange is not None
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether the pending gradient has been made the group's mean already."""
+        return self.exchange is not None and self.wants_mean and self.exchange.going is not None
+
+    def hold(self) -> None:
+        """Let the gradients of more than one backward gather."""
+        if self.exchange is not None:
+            self.exchange.disarm()
+
+    def release(self) -> None:
+        """The next backward is the last of its step."""
+        if self.exchange is not None and self.wants_mean:
+            self.exchange.arm()
+
     def gradient(self, worker: Worker) -> Operation[Gradient]:
         return self._ask(worker, mean=False)
 

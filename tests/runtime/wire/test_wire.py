@@ -158,15 +158,14 @@ def test_cancelling_a_push_in_the_middle_delivers_nothing_and_frees_its_tensor(w
     assert call.outgoing.lent
     caller.cancel(call)
     gradient.fill_(2.0)
-    host.answer = echo
-    assert isinstance(world.ask(caller), Reply)
-    assert not out
-    assert not host.requests
-    host.answer = None
-    again, _ = world.call(caller, "push", tensors=[gradient])
+    again, _ = world.call(caller, "push", tensors=[gradient], fields={"again": 1})
     world.until(lambda: host.requests, seconds=10)
-    assert host.requests[0][0].tensors[0].min().item() == 2.0
-    assert not again
+    (arrived, respond) = host.requests[0]
+    assert arrived.fields == {"again": 1}
+    assert arrived.tensors[0].min().item() == 2.0
+    respond(Reply())
+    world.until(lambda: again)
+    assert not out
 
 
 def test_cancelling_what_has_not_begun_sends_nothing(world):
@@ -411,6 +410,38 @@ def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(wor
     host.requests[0][1].release()
     world.until(lambda: len(host.requests) == 2, server, callers[2])
     assert host.requests[1][0].caller == "worker 2"
+
+
+def test_a_small_payload_does_not_overtake_a_large_one_that_waits(world):
+    size = 100_000
+    _, host, caller = world.pair(limits=Limits(staging_nbytes=4 * size * 2))
+    host.specs["push"] = [TensorSpec("float32", size)]
+    host.specs["large"] = [TensorSpec("float32", int(1.5 * size))]
+    host.specs["small"] = [TensorSpec("float32", 20_000)]
+    server, others = world.wires[0], [world.wire(f"worker {n}", rank=n) for n in (1, 2)]
+    for other in others:
+        world.join(other, server, server._listeners[0]._sock.getsockname()[1])
+    for wire, method in zip([caller, *others], ["push", "large", "small"], strict=True):
+        world.call(wire, method, tensors=[torch.zeros(host.specs[method][0].numel)])
+        for _ in range(20):
+            for each in world.wires:
+                each.poll(0.001)
+    assert [call.method for call, _ in host.requests] == ["push"]
+    host.requests[0][1](Reply())
+    world.until(lambda: len(host.requests) == 3)
+    assert {call.method for call, _ in host.requests} == {"push", "large", "small"}
+
+
+def test_an_answer_to_somebody_who_died_is_released(world):
+    server, host, caller = world.pair()
+    world.call(caller, into=[torch.zeros(3)])
+    world.until(lambda: host.requests)
+    caller.close(timeout=0.0)
+    world.until(lambda: host.losses, server)
+    released = []
+    host.requests[0][1](Reply({}, [torch.zeros(3)], lambda: released.append(1)))
+    world.until(lambda: released, server)
+    assert released == [1]
 
 
 def test_bytes_move_in_the_background_and_callbacks_stay_with_the_owner(world):

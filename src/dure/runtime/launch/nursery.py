@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from dure.errors import DureError
+from dure.runtime.launch.sentinel import watch
 
 STOP_SECONDS = 5.0
 """How long processes may take to end when they are told to."""
@@ -60,14 +60,19 @@ class Nursery:
                 stderr=errors,
                 pass_fds=[life],
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         os.close(life)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def load(self, config: Mapping[str, Any]) -> None:
-        """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`."""
+        """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
+
+        A nursery can serve one run after another: what is left of the one before is ended.
+        """
+        self.pids.clear()
+        self.exited.clear()
         self._say({"config": dict(config), "logs": self._folder.name})
 
     def start(self, name: str, **arguments: Any) -> None:
@@ -146,14 +151,16 @@ class Nursery:
 
 
 class _Forks:
-    """The nursery's own side."""
+    """The nursery's own side. `load` makes of a configuration what its processes run."""
 
-    def __init__(self, life: int) -> None:
+    def __init__(self, life: int, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
         self.life = life
+        self.load = load
         self.children: dict[int, str] = {}
         self.logs = Path()
+        self.main: Callable[..., None]
 
-    def serve(self, main: Callable[..., None]) -> None:
+    def serve(self) -> None:
         """Until the launcher closes our standard input; then end all children."""
         ended, tell = os.pipe()  # the system writes to it when a child ends
         os.set_blocking(ended, False)
@@ -174,10 +181,17 @@ class _Forks:
                 return
             *lines, pending = (pending + piece).split(b"\n")
             for line in lines:
-                request = json.loads(line)
-                self._fork(main, request["start"], request["arguments"])
+                self._obey(json.loads(line))
 
-    def _fork(self, main: Callable[..., None], name: str, arguments: Mapping[str, Any]) -> None:
+    def _obey(self, request: Mapping[str, Any]) -> None:
+        if "config" in request:
+            self._end_all()
+            self.logs = Path(request["logs"])
+            self.main = self.load(request["config"])
+        else:
+            self._fork(request["start"], request["arguments"])
+
+    def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
         nursery = os.getpid()
         pid = os.fork()
         if pid:
@@ -187,7 +201,7 @@ class _Forks:
         status = 1
         try:
             self._settle(name, nursery)
-            main(name=name, **arguments)
+            self.main(name=name, **arguments)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
@@ -206,7 +220,7 @@ class _Forks:
         null = os.open(os.devnull, os.O_RDWR)
         for fd, target in ((0, null), (1, null), (2, log)):
             os.dup2(target, fd)
-        threading.Thread(target=_watch, args=(self.life,), daemon=True, name="dure sentinel").start()
+        watch(self.life)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
@@ -225,6 +239,7 @@ class _Forks:
             os.kill(pid, signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
+        self.children.clear()
 
 
 def _tell(message: Mapping[str, Any]) -> None:
@@ -232,38 +247,21 @@ def _tell(message: Mapping[str, Any]) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def _watch(life: int) -> None:
-    """Returns from the read only when the launcher is gone."""
-    os.read(life, 1)
-    os._exit(1)
-
-
-def _first_request() -> dict[str, Any]:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            sys.exit(0)
-        line += byte
-    request: dict[str, Any] = json.loads(line)
-    return request
-
-
 def main() -> None:
-    """The nursery's process: load the job, then fork on request."""
+    """The nursery's process: load a job, then fork on request."""
     import torch
 
     from dure import member
     from dure.config import TrainConfig
     from dure.train import resolve
 
+    def load(config: Mapping[str, Any]) -> Callable[..., None]:
+        task, _ = resolve(TrainConfig.of(config))
+        task.prepare()
+        return lambda **arguments: member.main(task, member.Start.of(**arguments))
+
     torch.set_num_threads(1)
-    forks = _Forks(int(sys.argv[1]))
-    request = _first_request()
-    forks.logs = Path(request["logs"])
-    task, _ = resolve(TrainConfig.of(request["config"]))
-    task.prepare()
-    forks.serve(lambda **arguments: member.main(task, member.Start.of(**arguments)))
+    _Forks(int(sys.argv[1]), load).serve()
     os._exit(0)  # nothing is left to tidy up, and the launcher waits
 
 

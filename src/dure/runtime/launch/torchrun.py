@@ -45,11 +45,14 @@ class Place:
             return str(probe.getsockname()[0])
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """This process's place, as its environment tells. Raises `UsageError` where that makes no sense."""
+def place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place, as its environment tells; None if nobody has started it together with others.
+
+    Raises `UsageError` where the environment makes no sense.
+    """
     given = [name for name in NEEDED if environ.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        return Place()
+        return None
     missing = [name for name in NEEDED if name not in given]
     if missing:
         raise UsageError(

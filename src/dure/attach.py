@@ -1,0 +1,399 @@
+"""A training loop that the user owns, with a method of `sync/` in it.
+
+    replica = dure.attach(model, optimizer, sync="ssp:bound=3")
+    for x, y in loader:
+        loss_fn(model(x), y).backward()
+        replica.step()                      # in place of optimizer.step() and zero_grad()
+
+Alone, or at every rank that `torchrun` starts. The method is the same coroutine as in `dure.train`: it stands at `await
+worker.gradient()`, and `step()` resumes it with the gradient that `backward()` left, until it asks for the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Coroutine, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from dure.errors import DureError, PeerLost, UsageError
+from dure.replica import Replica
+from dure.runtime.base import EndOfWork
+from dure.runtime.launch.torchrun import Meeting, Place, place
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity
+from dure.strategy import Strategy
+from dure.topology.spec import ParameterServer
+from dure.user_loop.optimizer import UserOptimizer
+from dure.user_loop.peers import Peers
+from dure.user_loop.sampler import EpochSampler, share_of
+from dure.user_loop.servers import Hosts, name_of_run
+from dure.user_loop.source import LoopSource
+from dure.worker import Boundary, Worker
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+    from dure.codec.fp32 import Float32
+    from dure.sync.base import Sync
+    from dure.topology.spec import Collective
+
+T = TypeVar("T")
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sync: Sync | str | None = None,
+    topology: Collective | ParameterServer | str | None = None,
+    codec: Float32 | str | None = None,
+    batch_size: int = 1,
+) -> Attached:
+    """Have `model` trained by a loop of one's own, together with all ranks that were started with this one.
+
+    Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
+    `topology` and `codec` are those of a `Strategy`. `batch_size` is this rank's weight in means, where ranks differ.
+
+    Raises:
+        UsageError: the strategy makes no sense, or servers cannot do what the optimizer does.
+        ReplicaError: the model cannot be laid out flat.
+        PeerLost: another rank has failed before all were there.
+    """
+    strategy = Strategy.of(sync, topology, codec)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    replica = Replica(model)
+    mine = UserOptimizer(optimizer, replica)
+    meeting = Meeting(place() or Place(), "attach")
+    try:
+        run, sizes = _introduce(meeting, strategy, replica, batch_size)
+        node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank))
+        source = LoopSource(node, replica, batch_size)
+        worker = _worker(node, replica, mine, source, sizes)
+        ties: Peers | Hosts
+        if isinstance(strategy.topology, ParameterServer):
+            ties = Hosts(node, meeting, replica, strategy, optimizer)
+        else:
+            ties = Peers(node, meeting, replica, strategy.sync.delivers)
+    except BaseException as error:
+        mine.close()
+        _tell(meeting, error)
+        raise
+    return Attached(strategy, meeting, replica, mine, worker, ties)
+
+
+def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
+    """The name of the run, and everybody's batch sizes. Raises `UsageError` if ranks want different things."""
+    layers = [[layer.name, list(layer.shape)] for layer in replica.layers]
+    model = {
+        "parameters": replica.numel,
+        "dtype": str(replica.dtype),
+        "buffers": replica.buffers_flat().numel(),
+        "layers": hashlib.sha256(repr(layers).encode()).hexdigest()[:16],
+    }
+    mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
+    everybody = meeting.exchange("about", mine)
+    for what in ("strategy", "model"):
+        for rank, theirs in enumerate(everybody):
+            if theirs[what] != everybody[0][what]:
+                raise UsageError(
+                    f"all ranks must attach the same {what}: rank 0 has {everybody[0][what]}, rank {rank} {theirs[what]}."
+                )
+    return everybody[0]["run"], [theirs["batch_size"] for theirs in everybody]
+
+
+def _worker(
+    node: ProcessNode, replica: Replica, optimizer: UserOptimizer, source: LoopSource, sizes: Sequence[int]
+) -> Worker:
+    buffers = replica.buffers_flat()
+
+    def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Weighted by batch size, unless some ranks are gone."""
+        return replica.merge_buffers(snapshots, sizes if len(snapshots) == len(sizes) else None)
+
+    return Worker(
+        node=node,
+        rank=node.rank,
+        world_size=len(sizes),
+        params=replica.params,
+        optimizer=optimizer,
+        source=source,
+        meter=node.meter,
+        boundary=Boundary(None),
+        total_weight=float(sum(sizes)),
+        buffers=buffers if buffers.numel() else None,
+        merge_buffers=merge,
+    )
+
+
+def _tell(meeting: Meeting, error: BaseException) -> None:
+    """Leave word of `error` for the others, if they can still be reached."""
+    with suppress(RuntimeError):
+        if meeting.failure() is None:
+            meeting.fail(f"{type(error).__name__}: {error}")
+
+
+class Attached:
+    """A model that trains as one of several replicas; made by `dure.attach`. A context manager.
+
+    Leaving it, or `close()`, ends the training: the method may still meet the others, and the model is what the
+    method delivers. After an error every call raises that error again.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        meeting: Meeting,
+        replica: Replica,
+        optimizer: UserOptimizer,
+        worker: Worker,
+        ties: Peers | Hosts,
+    ) -> None:
+        self.strategy = strategy
+        self.ended = False
+        self._meeting = meeting
+        self._replica = replica
+        self._optimizer = optimizer
+        self._worker = worker
+        self._ties = ties
+        self._node: ProcessNode = worker.node  # type: ignore[assignment]
+        self._source: LoopSource = worker.source  # type: ignore[assignment]
+        self._error: BaseException | None = None
+        self._closed = False
+        self._inside = ""
+        with self._guarded():
+            self._run(ties.begin(worker, self._source, self._fail))
+            self._role = self._node.spawn(self._work(), self._node.name)
+            self._go()
+
+    # ---- who this is
+
+    @property
+    def rank(self) -> int:
+        return self._worker.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._worker.world_size
+
+    @property
+    def clock(self) -> int:
+        """Steps that this rank has taken."""
+        return self._worker.clock
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer: its `param_groups` decide the rates, so schedulers and gradient scalers work on it."""
+        return self._optimizer.optimizer
+
+    def sampler(self, dataset: Sized, *, split: str = "iid", seed: int = 0, targets: Any = None) -> EpochSampler:
+        """This rank's share of `dataset`, for `DataLoader(dataset, sampler=...)`; each pass is a new order.
+
+        `split` is a text as in `dure.data.split`; "dirichlet" needs `targets` (those of `dataset` if left out).
+        """
+        return share_of(dataset, self.rank, self.world_size, split=split, seed=seed, targets=targets)
+
+    # ---- steps
+
+    def step(self, scaler: GradScaler | None = None) -> bool:
+        """Go on with the gradients that `backward()` left, and zero them. Whether the training goes on.
+
+        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped.
+        False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
+        nothing.
+
+        Raises `ReplicaError` (parameters moved), `PeerLost` (a rank or a server is gone), what the method raises.
+        """
+        if not self._may("step"):
+            return False
+        with self._guarded():
+            self._replica.check()
+            if not self._ties.intend("step"):
+                self._finish()
+                return False
+            skipping = scaler is not None and not self._unscaled(scaler)
+            self._advance(skipping=skipping)
+            return True
+
+    def skip(self) -> bool:
+        """A step without a gradient: the clock advances, and what this rank gives to the others is zero.
+
+        The local optimizer does not step; only where others have given something to the mean (BSP over collectives) it
+        steps as theirs do. As `step`, False once the training has ended.
+        """
+        if not self._may("skip"):
+            return False
+        with self._guarded():
+            self._replica.check()
+            meets = self._source.exchanges and not self._source.is_exchanged
+            self._replica.zero_grad()
+            if not self._ties.intend("step"):
+                self._finish()
+                return False
+            self._advance(skipping=not meets)
+            return True
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let backwards inside add to the gradient of the next step, as PyTorch does, and exchange nothing yet."""
+        self._may("accumulate")
+        if self._source.is_exchanged:
+            raise UsageError(
+                "accumulate() comes before the last backward of a step, and this step's gradient has been exchanged. Call "
+                "replica.step() first."
+            )
+        self._inside = "accumulate"
+        self._source.hold()
+        try:
+            yield
+        finally:
+            self._inside = ""
+            self._source.release()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, the model has the parameters that the method would deliver now: the servers', or the mean.
+
+        Over collectives all ranks enter it after the same step where the method delivers a mean. Buffers are this
+        rank's own.
+        """
+        if not self._may("evaluation"):
+            yield
+            return
+        replica = self._replica
+        with self._guarded():
+            replica.check()
+            delivered = self._run(self._ties.delivered(self._worker))
+        kept = replica.params.clone()
+        replica.load(delivered)
+        self._inside = "evaluation"
+        try:
+            yield
+        finally:
+            self._inside = ""
+            replica.load(kept)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """End this rank's training, and wait for what the method still has to do: the model is then its result.
+
+        Over servers this waits until all ranks have closed.
+        """
+        if self._closed:
+            return
+        if self._may("close"):
+            with self._guarded():
+                while self._ties.intend("end"):
+                    self._advance(skipping=False)  # a gradient that has been exchanged, and was not stepped with
+                self._finish()
+        self._closed = True
+        self._optimizer.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._error is None and not self._closed:
+            self._fail(error)
+
+    # ---- beneath
+
+    async def _work(self) -> None:
+        try:
+            await self.strategy.sync.work(self._worker)
+        except EndOfWork:
+            pass
+        finally:
+            self._source.asked.resolve()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._node.loop.run_until(self._node.spawn(coroutine, self._node.name))
+
+    def _go(self) -> None:
+        """Let the method go on until it asks for a gradient, or ends."""
+        self._node.loop.run_until(self._source.asked)
+
+    def _advance(self, *, skipping: bool) -> None:
+        if skipping:
+            self._replica.zero_grad()
+        self._optimizer.begin_step(pausing=skipping)
+        self._worker.lr = self._ties.rates()
+        self._source.give()
+        self._go()
+        self._optimizer.end_step()
+        self._replica.zero_grad()
+
+    def _finish(self) -> None:
+        """Throw `EndOfWork` into the method; when it is through, the model is what it delivers."""
+        self._source.end()
+        self._go()
+        if not self._role.done:
+            raise DureError(f"{self.strategy.sync} asked for a gradient after the end of work.")
+        worker, replica = self._worker, self._replica
+        replica.load(self._run(self._ties.finish(worker)))
+        if worker.buffers is not None:
+            replica.load_buffers(worker.buffers)
+        self.ended = True
+        self._node.wire.close()
+        self._ties.close()
+
+    def _unscaled(self, scaler: GradScaler) -> bool:
+        """Unscale the gradients, unless the user has; whether they are finite."""
+        try:
+            scaler.unscale_(self.optimizer)
+        except RuntimeError as error:
+            if "already" not in str(error):
+                raise
+        return bool(torch.isfinite(self._replica.grads.sum()) or torch.isfinite(self._replica.grads).all())
+
+    def _may(self, what: str) -> bool:
+        """Whether there is anything to do for `what`. Raises the first error again, or what stands against it."""
+        if self._error is not None:
+            raise self._error
+        if self._inside:
+            raise UsageError(f"{what}() was called inside `with replica.{self._inside}():`. Call it after that block.")
+        if self._closed:
+            raise UsageError(f"{what}() was called after close(): the training has ended. Attach the model again.")
+        if self.ended:
+            self._replica.zero_grad()
+        return not self.ended
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Remember the first error, and let nobody wait for this rank any more."""
+        try:
+            yield
+        except PeerLost as error:
+            reason = self._meeting.failure()
+            told = error if reason is None else PeerLost(f"{reason}. {error}")
+            self._fail(told)
+            raise told from error
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        _tell(self._meeting, error)
+        self._optimizer.close()
+        if self._worker.server is not None:
+            with suppress(DureError):
+                self._run(self._node.first(self._node.spawn(self._worker.server.leave()), timeout=LEAVE_SECONDS))  # type: ignore[arg-type]
+        self._node.wire.close()
+        self._ties.close(failed=True)
+
+
+LEAVE_SECONDS = 2.0
+"""How long a rank that fails tries to tell the servers."""

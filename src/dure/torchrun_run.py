@@ -1,0 +1,146 @@
+"""A real run whose workers `torchrun` has started: every rank is one.
+
+    rank 0                                                       rank r
+      hub, and a nursery that forks
+        worker 0, and the servers s with s modulo ranks = 0        worker r, in this process
+      notes in the store: "start worker r", "start server s" -->   a nursery that forks its servers
+      note: the finished record ------------------------------->   the same record
+
+The hub is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice, which ends all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.config import TrainConfig
+from dure.errors import DureError, PeerLost, RemoteError, UsageError
+from dure.member import Start
+from dure.member import main as be_member
+from dure.process_run import Hub
+from dure.report.record import Run, versions
+from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.torchrun import Meeting, place
+
+if TYPE_CHECKING:
+    from dure.outcome import Outcome
+    from dure.task import Task
+    from dure.train import AtHand
+    from dure.virtual_run import Watch
+
+RUN_SECONDS = 10.0 * 24 * 3600
+"""How long a rank waits for what rank 0 makes of a run in which it has done its part."""
+
+WORD_SECONDS = 5.0
+"""How long a rank that failed leaves rank 0 to say so, before torchrun ends it."""
+
+
+def run_together(
+    config: TrainConfig,
+    run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run],
+    resolve: Callable[[TrainConfig], tuple[Task, Any]],
+) -> Run:
+    """Take part in the run that `config` asks for, with all ranks; its record, the same at each.
+
+    Raises:
+        UsageError: torchrun has not started this process, or another number of workers is asked for.
+    """
+    here = place()
+    if here is None:
+        raise UsageError(
+            "no torchrun has started this process (RANK and WORLD_SIZE are not set). Write, for example, "
+            "torchrun --nproc-per-node 4 -m dure train digits-mlp --on torchrun, or use --on local."
+        )
+    config = config.for_workers(here.world_size)
+    meeting = Meeting(here, "train")
+    if here.rank:
+        return _follow(config, meeting, *resolve(config))
+    try:
+        run = run_here(config, lambda *given: _lead(meeting, *given))
+    except BaseException as error:
+        with suppress(RuntimeError):
+            meeting.fail(f"{type(error).__name__}: {error}")
+        raise
+    meeting.put("record", {"history": run.history, "summary": run.summary()})
+    return run
+
+
+def _lead(meeting: Meeting, task: Task, watch: Watch, saved: Path | None, folder: Path | None, at_hand: AtHand) -> Outcome:
+    """What rank 0 does: the launcher's part of the run."""
+    if at_hand.job is not None:
+        raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
+    with ExitStack() as stack:
+        nursery = stack.enter_context(Nursery())
+        nursery.load(task.config.plain())
+        ranks = Ranks(nursery, meeting)
+        hub = Hub(task, watch, ranks, folder=folder, interface=meeting.place.interface)
+        stack.callback(hub.close)
+        return hub.run(saved)
+
+
+class Ranks:
+    """A launcher that starts what belongs to rank 0, and tells the other ranks to start what is theirs."""
+
+    def __init__(self, nursery: Nursery, meeting: Meeting) -> None:
+        self._nursery = nursery
+        self._meeting = meeting
+
+    @property
+    def exited(self) -> Mapping[str, int]:
+        """Those that belong to rank 0: of the others' ends their connections tell."""
+        return self._nursery.exited
+
+    def start(self, name: str, **arguments: Any) -> None:
+        if _owner(name, self._meeting) == 0:
+            self._nursery.start(name, interface=self._meeting.place.interface, **arguments)
+        else:
+            self._meeting.put(f"start {name}", arguments)
+
+    def look(self) -> None:
+        self._nursery.look()
+        reason = self._meeting.failure()
+        if reason is not None:
+            raise PeerLost(f"{reason}.")
+
+    def last_words(self, name: str) -> str:
+        return self._nursery.last_words(name)
+
+
+def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
+    """What the other ranks do: one worker each, and their servers in processes of their own."""
+    rank = meeting.place.rank
+    interface = meeting.place.interface
+    with ExitStack() as stack:
+        _start_servers(task, meeting, stack)
+        given = meeting.get(f"start worker {rank}")
+        try:
+            be_member(task, Start.of(name=f"worker {rank}", interface=interface, **given))
+        except SystemExit:
+            _let_rank_0_speak(meeting)
+            raise
+        record = meeting.get("record", RUN_SECONDS)
+    return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seed)
+
+
+def _start_servers(task: Task, meeting: Meeting, stack: ExitStack) -> None:
+    names = [name for name in map("server {}".format, range(task.servers)) if _owner(name, meeting) == meeting.place.rank]
+    if not names:
+        return
+    nursery = stack.enter_context(Nursery())
+    nursery.load(task.config.plain())
+    for name in names:
+        given = meeting.get(f"start {name}")
+        nursery.start(name, interface=meeting.place.interface, **given)
+
+
+def _let_rank_0_speak(meeting: Meeting) -> None:
+    with suppress(RemoteError, DureError):
+        meeting.get("record", WORD_SECONDS)
+
+
+def _owner(name: str, meeting: Meeting) -> int:
+    """The rank on whose machine `name` lives."""
+    return int(name.split()[1]) % meeting.place.world_size

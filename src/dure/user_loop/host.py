@@ -1,0 +1,130 @@
+"""The helper process that hosts one shard of an attached model, and the clock if it is the first.
+
+rank 0   open (its slice of the initial values) ->  shard and clock are there
+ranks    ... what the method calls ...
+finish (buffers) ------------------------>  once all have finished, or are gone: everybody's buffers
+goodbye --------------------------------->  ends when nobody is left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dure.errors import Refused
+from dure.optim import OptimizerSpec, Segment, restrict
+from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.launch.sentinel import first_request, watch
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity, Loss
+from dure.strategy import make
+from dure.topology.admission import ClockService
+from dure.topology.parameter_server import Shard
+
+
+class ShardHost:
+    """The service through which the ranks set up and take down one server.
+
+    `request` holds: `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as text,
+    `optimizer` and `segments` as plain values, and how many elements of `buffers` each rank has (0 but on server 0).
+
+    | method   | tensors                  | reply                                                            |
+    |----------|--------------------------|------------------------------------------------------------------|
+    | `open`   | slice, (buffers)         | once the shard can be called; from rank 0 alone                  |
+    | `first`  |                          | the buffers of rank 0                                            |
+    | `finish` | (buffers)                | once all have finished: ranks that gave buffers, and all of them |
+    """
+
+    def __init__(self, node: ProcessNode, request: Mapping[str, Any]) -> None:
+        self.over: Operation[None] = node.promise("all workers to go")
+        self._node = node
+        self._request = request
+        self._first = torch.zeros(request["buffers"], dtype=torch.float64)
+        self._last: dict[int, torch.Tensor] = {}
+        self._finished: set[str] = set()
+        self._gone: set[str] = set()
+        self._all_finished: Operation[None] = node.promise("all workers to finish")
+        node.on_lost = self._lost
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        count = self._request["buffers"]
+        buffers = [TensorSpec("float64", count)] if count else []
+        if method == "open":
+            dtype = self._request["dtype"]
+            return [*(TensorSpec(dtype, stop - start) for start, stop in self._request["ranges"]), *buffers]
+        return buffers if method == "finish" else ()
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.method == "open" and call.caller == "worker 0":
+            return self._open(call)
+        if call.method == "first":
+            return Reply(tensors=[self._first])
+        if call.method == "finish":
+            return self._finish(call)
+        raise Refused(f"{call.caller} may not ask the host of {self._node.name} to {call.method}.")
+
+    def _open(self, call: Call) -> Reply:
+        request, node = self._request, self._node
+        ranges = [(start, stop) for start, stop in request["ranges"]]
+        node.directory.update({name: (host, port) for name, (host, port) in call.fields["directory"].items()})
+        slices = call.tensors[: len(ranges)]
+        if request["buffers"]:
+            self._first.copy_(call.tensors[-1])
+        values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
+        segments = restrict([Segment(*segment) for segment in request["segments"]], ranges)
+        spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
+        node.serve("shard", Shard(node, values, spec, ranges=ranges, segments=segments))
+        if request["number"] == 0:
+            sync = make(request["sync"], "sync")
+            shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
+            workers = range(request["workers"])
+            node.serve("clock", ClockService(node, sync.policy(), shards, workers=workers, reduce=sync.reduce))
+        return Reply()
+
+    async def _finish(self, call: Call) -> Reply:
+        if call.tensors:
+            self._last[int(call.caller.split()[1])] = call.tensors[0].clone()
+        self._finished.add(call.caller)
+        self._check()
+        await self._all_finished
+        if not call.tensors:
+            return Reply()
+        empty = torch.zeros_like(self._first)
+        rows = [self._last.get(rank, empty) for rank in range(self._request["workers"])]
+        return Reply({"ranks": sorted(self._last)}, [torch.cat(rows)])
+
+    def _lost(self, loss: Loss) -> None:
+        if loss.incoming and loss.peer.startswith("worker"):
+            self._gone.add(loss.peer)
+            self._check()
+
+    def _check(self) -> None:
+        if len(self._finished | self._gone) == self._request["workers"]:
+            self._all_finished.resolve()
+        if len(self._gone) == self._request["workers"]:
+            self.over.resolve()
+
+
+def main() -> None:
+    """The helper's process."""
+    torch.set_num_threads(1)
+    watch(int(sys.argv[1]))
+    request = first_request()
+    node = ProcessNode(Identity(request["run"], f"server {request['number']}", request["number"]))
+    host = ShardHost(node, request)
+    node.serve("host", host)
+    port = node.wire.listen(request["interface"])
+    sys.stdout.write(json.dumps({"port": port}) + "\n")
+    sys.stdout.flush()
+    node.loop.run_until(host.over)
+    node.wire.close()
+    os._exit(0)  # nothing is left to tidy up, and the starter waits
+
+
+if __name__ == "__main__":
+    main()

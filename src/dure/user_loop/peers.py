@@ -1,0 +1,82 @@
+"""The other ranks over collectives: everybody starts from rank 0's model, and ends after the same step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.runtime.agreement import Agreement, Intention, going_on
+from dure.runtime.engine import Engine
+from dure.runtime.exchange import Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dure.replica import Replica
+    from dure.runtime.launch.torchrun import Meeting
+    from dure.runtime.process import ProcessNode
+    from dure.user_loop.source import LoopSource
+    from dure.worker import Worker
+
+
+class Peers:
+    """Ties over collectives. `delivers` is the method's: whether the result is any replica, or the mean of all."""
+
+    def __init__(self, node: ProcessNode, meeting: Meeting, replica: Replica, delivers: str) -> None:
+        self._node = node
+        self._replica = replica
+        self._engine = Engine(node, meeting)
+        self._delivers = delivers
+        self._agreement = Agreement(self._engine.group, replica.device)
+        self._source: LoopSource | None = None
+
+    async def begin(self, worker: Worker, source: LoopSource, failed: Callable[[BaseException], None]) -> None:
+        """Have every replica start as rank 0's."""
+        engine, replica = self._engine, self._replica
+        worker.group = engine.group
+        self._source = source
+        if engine.alone:
+            return
+        await engine.group.broadcast(replica.params, 0)
+        if worker.buffers is not None:
+            await engine.group.broadcast(worker.buffers, 0)
+            replica.load_buffers(worker.buffers)
+        share = source.batch_size / worker.total_weight
+        source.exchange = Exchange(self._node, engine.group, replica, share, failed)
+
+    def rates(self) -> None:
+        """Nothing travels with updates: each rank's optimizer steps by itself."""
+
+    def intend(self, mine: Intention) -> bool:
+        """Say what this rank is about to do; whether everybody goes on. With a gradient that is exchanged, do that."""
+        if self._engine.alone:
+            return mine != "end"
+        assert self._source is not None
+        if self._source.exchanges:
+            assert self._source.exchange is not None
+            return self._source.exchange.complete(mine)
+        return self._node.loop.run_until(self._node.spawn(self._agree(mine), f"{self._node.name} agreeing"))
+
+    async def _agree(self, mine: Intention) -> bool:
+        return going_on(await self._agreement.start(mine))
+
+    async def delivered(self, worker: Worker) -> torch.Tensor:
+        """The parameters that the method would deliver now."""
+        values = worker.params.clone()
+        if self._delivers == "mean" and not self._engine.alone:
+            await self._agree("evaluate")
+            values *= worker.source.batch_size / worker.total_weight
+            await self._engine.group.all_reduce(values)
+        return values
+
+    async def finish(self, worker: Worker) -> torch.Tensor:
+        """All have ended after the same step: their parameters are what the method made of them; merge the buffers."""
+        if worker.buffers is not None:
+            worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
+        return worker.params
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._source is not None and self._source.exchange is not None:
+            self._source.exchange.close()
+        self._engine.close()

@@ -1,0 +1,188 @@
+"""The servers of an attached model: helper processes of the ranks, shard s beside rank s modulo their number."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import CallTimeout, UsageError
+from dure.optim import OptimizerSpec
+from dure.runtime.base import Address, Reply
+from dure.runtime.launch.helper import Helper
+from dure.strategy import catalogue, member_text, name_of
+from dure.topology.client import ServerClient, Servers
+from dure.topology.sharding import pieces, split
+from dure.user_loop.optimizer import ServerRule
+
+if TYPE_CHECKING:
+    from dure.replica import Replica
+    from dure.runtime.agreement import Intention
+    from dure.runtime.launch.torchrun import Meeting
+    from dure.runtime.process import ProcessNode
+    from dure.strategy import Strategy
+    from dure.user_loop.source import LoopSource
+    from dure.worker import Worker
+
+
+class Hosts:
+    """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer."""
+
+    def __init__(
+        self,
+        node: ProcessNode,
+        meeting: Meeting,
+        replica: Replica,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        sync: Any = strategy.sync
+        topology: Any = strategy.topology
+        if name_of("sync", sync) not in catalogue("sync"):
+            raise UsageError(
+                f"{type(sync).__name__} is not in the catalogue of dure.sync, so helper processes cannot make it. Add its "
+                'row there, or attach over collectives (topology="collective").'
+            )
+        if replica.device.type != "cpu":
+            raise UsageError(
+                f"the model is on {replica.device}, and servers take parameters from main memory: attach a model on the "
+                'CPU, or use a method over collectives (topology="collective").'
+            )
+        self._node = node
+        self._meeting = meeting
+        self._replica = replica
+        self._sync = sync
+        self._ranges = split(replica.layers, replica.numel, topology.shards, by=topology.split)
+        stores_only = sync.server_optimizer(OptimizerSpec()).name == "assign"
+        self._rule = None if stores_only else ServerRule(optimizer, replica)
+        self._spec = sync.server_optimizer(self._rule.spec if self._rule else OptimizerSpec())
+        self._helpers: list[Helper] = []
+
+    def rates(self) -> list[float] | None:
+        """What travels with the next update: the present rate of each parameter group."""
+        return None if self._rule is None else self._rule.rates()
+
+    # ---- the start
+
+    async def begin(self, worker: Worker, source: LoopSource, failed: Callable[[BaseException], None]) -> None:
+        """Have the servers hold rank 0's model, and every replica start from it."""
+        self._start_mine(int(worker.buffers.numel()) if worker.buffers is not None else 0)
+        names = [f"server {number}" for number in range(len(self._ranges))]
+        directory = {name: self._meeting.get(name) for name in names}
+        self._node.directory.update({name: (host, port) for name, (host, port) in directory.items()})
+        if worker.rank == 0:
+            await self._open(directory, worker.buffers)
+            self._meeting.put("open", True)
+        self._meeting.get("open")
+        worker.server = self._client(worker.rank)
+        await worker.join(newcomer=False)
+        worker.adopt(await worker.pull())
+        if worker.buffers is not None:
+            await self._node.call(_host(0), "first", into=(worker.buffers,))
+            self._replica.load_buffers(worker.buffers)
+        self._meeting.exchange("ready", True)
+
+    def _start_mine(self, buffers: int) -> None:
+        place = self._meeting.place
+        mine = range(place.rank, len(self._ranges), place.world_size)
+        for number in mine:
+            self._helpers.append(Helper("dure.user_loop.host", self._request(number, buffers)))
+        for number, helper in zip(mine, self._helpers, strict=True):
+            self._meeting.put(f"server {number}", [place.interface, helper.answer()["port"]])
+
+    def _request(self, number: int, buffers: int) -> Mapping[str, Any]:
+        place = self._meeting.place
+        return {
+            "run": self._node.identity.job,
+            "number": number,
+            "shards": len(self._ranges),
+            "workers": place.world_size,
+            "interface": place.interface,
+            "ranges": self._ranges[number],
+            "dtype": str(self._replica.dtype).removeprefix("torch."),
+            "sync": member_text("sync", self._sync),
+            "optimizer": asdict(self._spec),
+            "segments": self._rule.segments if self._rule else [],
+            "buffers": 0 if number else buffers,
+        }
+
+    async def _open(self, directory: Mapping[str, Any], buffers: torch.Tensor | None) -> None:
+        for number, ranges in enumerate(self._ranges):
+            extra = [buffers] if buffers is not None and not number else []
+            slices = pieces(self._replica.params, ranges)
+            await self._node.call(_host(number), "open", *slices, *extra, directory=dict(directory))
+
+    def _client(self, rank: int) -> ServerClient:
+        policy = self._sync.policy()
+        shards = tuple(Address(f"server {number}", "shard") for number in range(len(self._ranges)))
+        servers = Servers(
+            shards,
+            self._ranges,
+            clock=Address("server 0", "clock"),
+            ordered=policy is not None,
+            may_refuse=policy is not None and policy.may_refuse,
+        )
+        return ServerClient(self._node, rank, servers)
+
+    # ---- between steps
+
+    def intend(self, mine: Intention) -> bool:
+        """Nobody waits for this rank longer than the method says: it may end when it likes."""
+        return mine != "end"
+
+    async def delivered(self, worker: Worker) -> torch.Tensor:
+        """The servers' parameters, as they are."""
+        assert worker.server is not None
+        return (await worker.server.pull(worker.params.clone())).values
+
+    # ---- the end
+
+    async def leave(self, worker: Worker) -> None:
+        """Nobody waits for this rank any more."""
+        assert worker.server is not None
+        await worker.server.leave()
+
+    async def finish(self, worker: Worker) -> torch.Tensor:
+        """Once all ranks have finished: what the servers hold then, and everybody's buffers merged."""
+        await self.leave(worker)
+        for number in range(len(self._ranges)):
+            await self._finish(number, worker)
+        version = None
+        if self._sync.policy() is not None:
+            version = (await self._node.call(Address("server 0", "clock"), "status")).fields["version"]
+        assert worker.server is not None
+        return (await worker.server.pull(worker.params.clone(), version=version)).values
+
+    async def _finish(self, number: int, worker: Worker) -> None:
+        """However long the others take; a server that is gone ends the wait."""
+        mine = [worker.buffers] if worker.buffers is not None and not number else []
+        rows = [each.new_empty(worker.world_size * each.numel()) for each in mine]
+        reply: Reply | None = None
+        while reply is None:
+            with suppress(CallTimeout):
+                reply = await self._node.call(_host(number), "finish", *mine, into=rows)
+        if rows:
+            found = rows[0].view(worker.world_size, -1)
+            worker.buffers = worker.merge_buffers([found[rank] for rank in reply.fields["ranks"]])
+
+    def close(self, *, failed: bool = False) -> None:
+        """Wait until nobody uses this rank's servers any more; after a failure, end them."""
+        for helper in self._helpers:
+            if failed:
+                helper.kill()
+            else:
+                helper.wait()
+        self._helpers.clear()
+
+
+def name_of_run() -> str:
+    """A name that no other run has."""
+    return f"attach-{secrets.token_hex(4)}"
+
+
+def _host(number: int) -> Address:
+    return Address(f"server {number}", "host")

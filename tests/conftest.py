@@ -1,0 +1,36 @@
+"""A full run says how much it ran, and fails if that is less than it ought to be: a check must prove that it ran."""
+
+import pytest
+
+FLOORS = {"tests": 900, "doctests": 30, "documents": 8}
+RAN = dict.fromkeys(FLOORS, 0)
+
+
+def kind(item):
+    if isinstance(item, pytest.DoctestItem):
+        return "doctests"
+    return "documents" if item.path.name == "test_docs.py" else "tests"
+
+
+def pytest_collection_finish(session):
+    for item in session.items:
+        RAN[kind(item)] += 1
+
+
+def whole(config):
+    """Whether everything was asked for, as `make test` does."""
+    return not config.option.keyword and not config.option.markexpr and config.args == config.getini("testpaths")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if whole(session.config) and exitstatus == 0 and any(RAN[name] < floor for name, floor in FLOORS.items()):
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    ran = ", ".join(f"{count} {name}" for name, count in RAN.items())
+    terminalreporter.write_line(f"collected {ran}")
+    if whole(config):
+        for name, floor in FLOORS.items():
+            if RAN[name] < floor:
+                terminalreporter.write_line(f"only {RAN[name]} {name}, and there ought to be at least {floor}", red=True)

@@ -1,0 +1,50 @@
+"""The same method file gives the same parameters in virtual time and on real processes, where order is determined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.runs import local, virtual
+
+TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
+
+
+def check(job: str, strategy: str, **options: Any) -> None:
+    real, modelled = local(job, strategy, **options), virtual(job, strategy, **options)
+    assert float((real.params - modelled.params).abs().max()) < TOLERANCE[options["dtype"]]
+    for key in ("samples", "updates_applied"):
+        assert real.summary[key] == modelled.summary[key]
+    assert real.summary["staleness"] == modelled.summary["staleness"]
+    assert real.rows[-1]["loss"] == pytest.approx(modelled.rows[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "dtype", "optimizer"),
+    [
+        ("bsp collective", 2, "float32", "sgd"),
+        ("bsp collective", 3, "float64", "momentum"),
+        ("bsp ps", 3, "float64", "adam"),
+        ("bsp ps:shards=2,split=layer", 2, "float32", "momentum"),
+        ("averaging:period=3 collective", 3, "float32", "adam"),
+        ("averaging:period=3 ps:shards=2", 2, "float64", "momentum"),
+    ],
+)
+def test_digits(strategy, workers, dtype, optimizer):
+    sizes = (8, 12, 16)[:workers]
+    check("digits-mlp", strategy, workers=workers, batch_sizes=sizes, steps=8, dtype=dtype, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["bsp collective", "averaging:period=2 ps:shards=3,split=memory"])
+def test_quadratic(strategy):
+    check("quadratic", strategy, workers=2, steps=7, dtype="float64")
+
+
+@pytest.mark.parametrize(("strategy", "shards"), [("bsp", 0), ("bsp", 1), ("bsp", 2), ("bsp", 3)])
+def test_real_bsp_is_one_worker_with_the_whole_batch(strategy, shards):
+    """On processes as in virtual time: over collectives, and over one to three servers of either split."""
+    topology = f"ps:shards={shards},split={'layer' if shards == 2 else 'memory'}" if shards else "collective"
+    options: dict[str, Any] = {"steps": 6, "dtype": "float64", "split": "striped"}
+    together = local("digits-mlp", f"{strategy} {topology}", workers=3, batch_sizes=(4, 8, 20), **options)
+    alone = virtual("digits-mlp", "bsp", workers=1, batch_size=32, **options)
+    assert float((together.params - alone.params).abs().max()) < 1e-12

@@ -1,0 +1,148 @@
+"""A run that was stopped after any of its checkpoints and resumed is the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dure
+from dure.data.digits import load_digits
+from dure.job import Job
+from dure.models.mlp import top1
+from dure.optim import OptimizerSpec
+from dure.report.record import Run, read_history
+from dure.runtime.cluster import Cluster, Event, Machines
+from dure.runtime.compute import LogNormal
+
+STRATEGIES = [
+    "bsp collective",
+    "bsp ps:shards=2",
+    "averaging:period=3 collective",
+    "averaging:period=3 ps:shards=2,split=layer",
+    "downpour ps:shards=2",
+    "downpour:n_push=3,n_fetch=2,local_lr=0.05 ps",
+    "ssp:bound=0 ps:shards=2",
+    "ssp:bound=2 ps:shards=3,split=layer",
+]
+OVER_SERVERS = [strategy for strategy in STRATEGIES if "ps" in strategy]
+
+
+def norm_and_dropout() -> Job:
+    """Everything that a model can carry besides parameters: running statistics, and draws."""
+    data = load_digits()
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 10)
+        )  # fmt: skip
+
+    return Job(
+        model=model, loss=cross_entropy, train=data.train, test=data.test, batch_size=8, accuracy=top1, name="given",
+        optimizer=OptimizerSpec("momentum", lr=0.05),
+    )  # fmt: skip
+
+
+@cache
+def jobs() -> dict[str, str | Job]:
+    return {"digits-mlp": "digits-mlp", "norm-and-dropout": norm_and_dropout()}
+
+
+def cluster(*events: Event) -> Cluster:
+    return Cluster(machines=(Machines(count=4, compute=LogNormal(seconds=0.01, sigma=0.4)),), events=events)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.summary().items() if key != "batching"}
+
+
+def check_every_stop(job: str | Job, folder: Path, on: Cluster, **options: Any) -> None:
+    """Train with three checkpoints; then, for each, be killed some time after it, and resume."""
+    whole = dure.train(job, on=on, out=folder / "whole", checkpoint_every=5, eval_every=3, **options)
+    steps = sorted(int(p.name.removeprefix("step-")) for p in (folder / "whole" / "checkpoints").glob("step-*"))
+    assert steps == [5, 10, 15]
+    for stop in steps:
+        killed = folder / f"killed-{stop}"
+        shutil.copytree(folder / "whole", killed)
+        (killed / "summary.json").unlink()
+        for later in steps:
+            if later > stop:
+                shutil.rmtree(killed / "checkpoints" / f"step-{later}")
+        resumed = dure.train(job, on=on, resume=killed)
+        assert facts(resumed) == facts(whole), f"stopped after {stop}"
+        assert list(resumed.history) == list(whole.history)
+        assert read_history(killed / "history.jsonl") == read_history(folder / "whole" / "history.jsonl")
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resumed_is_uninterrupted(strategy, optimizer, tmp_path):
+    check_every_stop("digits-mlp", tmp_path, cluster(), strategy=strategy, optimizer=optimizer, steps=18)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_with_running_statistics_and_dropout(strategy, tmp_path):
+    check_every_stop(jobs()["norm-and-dropout"], tmp_path, cluster(), strategy=strategy, steps=18)
+
+
+EVENTS = (
+    Event(at=0.012, kind="slow", worker=2, factor=3, duration=0.1),
+    Event(at=0.03, kind="crash", worker=1),
+    Event(at=0.055, kind="pause", worker=0, duration=0.04),
+    Event(at=0.12, kind="join", worker=1),
+    Event(at=0.15, kind="slow", worker=3, factor=2),
+    Event(at=0.3, kind="crash", worker=2),
+)
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS)
+def test_with_workers_that_come_and_go(strategy, tmp_path):
+    """Events before, between and after the checkpoints, some of which last beyond one."""
+    check_every_stop("digits-mlp", tmp_path, cluster(*EVENTS), strategy=strategy, steps=18, optimizer="momentum")
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "averaging"])
+def test_with_pauses_over_collectives(strategy, tmp_path):
+    events = (EVENTS[0], EVENTS[2], EVENTS[4])
+    check_every_stop("digits-mlp", tmp_path, cluster(*events), strategy=strategy, steps=18)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_timing_only(strategy, tmp_path):
+    check_every_stop("digits-mlp", tmp_path, cluster(), strategy=strategy, steps=18, timing_only=True)
+
+
+def test_an_event_after_a_checkpoint_does_not_delay_it(tmp_path):
+    """A checkpoint waits for what is under way, not for what the future holds."""
+    late = cluster(Event(at=0.8, kind="crash", worker=1))
+    options: dict[str, Any] = {"strategy": "ssp ps", "steps": 18, "checkpoint_every": 5}
+    calm = dure.train("digits-mlp", on=cluster(), out=tmp_path / "calm", **options)
+    stormy = dure.train("digits-mlp", on=late, out=tmp_path / "stormy", **options)
+    assert facts(calm) == facts(stormy)
+
+
+@pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps:shards=2"])
+def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
+    """From its last checkpoint on, which is that of the longer run."""
+    options: dict[str, Any] = {"strategy": strategy, "on": cluster(), "checkpoint_every": 5, "eval_every": 3}
+    longer = dure.train("digits-mlp", out=tmp_path / "longer", steps=18, **options)
+    dure.train("digits-mlp", out=tmp_path / "shorter", steps=11, **options)
+    resumed = dure.train("digits-mlp", on=options["on"], resume=tmp_path / "shorter", steps=18)
+    assert facts(resumed) == facts(longer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_do_change_a_run(strategy, tmp_path):
+    """Which is why the schedule belongs to the configuration; a test that could not fail would not see this."""
+    options: dict[str, Any] = {"strategy": strategy, "on": cluster(), "steps": 18}
+    without = dure.train("digits-mlp", **options)
+    with_them = dure.train("digits-mlp", out=tmp_path / "run", checkpoint_every=5, **options)
+    moved = without.summary()["seconds"] != with_them.summary()["seconds"]
+    assert moved == (strategy != "bsp collective"), "over collectives all stand at the boundary together anyway"
+    if "bsp" in strategy:
+        assert without.summary()["params_sha256"] == with_them.summary()["params_sha256"]

@@ -1,0 +1,167 @@
+"""Jobs for runs in which something goes wrong. Their functions are named in job texts: `faulty_jobs.py:NAME`.
+
+In the processes of a run, `counted` has every worker write down what it pushes and what was acknowledged, in files
+that survive its death. Its gradients do not depend on the model: each is a row of a fixed table, whose number is its
+first element, so that a list of row numbers is enough to compute the final parameters again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.data.dataset import Data
+from dure.job import Job
+from dure.optim import OptimizerSpec
+from dure.topology.client import ServerClient
+
+ROWS = 64
+DIM = 1 << 17  # half a megabyte per push: a kill lands in the middle of one
+LR = 2.0**-6
+
+
+class Point(nn.Module):
+    """A place w; its output for x is x . w."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.place
+
+
+def mean_output(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
+    return outputs.mean()
+
+
+def table(dim: int = DIM) -> Tensor:
+    rows = torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(7))
+    rows[:, 0] = torch.arange(ROWS) / ROWS
+    return rows
+
+
+def job(dim: int, loss: Callable[[Tensor, Tensor], Tensor] = mean_output) -> Job:
+    return Job(
+        model=lambda: Point(dim),
+        loss=loss,
+        train=Data(table(dim), torch.zeros(ROWS)),
+        test=Data(torch.zeros(2, dim), torch.zeros(2)),
+        batch_size=1,
+        optimizer=OptimizerSpec(lr=LR),
+        split="whole",
+    )
+
+
+def counted(data_root: Path) -> Job:
+    if in_nursery():
+        note_pushes(data_root)
+    return job(DIM)
+
+
+def small() -> Job:
+    return job(256)
+
+
+def waits_now_and_then() -> Job:
+    """Each step takes 2 ms."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return mean_output(outputs, targets)
+
+    return job(256, loss)
+
+
+def in_nursery() -> bool:
+    spec = sys.modules["__main__"].__spec__
+    return spec is not None and spec.name == "dure.runtime.launch.nursery"
+
+
+def note_pushes(folder: Path) -> None:
+    push = ServerClient.push
+
+    def note(client: ServerClient, word: str, *figures: int) -> None:
+        line = " ".join(map(str, (word, client.worker, client.incarnation, *figures))) + "\n"
+        with (folder / f"{client.worker}.{client.incarnation}.{os.getpid()}").open("a") as file:
+            file.write(line)
+
+    async def noted(client: ServerClient, update: Tensor, **options: Any) -> list[int]:
+        note(client, "pushes", client.seq + 1, round(float(update[0]) * ROWS))
+        versions = await push(client, update, **options)
+        note(client, "acknowledged", client.seq)
+        return versions
+
+    ServerClient.push = noted  # type: ignore[method-assign,assignment]
+
+
+class Fault:
+    """A loss that goes wrong once, at worker processes, after some steps of each."""
+
+    def __init__(self, happen: Callable[[], None], after: int) -> None:
+        self.happen = happen
+        self.left = after
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if in_nursery() and outputs.requires_grad:
+            self.left -= 1
+            if self.left < 0:
+                self.happen()
+        return mean_output(outputs, targets)
+
+
+def raises() -> Job:
+    def happen() -> None:
+        raise RuntimeError("the labels of this batch\nare upside down")
+
+    return job(256, Fault(happen, after=20))
+
+
+def exits() -> Job:
+    return job(256, Fault(lambda: os._exit(0), after=20))
+
+
+def crashes() -> Job:
+    return job(256, Fault(lambda: os.kill(os.getpid(), signal.SIGSEGV), after=20))
+
+
+def one(happen: Callable[[], None], folder: Path, after: int = 20) -> Job:
+    """Only the first worker to come this far is struck."""
+
+    def first() -> None:
+        try:
+            (folder / "struck").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        happen()
+
+    return job(256, Fault(first, after))
+
+
+def one_raises(data_root: Path) -> Job:
+    def happen() -> None:
+        raise RuntimeError("the labels of this batch\nare upside down")
+
+    return one(happen, data_root)
+
+
+def one_exits(data_root: Path) -> Job:
+    return one(lambda: os._exit(0), data_root)
+
+
+def one_crashes(data_root: Path) -> Job:
+    return one(lambda: os.kill(os.getpid(), signal.SIGSEGV), data_root)
+
+
+def one_holds_the_lock(data_root: Path) -> Job:
+    """Sleeps in native code without letting any other thread of its process run Python."""
+    return one(lambda: ctypes.PyDLL(None).sleep(60), data_root, after=50) if sys.platform == "linux" else small()

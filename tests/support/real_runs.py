@@ -1,0 +1,188 @@
+"""Real runs that a test interferes with."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import faulty_jobs
+
+from dure.config import TrainConfig
+from dure.member import Terms
+from dure.optim import FlatOptimizer
+from dure.outcome import Outcome
+from dure.process_run import Hub
+from dure.runtime.base import Address
+from dure.runtime.launch.nursery import Nursery
+from dure.task import Task
+from dure.train import resolve
+from dure.virtual_run import Watch
+
+JOBS = Path(faulty_jobs.__file__)
+
+
+def configured(job: str, strategy: str, **options: Any) -> TrainConfig:
+    """A run on this machine of one of `faulty_jobs`, or of a built-in job."""
+    name = job if "-" in job or job == "quadratic" else f"{JOBS}:{job}"
+    return TrainConfig(**{"job": name, "strategy": strategy, "on": "local", "eval_every": 1000} | options)
+
+
+class Driven(Hub):
+    """A hub that lets `act` interfere at every turn, and asks the shards for their logs before they end."""
+
+    act: Callable[[Driven], None] = staticmethod(lambda hub: None)
+    always = False
+    logs: Sequence[list[tuple[int, int, int]]] = ()
+    statuses: Sequence[dict[str, Any]] = ()
+    clock: dict[str, Any]
+
+    def turn(self) -> None:
+        super().turn()
+        if self._going.done or self.always:
+            self.act(self)
+
+    async def _deliver(self) -> torch.Tensor:
+        if self._servers:
+            asked = [await self.node.call(Address(name, "shard"), "status") for name in self._servers]
+            self.statuses = [dict(reply.fields) for reply in asked]
+            self.logs = [[tuple(entry) for entry in fields["log"]] for fields in self.statuses]
+            self.clock = dict((await self.node.call(Address("server 0", "clock"), "status")).fields)
+        return await super()._deliver()
+
+    def steps(self, name: str) -> int:
+        """How far a worker is, as far as the hub has heard."""
+        return int(self.progress[name]["steps"]) if name in self.progress else 0
+
+
+class Trial:
+    """One run, and what can be done to it."""
+
+    def __init__(self, config: TrainConfig, terms: Terms | None = None) -> None:
+        self.config = config
+        self.terms = terms or Terms(log=True)
+        self.task: Task = resolve(config)[0]
+        self.hub: Driven
+
+    def run(self, act: Callable[[Trial], None] = lambda trial: None, *, always: bool = False) -> Outcome:
+        """To its end; `act` is called at every turn, from when all are ready on or `always`."""
+        with Nursery() as self.nursery:
+            self.nursery.load(self.config.plain())
+            self.hub = Driven(self.task, Watch(), self.nursery, folder=None, terms=self.terms)
+            self.hub.act = lambda hub: act(self)
+            self.hub.always = always
+            try:
+                return self.hub.run()
+            finally:
+                self.hub.close()
+
+    def kill(self, name: str) -> None:
+        self.nursery.signal(name, signal.SIGKILL)
+
+    def pids(self) -> list[int]:
+        return [self.nursery._process.pid, *self.nursery.pids.values()]
+
+
+class Killer:
+    """Kills `count` workers, one after another, at random moments, and starts each again once its death is known."""
+
+    def __init__(self, count: int, seed: int, pause: float = 0.15) -> None:
+        self.left = count
+        self.killed: list[str] = []
+        self.random = random.Random(seed)
+        self.pause = pause
+        self.victim: str | None = None
+        self.due = 0.0
+
+    def __call__(self, trial: Trial) -> None:
+        hub = trial.hub
+        if self.victim is not None:
+            if self.victim not in hub.dead:
+                return
+            hub.start(self.victim)
+            self.victim = None
+            self.due = time.monotonic() + self.random.uniform(0.0, self.pause)
+        working = sorted(name for name in hub.progress if name not in hub.finished and name in hub.ready)
+        if self.left and working and time.monotonic() >= self.due:
+            self.victim = self.random.choice(working)
+            self.left -= 1
+            self.killed.append(self.victim)
+            trial.kill(self.victim)
+
+
+class Notes:
+    """What the workers of a `counted` run wrote down: updates are (worker, incarnation, number)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows: dict[tuple[int, int, int], int] = {}
+        self.acknowledged: set[tuple[int, int, int]] = set()
+        self.cut_short = 0
+        for path in folder.iterdir():
+            lines = [line.split() for line in path.read_text().splitlines()]
+            for word, *figures in lines:
+                worker, incarnation, number, *row = map(int, figures)
+                if word == "pushes":
+                    self.rows[worker, incarnation, number] = row[0]
+                else:
+                    self.acknowledged.add((worker, incarnation, number))
+            self.cut_short += bool(lines) and lines[-1][0] == "pushes"
+
+    def replay(self, task: Task, logs: Sequence[Sequence[tuple[int, int, int]]]) -> torch.Tensor:
+        """The parameters that the shards' logs lead to."""
+        values = task.replica.params.detach().clone()
+        table = faulty_jobs.table()
+        for log, ranges in zip(logs, task.ranges, strict=True):
+            for start, stop in ranges:
+                optimizer = FlatOptimizer(task.job.optimizer, stop - start, values.dtype)
+                part = values[start:stop]
+                for update in log:
+                    optimizer.apply(part, table[self.rows[update], start:stop], part)
+        return values
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that only waits to be reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children() -> dict[int, list[int]]:
+    """Who is whose parent, on this machine."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found[parent].append(int(folder.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    tree = children()
+    below = list(tree.get(pid, ()))
+    for each in below:
+        below += tree.get(each, ())
+    return below
+
+
+def gone_within(pids: Sequence[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,319 @@
+"""Real runs in which processes die, freeze, or come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within, is_running
+
+from dure.errors import DureError
+from dure.member import Terms
+
+LATEST = 60.0
+"""Seconds that anything here may take on a machine that does other things as well."""
+
+
+def run(job, strategy, act=lambda trial: None, terms=None, **options):
+    trial = Trial(configured(job, strategy, **options), terms)
+    return trial, trial.run(act)
+
+
+def when(condition, action):
+    """An act that happens once, as soon as `condition` holds."""
+    happened = []
+
+    def act(trial):
+        if not happened and condition(trial):
+            happened.append(time.monotonic())
+            action(trial)
+
+    act.happened = happened
+    return act
+
+
+def check_exactly_once(trial, notes, outcome, kills):
+    """Every acknowledged update is in every log once; each death may have left one that nobody has heard of."""
+    for log in trial.hub.logs:
+        applied = set(log)
+        assert len(applied) == len(log), "an update was applied twice"
+        assert notes.acknowledged <= applied, "an acknowledged update is lost"
+        assert len(applied - notes.acknowledged) <= kills
+    assert outcome.params.equal(notes.replay(trial.task, trial.hub.logs))
+
+
+# ---- workers that die
+
+
+@pytest.mark.parametrize("strategy", ["ssp:bound=3 ps:shards=3", "downpour ps:shards=3"])
+def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
+    trial = Trial(configured("counted", strategy, workers=4, steps=40, data=tmp_path))
+    killer = Killer(10, seed=3)
+    outcome = trial.run(killer)
+    notes = Notes(tmp_path)
+    assert len(killer.killed) == 10
+    assert notes.cut_short, "no kill came while something was pushed: the fault did not fire"
+    assert outcome.totals.failures_survived == 10
+    check_exactly_once(trial, notes, outcome, kills=10)
+    if strategy.startswith("ssp"):
+        assert trial.hub.logs[0] == trial.hub.logs[1] == trial.hub.logs[2]
+    assert {name for name, _ in trial.hub.finished.items()} == {f"worker {rank}" for rank in range(4)}
+    assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros
+
+
+def test_bsp_shrinks_when_a_worker_is_killed():
+    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
+    trial, outcome = run("waits_now_and_then", "bsp ps:shards=2", kill, workers=3, steps=300)
+    assert kill.happened
+    assert outcome.totals.failures_survived == 1
+    assert outcome.notes["deaths"] == {"worker 1": "killed by signal 9 (SIGKILL)"}
+    assert [trial.hub.finished[f"worker {rank}"]["steps"] for rank in (0, 2)] == [300, 300]
+    log = trial.hub.logs[0]
+    assert trial.hub.logs[1] == log
+    done = sum(worker == 1 for worker, _, _ in log)
+    assert 10 < done < 300
+    assert len(log) == 600 + done
+    assert outcome.totals.counts["updates_applied"] == len(log)
+
+
+def test_a_kill_under_collectives_ends_the_run_with_one_sentence():
+    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
+    with pytest.raises(DureError) as caught:
+        run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
+    assert time.monotonic() - kill.happened[0] < 5
+    assert str(caught.value).startswith("worker 1 died: killed by signal 9 (SIGKILL); bsp collective")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_dies_ends_the_run_with_one_sentence():
+    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
+    with pytest.raises(DureError, match=r"^server 1 died: killed by signal 9 \(SIGKILL\); its part of the model is gone"):
+        run("waits_now_and_then", "ssp ps:shards=2", kill, workers=2, steps=100_000)
+    assert time.monotonic() - kill.happened[0] < 5
+
+
+@pytest.mark.parametrize(
+    ("job", "cause"),
+    [
+        ("one_raises", "RuntimeError: the labels of this batch are upside down"),
+        ("one_exits", "it ended, with exit status 0, before its work was done"),
+        ("one_crashes", "killed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(job, cause, tmp_path):
+    trial, outcome = run(job, "bsp ps", workers=3, steps=60, data=tmp_path)
+    assert outcome.totals.failures_survived == 1
+    assert list(outcome.notes["deaths"].values()) == [cause]
+    assert sorted(said["steps"] for said in trial.hub.finished.values()) == [60, 60]
+
+
+@pytest.mark.parametrize(
+    ("job", "cause"),
+    [("raises", "RuntimeError: the labels of this batch are upside down"), ("exits", "it ended, with exit status 0")],
+)
+def test_when_all_workers_die_the_error_names_the_cause(job, cause):
+    with pytest.raises(DureError, match=f"^all workers died; the first of them, worker [01]: {cause}"):
+        run(job, "ssp ps", workers=2, steps=60)
+
+
+def test_a_job_that_fails_under_collectives_says_what_failed():
+    with pytest.raises(DureError, match=r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp"):
+        run("raises", "bsp", workers=2, steps=60)
+
+
+def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for():
+    kill = when(lambda trial: "worker 1" in trial.nursery.pids, lambda trial: trial.kill("worker 1"))
+    trial = Trial(configured("small", "bsp ps", workers=3, steps=30))
+    outcome = trial.run(kill, always=True)
+    assert kill.happened
+    assert outcome.totals.failures_survived == 1
+    assert len(trial.hub.finished) == 2
+
+
+# ---- workers that come
+
+
+@pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
+def test_a_worker_that_comes_late_takes_part(strategy):
+    come = when(lambda trial: trial.hub.steps("worker 0") > 20, lambda trial: trial.hub.start("worker 2"))
+    terms = Terms(absent=(2,), log=True)
+    trial, outcome = run("waits_now_and_then", strategy, come, terms, workers=3, steps=300)
+    done = sum(worker == 2 for worker, _, _ in trial.hub.logs[0])
+    assert 0 < done < 280
+    assert outcome.totals.per_worker["worker 2"]["steps"] == done
+    assert trial.hub.finished["worker 2"]["steps"] == 300  # it entered where the slowest was
+    assert trial.hub.logs[0] == trial.hub.logs[1]
+    assert outcome.totals.failures_survived == 0
+
+
+# ---- workers that freeze
+
+
+@pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
+def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(strategy):
+    noticed, back = [], []
+
+    def act(trial):
+        freeze(trial)
+        if not noticed and "worker 1" in trial.hub.evicted:
+            noticed.append(time.monotonic())
+            trial.steps_then = trial.hub.steps("worker 0")
+        if noticed and not back and trial.hub.steps("worker 0") > trial.steps_then + 30:
+            back.append(time.monotonic())
+            trial.nursery.signal("worker 1", signal.SIGCONT)
+
+    freeze = when(
+        lambda trial: trial.hub.steps("worker 1") > 20, lambda trial: trial.nursery.signal("worker 1", signal.SIGSTOP)
+    )
+    trial, outcome = run(
+        "waits_now_and_then", strategy, act, Terms(evict_seconds=1.0, log=True), workers=3, steps=900
+    )
+    assert 0.9 < noticed[0] - freeze.happened[0] < 2.0
+    assert outcome.totals.failures_survived == 1
+    mine = [incarnation for worker, incarnation, _ in trial.hub.logs[0] if worker == 1]
+    assert set(mine) == {0, 1}
+    assert mine == sorted(mine), "an update of the incarnation before was taken"
+    assert trial.hub.finished["worker 1"]["steps"] == 900
+    assert trial.hub.finished["worker 1"]["done"] >= len(mine)
+    assert [status["refused"] + trial.hub.clock["refused"] for status in trial.hub.statuses] <= [1, 1]
+    assert trial.hub.logs[0] == trial.hub.logs[1]
+    assert trial.hub.clock["lost"] == [1]
+
+
+def test_a_worker_that_never_wakes_is_not_waited_for(tmp_path):
+    trial, outcome = run(
+        "one_holds_the_lock", "bsp ps", terms=Terms(evict_seconds=1.0, log=True), workers=3, steps=100, data=tmp_path
+    )
+    assert outcome.totals.failures_survived == 1
+    assert len(trial.hub.finished) == 2
+    assert gone_within(trial.pids(), 5)
+
+
+# ---- nobody is left behind
+
+
+def command(*options):
+    """`dure train` as a process of its own."""
+    name = configured("waits_now_and_then", "bsp").job
+    arguments = ["train", name, "--on", "local", "--workers", "2", "--steps", "100000", *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", "dure", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def family(process, size):
+    """The processes that `process` has started, once there are `size`."""
+    deadline = time.monotonic() + LATEST
+    while len(found := descendants(process.pid)) < size:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def test_no_end_of_the_launcher_leaves_processes_behind():
+    ends = {
+        signal.SIGKILL: command("--sync", "ssp", "--topology", "ps:shards=2"),
+        signal.SIGTERM: command("--sync", "bsp"),
+        signal.SIGINT: command("--sync", "ssp"),
+    }
+    families = {number: family(process, {"K": 5, "T": 3, "I": 4}[number.name[3]]) for number, process in ends.items()}
+    time.sleep(0.5)
+    said = {}
+    for number, process in ends.items():
+        started = time.monotonic()
+        process.send_signal(number)
+        said[number] = process.communicate(timeout=LATEST)[1]
+        assert gone_within(families[number], 5), f"{number.name} left somebody behind"
+        assert time.monotonic() - started < 8
+    assert {number: process.returncode for number, process in ends.items()} == {
+        signal.SIGKILL: -9,
+        signal.SIGTERM: 143,
+        signal.SIGINT: 130,
+    }
+    assert said[signal.SIGTERM].splitlines()[-1] == "dure: terminated"
+    assert said[signal.SIGINT].splitlines()[-1] == "dure: interrupted"
+    assert "Traceback" not in "".join(said.values())
+
+
+def test_the_end_of_the_nursery_ends_the_run_and_its_processes():
+    kill = when(
+        lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL)
+    )
+    trial = Trial(configured("waits_now_and_then", "ssp ps", workers=2, steps=100_000))
+    with pytest.raises(DureError, match="the process that starts the others was killed by signal 9"):
+        trial.run(kill)
+    assert len(trial.pids()) == 4
+    assert gone_within(trial.pids(), 5)
+
+
+def test_a_kill_under_collectives_is_exit_status_1():
+    process = command("--sync", "bsp")
+    time.sleep(0.5)
+    family(process, 3)
+    victims = [pid for pid in descendants(process.pid) if pid not in children_of(process.pid)]
+    os.kill(victims[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=LATEST)
+    assert process.returncode == 1
+    assert said.splitlines()[-1].startswith("dure: worker")
+    assert "killed by signal 9" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def children_of(pid):
+    return descendants(pid)[:1]
+
+
+def test_runs_leave_no_descriptors_threads_or_zombies_behind():
+    def once(strategy):
+        return run("small", strategy, workers=2, steps=5)
+
+    once("bsp")
+    once("ssp ps")
+    before = descriptors(), threading.active_count(), tasks()
+    for strategy in ("bsp", "ssp ps", "bsp", "downpour ps:shards=2"):
+        once(strategy)
+    with pytest.raises(DureError):
+        run("raises", "ssp ps", workers=2, steps=60)
+    assert (descriptors(), threading.active_count(), tasks()) == before
+    assert not descendants(os.getpid())
+
+
+def tasks():
+    """Threads of this process, those of native code among them."""
+    return len(os.listdir("/proc/self/task"))
+
+
+# ---- other shapes and ends
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("bsp", 1), ("ssp ps", 1), ("bsp ps:shards=4", 8), ("ssp ps:shards=2,colocated=true", 2)],
+)
+def test_runs_of_other_shapes(strategy, workers):
+    trial, outcome = run("digits-mlp", strategy, workers=workers, steps=30)
+    assert len(trial.hub.finished) == workers
+    assert outcome.totals.counts["samples"] == 30 * workers * 32
+    assert outcome.history[-1]["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
+def test_a_run_ends_by_its_seconds(strategy):
+    trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.0)
+    assert 1.0 <= outcome.totals.seconds < 3.0
+    steps = [said["steps"] for said in trial.hub.finished.values()]
+    assert len(steps) == 3
+    assert min(steps) > 10
+    if strategy != "ssp ps":
+        assert len(set(steps)) == 1

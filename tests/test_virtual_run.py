@@ -1,0 +1,356 @@
+"""A whole run in virtual time: the same bits twice, events, deadlocks, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from support.runs import Finished, virtual
+
+import dure
+from dure.errors import DeadlockError, DivergedError, DureError, UsageError
+from dure.job import load_job
+from dure.runtime.cluster import Cluster, Event, Link, Machines
+from dure.runtime.collectives import chunk_bytes
+from dure.runtime.compute import Constant, LogNormal, ShiftedExponential
+from dure.sync.clock import Barrier
+from dure.topology.sharding import size, split
+
+STRATEGIES = [
+    "bsp collective",
+    "bsp ps:shards=2",
+    "averaging:period=3 collective",
+    "averaging:period=3 ps:shards=2",
+    "downpour:n_push=2,n_fetch=3 ps:shards=2",
+    "ssp:bound=2 ps:shards=2,split=layer",
+]
+OVER_SERVERS = [strategy for strategy in STRATEGIES if "ps" in strategy]
+
+
+def machines(workers: int, *events: Event, **kinds: Any) -> Cluster:
+    """Steps of 10 ms and a fast network, so that times can be told in the head."""
+    compute = kinds.pop("compute", Constant(seconds=0.01))
+    return Cluster(
+        machines=(Machines(count=workers, compute=compute, **kinds),),
+        link=Link(bandwidth=1e11, latency=1e-6),
+        alpha=0.0,
+        beta=0.0,
+        gamma=0.0,
+        events=events,
+    )
+
+
+def steps_of(run: Finished) -> list[int]:
+    table = run.outcome.totals.per_worker
+    return [table.get(f"worker {rank}", {}).get("steps", 0) for rank in range(run.task.workers)]
+
+
+# ---- the same run, the same bits
+
+
+def test_the_run_of_the_readme_twice():
+    def train(seed: int) -> dict[str, Any]:
+        options = {"topology": "ps:shards=2", "on": "virtual", "workers": 8, "steps": 200, "seed": seed}
+        return dure.train("digits-mlp", sync="ssp:bound=3", **options).summary()
+
+    first, second, other = train(0), train(0), train(1)
+    assert {key: first[key] for key in first if key != "batching"} == {
+        key: second[key] for key in second if key != "batching"
+    }
+    assert first["accuracy"] >= 0.93
+    assert first["params_sha256"] != other["params_sha256"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_random_compute_times_repeat(strategy):
+    cluster = Cluster(machines=(Machines(count=5, compute=LogNormal(sigma=0.5)),))
+    runs = [virtual("digits-mlp", strategy, cluster, steps=7, seed=seed, eval_every=2) for seed in (3, 3, 4)]
+    same = [(run.summary["params_sha256"], run.seconds, run.rows, run.outcome.totals.events) for run in runs]
+    assert same[0] == same[1]
+    assert same[0] != same[2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_change_nothing_about_time(strategy):
+    cluster = Cluster(machines=(Machines(count=6, compute=ShiftedExponential()),), link=Link(bandwidth=1e7))
+    runs = [virtual("digits-mlp", strategy, cluster, steps=8, timing_only=timing) for timing in (False, True)]
+    with_gradients, without = (run.outcome.totals.state() for run in runs)
+    assert with_gradients == without
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(64, 10), (1000, 2)])
+def test_many_workers_without_gradients_take_the_same_time(workers, steps):
+    job = load_job("digits-mlp", hidden=8)
+    cluster = Cluster(machines=(Machines(count=workers, compute=LogNormal()),))
+    runs = [
+        virtual(job, "ssp:bound=2 ps:shards=4", cluster, steps=steps, batch_size=1, timing_only=timing, split="whole")
+        for timing in (False, True)
+    ]
+    assert runs[0].outcome.totals.state() == runs[1].outcome.totals.state()
+    assert runs[1].summary["params_sha256"] == ""
+
+
+# ---- what happens to workers
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS)
+def test_a_crash_is_survived(strategy):
+    run = virtual("digits-mlp", strategy, machines(4, Event(at=0.105, kind="crash", worker=1)), steps=30)
+    assert steps_of(run) == [30, 10, 30, 30]
+    assert run.summary["failures_survived"] == 1
+    waits = 0.0 if "downpour" in strategy else 0.05  # until the death is noticed
+    assert 0.3 <= run.seconds < 0.3 + waits + 0.01
+    assert run.summary["samples"] == 32 * 100
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS)
+def test_a_crash_with_bytes_on_their_way(strategy):
+    """A slow network: pushes take longer than a death takes to be noticed."""
+    cluster = Cluster(
+        machines=(Machines(count=3, compute=Constant(seconds=0.01)),),
+        link=Link(bandwidth=1e5),
+        events=tuple(Event(at=at, kind="crash", worker=w) for at, w in ((0.5, 1), (0.9, 2))),
+    )
+    run = virtual("digits-mlp", strategy, cluster, steps=4)
+    assert steps_of(run)[0] == 4
+    assert run.summary["failures_survived"] == 2
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS)
+@pytest.mark.parametrize("back", [0.11, 0.2])
+def test_a_worker_comes_back(strategy, back):
+    """Before its death was noticed (0.05 s), and after."""
+    events = (Event(at=0.105, kind="crash", worker=1), Event(at=back, kind="join", worker=1))
+    run = virtual("digits-mlp", strategy, machines(4, *events), steps=30)
+    done = steps_of(run)
+    assert done[0] == done[2] == done[3] == 30
+    if "downpour" in strategy:
+        assert done[1] == 10 + 30, "no clock: the newcomer does all its steps"
+    else:
+        assert 15 < done[1] <= 32, "it may do over what its round had begun"
+    assert run.summary["failures_survived"] == 1
+    assert run.seconds < 0.55
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS)
+def test_a_latecomer_takes_part(strategy):
+    run = virtual("digits-mlp", strategy, machines(4, Event(at=0.1, kind="join", worker=3)), steps=30)
+    done = steps_of(run)
+    assert done[:3] == [30] * 3
+    assert done[3] == 30 if "downpour" in strategy else 17 <= done[3] <= 22
+    assert run.summary["failures_survived"] == 0
+
+
+def test_who_would_join_after_the_end_does_not():
+    run = virtual("digits-mlp", "ssp ps", machines(3, Event(at=9.0, kind="join", worker=2)), steps=10)
+    assert steps_of(run) == [10, 10, 0]
+    assert run.seconds < 0.2
+
+
+def test_a_run_goes_on_when_somebody_joins_an_empty_cluster():
+    events = [Event(at=0.055, kind="crash", worker=w) for w in range(2)] + [Event(at=1.0, kind="join", worker=0)]
+    run = virtual("digits-mlp", "ssp ps", machines(2, *events), steps=10)
+    assert steps_of(run) == [10, 5]
+    assert 1.0 < run.seconds < 1.1
+
+
+def test_nobody_is_left():
+    events = [Event(at=0.055, kind="crash", worker=w) for w in range(2)]
+    with pytest.raises(DureError, match="all workers have crashed by 0.1"):
+        virtual("digits-mlp", "ssp ps", machines(2, *events), steps=10)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seconds"),
+    [("bsp", 0.4), ("bsp ps", 0.4), ("averaging:period=3", 0.4), ("ssp:bound=2 ps", 0.4), ("downpour ps", 0.4)],
+)
+def test_a_pause_costs_what_it_lasts(strategy, seconds):
+    """Nobody is paused at the end, so that a pause of 0.1 s makes 0.3 s 0.4 s: everybody's, or its own."""
+    run = virtual("digits-mlp", strategy, machines(3, Event(at=0.105, kind="pause", worker=1, duration=0.1)), steps=30)
+    assert run.seconds == pytest.approx(seconds, abs=0.005)
+    assert steps_of(run) == [30, 30, 30]
+    compute = sum(node["compute"] for node in [run.outcome.totals.time])
+    assert compute == pytest.approx(0.9 + 0.1, abs=0.005)
+
+
+def test_a_pause_between_two_steps_holds_back_the_next():
+    """The paused worker stands at a barrier: the round ends during the pause, its next step begins after it."""
+    cluster = Cluster(
+        machines=(Machines(count=2, compute=Constant(seconds=0.1), speed=(1.0, 0.5)),),
+        events=(Event(at=0.15, kind="pause", worker=0, duration=0.25),),
+    )
+    for strategy in ("bsp", "bsp ps"):
+        run = virtual("digits-mlp", strategy, cluster, steps=2)
+        assert run.seconds == pytest.approx(0.5, abs=0.01), strategy
+
+
+def test_a_slow_stretch_counts_as_far_as_it_lasts():
+    """At half a step, ten times slower for 0.1 s: that stretch does a tenth of its work, 0.09 s are lost."""
+    event = Event(at=0.105, kind="slow", worker=1, factor=10, duration=0.1)
+    run = virtual("digits-mlp", "downpour ps", machines(2, event), steps=30)
+    assert run.seconds == pytest.approx(0.39, abs=0.002)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "averaging"])
+@pytest.mark.parametrize("kind", ["crash", "join"])
+def test_collectives_refuse_who_comes_and_goes(strategy, kind, tmp_path):
+    cluster = machines(3, Event(at=1, kind=kind, worker=2))
+    with pytest.raises(UsageError, match=f"worker 2 {kind} at 1 s.*collective.*--topology ps"):
+        dure.train("digits-mlp", sync=strategy, topology="collective", on=cluster, steps=5, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- nobody can go on
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """Computes, and never pushes."""
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "server"
+    reduce: ClassVar[str] = "mean"
+
+    def policy(self) -> Barrier:
+        return Barrier()
+
+    def server_optimizer(self, optimizer: Any) -> Any:
+        return optimizer
+
+    async def work(self, worker: Any) -> None:
+        await worker.admission()
+        await worker.gradient()
+        if worker.rank == 0:
+            await worker.push(await worker.gradient())
+            await worker.admission()
+        else:
+            await worker.node.recv("worker 0", worker.params, tag=worker.rank)
+
+
+def test_a_deadlock_names_every_rank_and_what_it_waits_for():
+    with pytest.raises(DeadlockError) as caught:
+        dure.train("digits-mlp", sync=Forgetful(), topology="ps", on="virtual", workers=3, steps=10)
+    message = str(caught.value)
+    assert "worker 0 waits for ask of clock at server 0" in message
+    assert "worker 1 waits for a message from worker 0" in message
+    assert "worker 2 waits for a message from worker 0" in message
+
+
+def test_a_loss_that_is_no_number_says_what_to_do():
+    with pytest.raises(DivergedError, match="worker . step|worker ., step .*learning rate below 1e"):
+        virtual("quadratic", "bsp", workers=2, steps=300, lr=1e6)
+
+
+# ---- when a run ends
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_ends_by_its_seconds(strategy):
+    cluster = machines(4, compute=LogNormal(seconds=0.01, sigma=0.5))
+    run = virtual("digits-mlp", strategy, cluster, seconds=0.25, eval_every=5)
+    assert 0.25 <= run.seconds < 0.25 + 0.12
+    assert min(steps_of(run)) >= 10
+    assert run.rows[-1]["seconds"] == run.seconds
+
+
+# ---- what is recorded
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_history_is_in_order_and_ends_with_the_run(strategy):
+    cluster = Cluster(machines=(Machines(count=4, compute=LogNormal(sigma=0.5)),))
+    run = virtual("digits-mlp", strategy, cluster, steps=20, batch_sizes=(8, 16, 8, 4), eval_every=4)
+    for key in ("seconds", "step", "samples", "bytes"):
+        values = [row[key] for row in run.rows]
+        assert values == sorted(values), key
+    last, totals = run.rows[-1], run.outcome.totals
+    assert len(run.rows) >= 5
+    assert last["seconds"] == totals.seconds
+    assert last["samples"] == totals.counts["samples"] == 20 * (8 + 16 + 8 + 4)
+    assert last["bytes"] == totals.counts["bytes_sent"] == sum(n["bytes_sent"] for n in totals.per_worker.values())
+    assert run.summary["time_share"]["compute"] + run.summary["time_share"]["wait"] <= 1
+    assert math.isclose(sum(run.summary["time_share"].values()), 1.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_trace_shows_everybody_and_nothing_twice(strategy, tmp_path):
+    cluster = Cluster(machines=(Machines(count=3, compute=LogNormal(sigma=0.5)),))
+    run = dure.train("digits-mlp", strategy=strategy, on=cluster, steps=9, trace=True, out=tmp_path / "run")
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    events = trace["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans: dict[str, list[tuple[float, float, str]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            spans.setdefault(f"{event['pid']}/{event['tid']}", []).append((event["ts"], event["dur"], event["cat"]))
+    end = run.summary()["seconds"] * 1e6
+    assert len(names) >= 3
+    computing = 0
+    for row in spans.values():
+        row.sort()
+        computing += sum(kind == "compute" for _, _, kind in row)
+        assert row[0][0] >= 0
+        assert all(ts + duration <= end + 1e-3 for ts, duration, _ in row)
+        assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in zip(row, row[1:], strict=False)), "spans overlap"
+    assert computing == 27
+
+
+# ---- bytes: what a model twice as large adds, since headers do not grow with it
+
+SIZES = (1000, 1600)
+
+
+def added(strategy: str, table: str, key: str, **options: Any) -> dict[str, int]:
+    """How many bytes more each node sends or receives when the model has 600 elements of 4 bytes more."""
+    small, large = (
+        virtual(load_job("quadratic", dim=dim), strategy, timing_only=True, **options).outcome.totals for dim in SIZES
+    )
+    before, after = getattr(small, table), getattr(large, table)
+    return {node: after[node][key] - before[node][key] for node in after}
+
+
+MORE = (SIZES[1] - SIZES[0]) * 4
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("sync", ["bsp", "ssp", "downpour"])
+def test_servers_take_one_model_up_and_one_down_per_step(sync, shards):
+    """The last pull is that of the step that the end of the work forbids."""
+    options = {"workers": 3, "steps": 10}
+    strategy = f"{sync} ps:shards={shards}"
+    assert set(added(strategy, "per_worker", "bytes_sent", **options).values()) == {10 * MORE}
+    assert set(added(strategy, "per_worker", "bytes_received", **options).values()) == {11 * MORE}
+    per_shard = [size(small) - size(large) for large, small in zip(*(split([], n, shards) for n in SIZES), strict=True)]
+    received = added(strategy, "per_shard", "bytes_received", **options)
+    assert [received[f"server {s}"] for s in range(shards)] == [3 * 10 * 4 * elements for elements in per_shard]
+
+
+def test_downpour_sends_as_often_as_it_pushes_and_receives_as_often_as_it_fetches():
+    strategy, options = "downpour:n_push=5,n_fetch=3 ps", {"workers": 2, "steps": 13}
+    assert set(added(strategy, "per_worker", "bytes_sent", **options).values()) == {3 * MORE}  # at 5, 10 and the end
+    assert set(added(strategy, "per_worker", "bytes_received", **options).values()) == {5 * MORE}  # at 0, 3, ..., 12
+
+
+def test_averaging_over_servers_travels_once_per_period():
+    strategy, options = "averaging:period=5 ps", {"workers": 2, "steps": 12}
+    for key in ("bytes_sent", "bytes_received"):
+        assert set(added(strategy, "per_worker", key, **options).values()) == {3 * MORE}  # at 5, 10 and the end
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("strategy", "times"), [("bsp", 12), ("averaging:period=5", 3)])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_ring_sends_two_models_less_two_chunks(workers, strategy, times, dtype):
+    """2 (K - 1) / K n b each, but for chunks of unequal size: 1001 elements do not divide."""
+    job = load_job("quadratic", dim=1001, dtype=dtype)
+    run = virtual(job, f"{strategy} collective", workers=workers, steps=12)
+    chunks = chunk_bytes(1001, workers, 4 if dtype == "float32" else 8)
+    for rank in range(workers):
+        left_out = chunks[(rank + 1) % workers] + chunks[(rank + 2) % workers]
+        sent = run.outcome.totals.per_worker[f"worker {rank}"]["bytes_sent"]
+        assert sent == (times * (2 * sum(chunks) - left_out) if workers > 1 else 0)
+    assert run.summary["bytes_sent"] == run.summary["bytes_received"] == times * 2 * (workers - 1) * sum(chunks)
