@@ -84,13 +84,13 @@ class Ddp:
         self.model = DistributedDataParallel(job.build(task.config.seed))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=job.optimizer.lr)
         self.sampler = job.samplers(task.batch_sizes, seed=task.config.seed)[rank]
-        self.inputs, self.targets, self.loss = job.train.inputs, job.train.targets, job.loss
+        self.data, self.loss = job.train, job.loss
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            indices = self.sampler.next()
+            inputs, targets = self.data.batch(self.sampler.next())
             self.optimizer.zero_grad()
-            loss = self.loss(self.model(self.inputs[indices]), self.targets[indices])
+            loss = self.loss(self.model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -159,7 +160,7 @@ def test_a_run_goes_on_when_somebody_joins_an_empty_cluster():
 
 def test_nobody_is_left():
     events = [Event(at=0.055, kind="crash", worker=w) for w in range(2)]
-    with pytest.raises(DureError, match="all workers have crashed by 0.1"):
+    with pytest.raises(DureError, match=r"all workers have crashed by 0\.1"):
         virtual("digits-mlp", "ssp ps", machines(2, *events), steps=10)
 
 
@@ -241,7 +242,7 @@ def test_a_deadlock_names_every_rank_and_what_it_waits_for():
 
 
 def test_a_loss_that_is_no_number_says_what_to_do():
-    with pytest.raises(DivergedError, match="worker . step|worker ., step .*learning rate below 1e"):
+    with pytest.raises(DivergedError, match=r"worker \d, step .*learning rate below 1e"):
         virtual("quadratic", "bsp", workers=2, steps=300, lr=1e6)
 
 
@@ -295,7 +296,7 @@ def test_a_trace_shows_everybody_and_nothing_twice(strategy, tmp_path):
         computing += sum(kind == "compute" for _, _, kind in row)
         assert row[0][0] >= 0
         assert all(ts + duration <= end + 1e-3 for ts, duration, _ in row)
-        assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in zip(row, row[1:], strict=False)), "spans overlap"
+        assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in pairwise(row)), "spans overlap"
     assert computing == 27
 
 

@@ -138,6 +138,13 @@ def _tell(meeting: Meeting, error: BaseException) -> None:
             meeting.fail(f"{type(error).__name__}: {error}")
 
 
+def _reason(meeting: Meeting) -> str | None:
+    """What somebody has said of its failure, if the store can still be reached."""
+    with suppress(RuntimeError):
+        return meeting.failure()
+    return None
+
+
 class Attached:
     """A model that trains as one of several replicas; made by `dure.attach`. A context manager.
 
@@ -374,7 +381,7 @@ class Attached:
         try:
             yield
         except PeerLost as error:
-            reason = self._meeting.failure()
+            reason = _reason(self._meeting)
             told = error if reason is None else PeerLost(f"{reason}. {error}")
             self._fail(told)
             raise told from error

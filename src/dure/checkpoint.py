@@ -187,5 +187,6 @@ def _explaining_errors(place: Path, action: Any) -> None:
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(place.parent if place.parent.exists() else Path.cwd()).free
         raise CheckpointError(
-            f"cannot write the checkpoint to {place}: {error} ({free / 1e6:.1f} MB free). The previous checkpoint is whole."
+            f"cannot write the checkpoint to {place}: {error} ({free / 1e6:.1f} MB free). "
+            "The previous checkpoint is whole."
         ) from error

@@ -1,8 +1,8 @@
 """One checkpoint of a real run: everybody stops, everybody writes its part, then it counts.
 
-    workers   suspended -----> all there? -> go and write -> saved -----> all there?
-    servers                    save <------ the hub asks                       |
-    hub                        writes its own part  ------------------> commit -> go on
+workers   suspended -----> all there? -> go and write -> saved -----> all there?
+servers                    save <------ the hub asks                       |
+hub                        writes its own part  ------------------> commit -> go on
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("dure")
 class CheckpointRound:
     """The state of one checkpoint. `living` says which workers it must wait for, as of now.
 
-    Whatever goes wrong, everybody stops and goes on together: what cannot be written costs this checkpoint, not the run.
+    Whatever goes wrong, all stop and go on together: what cannot be written costs this checkpoint, not the run.
     """
 
     def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:

@@ -1,15 +1,15 @@
 """What one process of a real run does, from its first word to its last.
 
-    worker                                      hub (the launcher)
-      register(where I listen) ------------------->  waits until all are there
-      <------------------ directory, store ---------
-      join the clock; ready ---------------------->  waits until all are ready
-      <------------------ go ----------------------
-      the method's work;  progress, snapshot ----->  graded, recorded
-      suspended, at a checkpoint ----------------->  waits until all are; shards save; commit
-      <------------------ go on -------------------
-      leave the clock; done(parameters) ---------->  the run's result
-      <------------------ bye ---------------------
+worker                                      hub (the launcher)
+register(where I listen) ------------------->  waits until all are there
+<------------------ directory, store ---------
+join the clock; ready ---------------------->  waits until all are ready
+<------------------ go ----------------------
+the method's work;  progress, snapshot ----->  graded, recorded
+suspended, at a checkpoint ----------------->  waits until all are; shards save; commit
+<------------------ go on -------------------
+leave the clock; done(parameters) ---------->  the run's result
+<------------------ bye ---------------------
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class ServerLife(Life):
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             self.node.serve("clock", self.clock)
-        self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, lost=self._worker_lost))
+        control = Control(bye=self.bye.resolve, settle=self._settle, save=self._save, lost=self._worker_lost)
+        self.node.serve("process", control)
         await self.register(where)
         await self.node.call(HUB, "ready")
         await self.bye
@@ -282,17 +283,16 @@ class WorkerLife(Life):
             self._tell("progress", steps=worker.clock, done=done, loss=gradient.loss, bytes=self._bytes_sent())
         done = worker.clock - 1  # this gradient has not been used yet
         if self.evaluates and done and done % self.task.snapshot_every == 0:
-            self.node.spawn(self._snapshot(done), f"a snapshot of {self.node.name}")
+            said = {"seconds": now, "steps": done, "bytes": self._bytes_sent()}
+            buffers = [] if worker.buffers is None else [worker.buffers.clone()]
+            self.node.spawn(self._snapshot(worker.params.clone(), buffers, said), f"a snapshot of {self.node.name}")
 
-    async def _snapshot(self, steps: int) -> None:
-        worker = self.worker
-        seconds = self.node.now()
-        values = worker.params.clone()
-        buffers = [] if worker.buffers is None else [worker.buffers.clone()]
-        said = {"seconds": seconds, "steps": steps, "bytes": self._bytes_sent()}
+    async def _snapshot(self, values: torch.Tensor, buffers: list[torch.Tensor], said: dict[str, Any]) -> None:
+        """Have the model graded: the worker's as it was at this step, or the servers' as soon as they send it."""
+        server = self.worker.server
         with suppress(RemoteError):  # what is wrong with a server or the hub is heard of elsewhere
-            if worker.server is not None:
-                values = (await worker.server.pull(values)).values
+            if server is not None:
+                values = (await server.pull(values)).values
             await self.node.call(HUB, "snapshot", values, *buffers, **said)
 
     def _counts(self) -> dict[str, int]:

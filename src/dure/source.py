@@ -49,7 +49,7 @@ class JobSource:
         inputs = targets = None
         if self.sampler is not None:
             indices = self.sampler.next()
-            inputs, targets = self.job.train.inputs[indices], self.job.train.targets[indices]
+            inputs, targets = self.job.train.batch(indices)
         return GradientWork(
             rank=worker.rank,
             step=worker.clock,

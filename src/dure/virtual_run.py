@@ -251,7 +251,7 @@ class Segment:
         elif event.kind == "slow":
             self._slow_down(node, event.factor, event.at + (event.duration or float("inf")))
 
-    def _evicted(self, worker: int) -> None:  # noqa: ARG002
+    def _evicted(self, worker: int) -> None:
         self.totals.failures_survived += 1
 
     # ---- running

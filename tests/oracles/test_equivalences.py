@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_round_robin_downpour_is_gradient_descent_with_constant_delay(workers):
             path.append(path[t] - q * path[max(0, t - workers + 1)])
         assert float(run.params) == pytest.approx(path[-1], rel=1e-9)
         size[q] = max(map(abs, path[-20:]))
-    assert list(size.values())[0] < 1 < list(size.values())[1]
+    assert next(iter(size.values())) < 1 < list(size.values())[1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
@@ -298,7 +299,7 @@ def test_a_lasting_straggler_throttles_everybody_to_its_rate():
     watched, run = watch_ssp(3, Cluster(machines=machines), steps=40)
     for rank in range(3):
         starts = [span.start for span in run.spans if span.rank_name == f"worker {rank}" and span.kind == "compute"]
-        gaps = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(starts)]
         assert gaps[:2] == pytest.approx([0.1, 0.1], abs=2e-3)
         assert gaps[8:] == pytest.approx([0.5] * len(gaps[8:]), abs=2e-3)
         assert set(watched.leads[rank][4:]) == {3}

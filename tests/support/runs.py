@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dure.process_run import run_processes
 from dure.runtime.cluster import Cluster
 from dure.task import Task
 from dure.train import AtHand, resolve
+from dure.train import resumed as resumed_config
 from dure.virtual_run import VirtualRun, Watch
 
 
@@ -66,6 +68,14 @@ def local(job: str, strategy: str, **options: Any) -> Finished:
     return Finished(task, run_processes(task, Watch(row=rows.append), None, None, named=True), rows)
 
 
+def resume_local(folder: Path) -> Finished:
+    """The run in `folder`, from its last checkpoint on processes of this machine to its end."""
+    task, _ = resolve(resumed_config(TrainConfig(resume=folder)))
+    rows: list[dict[str, Any]] = []
+    place = folder / "checkpoints"
+    return Finished(task, run_processes(task, Watch(row=rows.append), place, place, named=True), rows)
+
+
 class Bowls(nn.Module):
     """A point w that starts at `start`; each sample is a pair (a, b) of its own for f(w) = 1/2 a w^2 - b w."""
 
@@ -78,7 +88,7 @@ class Bowls(nn.Module):
         return 0.5 * a * self.place * self.place - b * self.place
 
 
-def mean_output(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001
+def mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
@@ -99,7 +109,7 @@ def bowls(pairs: Sequence[tuple[float, float]], *, lr: float, start: float = 0.0
 class Fixed:
     """Worker k's data are the k-th part of the samples, in order."""
 
-    def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Any]:  # noqa: ARG002
+    def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Any]:
         parts = torch.arange(len(targets)).tensor_split(len(batch_sizes))
         return [Cycle(part, size) for part, size in zip(parts, batch_sizes, strict=True)]
 
@@ -120,4 +130,3 @@ class Cycle:
 
     def restore(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-

@@ -39,7 +39,7 @@ class Data:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the rows `indices` (int64), in that order."""
-        return self.inputs[indices], self.targets[indices]
+        return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)  # faster than [indices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ class Evaluator:
         replica = self.replica
         with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
             loss = self._loss(work)
-            loss.backward(torch.full_like(loss, share))  # type: ignore[no-untyped-call]
+            (loss.reshape(()) * share).backward()  # backward(share) would first import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         return Gradient(replica.grads, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
 

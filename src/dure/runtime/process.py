@@ -50,6 +50,12 @@ class ProcessLoop(Loop):
         self._sequence += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
 
+    def breath(self) -> Operation[None]:
+        """Done when everybody else has had a turn, the wire too: for who waits for nothing that the loop sees."""
+        operation: Operation[None] = Operation(self, "its turn")
+        self.after(0.0, operation.resolve)
+        return operation
+
     def run_until(self, operation: Operation[T]) -> T:
         """Until `operation` is done; its value."""
         while True:

@@ -24,7 +24,10 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class Collective(Operation[Any]):
-    """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works."""
+    """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works.
+
+    Then other strands and the wire have a turn: a role whose every operation is the engine's would never let them.
+    """
 
     __slots__ = ("_finish", "_node", "_works")
 
@@ -44,8 +47,8 @@ class Collective(Operation[Any]):
                 self.fail(_lost(self._node.name, self.label, error))
             else:
                 self.resolve(self._finish())
+            yield from self._node.loop.breath().__await__()
         return self.result()
-        yield  # a generator, as `Operation.__await__` is
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:

@@ -1,0 +1,313 @@
+"""What every rank does in the tests of `dure.attach`: `torchrun --nproc-per-node 2 attached.py FOLDER`.
+
+Each case returns plain values; rank r writes all of them to FOLDER/r.json. Cases run one after another in the same
+processes, so most of the time that processes take to start is spent once.
+"""
+
+import copy
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dure
+from dure.data import load_digits
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def batches(steps, size=32):
+    """The batches of one worker; two workers have half of each."""
+    data = load_digits().train
+    for step in range(steps):
+        rows = torch.arange(step * size, (step + 1) * size) % len(data)
+        yield data.batch(rows)
+
+
+def mine(steps):
+    for x, y in batches(steps):
+        yield x.chunk(WORLD)[RANK], y.chunk(WORLD)[RANK]
+
+
+def loss_of(module, batch):
+    return cross_entropy(module(batch[0]), batch[1])
+
+
+def flat(module):
+    return torch.cat([each.detach().reshape(-1) for each in module.parameters()]).tolist()
+
+
+def attach(module, optimizer, strategy, **more):
+    sync, *topology = strategy.split()
+    return dure.attach(module, optimizer, sync=sync, topology=topology[0] if topology else None, **more)
+
+
+def groups(module, kind=torch.optim.SGD, **more):
+    """Two parameter groups: the first layer learns at half the rate of the second, and decays."""
+    first, second = list(module[0].parameters()), list(module[2].parameters())
+    return kind([{"params": first, "lr": 0.05, "weight_decay": 0.01}, {"params": second}], lr=0.1, **more)
+
+
+def train(strategy, *, make=torch.optim.SGD, steps=9, schedule=None, seed=RANK, **more):
+    """Parameters after `steps` steps, each rank with its half of every batch."""
+    module = model(seed)
+    optimizer = make(module.parameters(), lr=0.1) if make is torch.optim.SGD else make(module)
+    scheduler = schedule(optimizer) if schedule else None
+    with attach(module, optimizer, strategy, **more) as replica:
+        for batch in mine(steps):
+            loss_of(module, batch).backward()
+            replica.step()
+            if scheduler:
+                scheduler.step()
+    return flat(module)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+# ---- cases
+
+
+def case_means():
+    """Every way to be one worker with the whole batch."""
+    return {
+        strategy: train(strategy)
+        for strategy in ("bsp", "bsp ps", "bsp ps:shards=3,split=layer", "averaging:period=1", "averaging:period=1 ps")
+    }
+
+
+def case_scheduled():
+    return {strategy: train(strategy, schedule=halving) for strategy in ("bsp", "bsp ps:shards=2")}
+
+
+def case_groups():
+    momentum = {"momentum": 0.9, "nesterov": True}
+    return {s: train(s, make=lambda module: groups(module, **momentum)) for s in ("bsp", "bsp ps:shards=2")}
+
+
+def case_learns():
+    data = load_digits()
+    found = {}
+    for strategy in ("downpour", "ssp:bound=2 ps:shards=2", "averaging:period=4"):
+        module = model(RANK)
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+            sampler = replica.sampler(data.train.inputs)
+            for _ in range(6):
+                for rows in torch.tensor(list(sampler)).split(32):
+                    loss_of(module, data.train.batch(rows)).backward()
+                    replica.step()
+        right = (module(data.test.inputs).argmax(dim=1) == data.test.targets).double().mean()
+        found[strategy] = [float(right), flat(module)]
+    return found
+
+
+def case_uneven():
+    """Rank 1 has fewer batches."""
+    found = {}
+    for strategy in ALL:
+        module = model(RANK)
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.05), strategy) as replica:
+            going = []
+            for batch in list(mine(10))[: 10 - 4 * RANK]:
+                loss_of(module, batch).backward()
+                going.append(replica.step())
+        found[strategy] = {"clock": replica.clock, "going": going, "params": flat(module)}
+    return found
+
+
+def case_uneven_whole():
+    """What BSP leaves when both ranks have as many batches as rank 1 had in `case_uneven`."""
+    module = model(RANK)
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.05), "bsp") as replica:
+        for batch in list(mine(10))[:6]:
+            loss_of(module, batch).backward()
+            replica.step()
+    return flat(module)
+
+
+def case_clipping():
+    """After backward, gradients under BSP are the mean: every rank clips the same."""
+    module = model(RANK)
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
+        for batch in mine(3):
+            replica.optimizer.zero_grad()  # a habit that detaches gradients from the flat buffer
+            loss_of(module, batch).backward()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            replica.step()
+    return [float(norm), flat(module)]
+
+
+def case_accumulate():
+    """Two halves of this rank's share, one after the other."""
+    module = model(RANK)
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
+        for x, y in mine(9):
+            first, second = zip(x.chunk(2), y.chunk(2), strict=True)
+            with replica.accumulate():
+                (loss_of(module, first) / 2).backward()
+            (loss_of(module, second) / 2).backward()
+            replica.step()
+    return flat(module)
+
+
+def case_weights():
+    """Rank 0 has three quarters of each batch, and says so."""
+    module = model(RANK)
+    size = 24 if RANK == 0 else 8
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp", batch_size=size) as replica:
+        for x, y in batches(9):
+            loss_of(module, (x.split([24, 8])[RANK], y.split([24, 8])[RANK])).backward()
+            replica.step()
+    return flat(module)
+
+
+def case_evaluation():
+    """What is shown inside is the mean; afterwards the replica is as it was, and trains on."""
+    found = {}
+    for strategy in ("averaging:period=100", "averaging:period=2 ps", "bsp"):
+        module = model(RANK)
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+            for batch in mine(3):
+                loss_of(module, batch).backward()
+                replica.step()
+            before = flat(module)
+            with replica.evaluation():
+                inside = flat(module)
+            found[strategy] = {"before": before, "inside": inside, "after": flat(module)}
+        found[strategy]["end"] = flat(module)
+    return found
+
+
+def case_buffers():
+    """Running statistics of ranks that saw different data are merged at the end."""
+    found = {}
+    for strategy in ("bsp", "averaging:period=2", "ssp"):
+        torch.manual_seed(RANK)
+        module = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+            for batch in mine(4):
+                loss_of(module, batch).backward()
+                replica.step()
+            own = module[1].running_mean.tolist()
+        found[strategy] = [own, module[1].running_mean.tolist(), int(module[1].num_batches_tracked)]
+    return found
+
+
+def error_of(function):
+    started = time.monotonic()
+    try:
+        function()
+    except dure.DureError as error:
+        return [type(error).__name__, str(error), time.monotonic() - started]
+    return None
+
+
+def case_one_fails():
+    """Rank 1's loop raises at its third step; it lives on, and rank 0 hears of it at once."""
+    found = {}
+    for strategy in ("bsp", "averaging:period=2"):
+        module = model(RANK)
+        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy)
+        try:
+            with replica:
+                for step, batch in enumerate(mine(6)):
+                    loss_of(module, batch).backward()
+                    if step == 2 and RANK == 1:
+                        raise OverflowError("the user's own mistake")
+                    started = time.monotonic()
+                    replica.step()
+        except (dure.DureError, OverflowError, RuntimeError) as error:
+            found[strategy] = [type(error).__name__, str(error), time.monotonic() - started]
+            try:
+                replica.step()
+            except (dure.DureError, OverflowError) as again:
+                found[strategy].append(again is error or str(again) == str(error))
+    return found
+
+
+def case_owner_fails():
+    """Rank 0, beside which the server is, gives up: rank 1 cannot go on."""
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "downpour")
+    loss_of(module, next(mine(1))).backward()
+    replica.step()
+    if RANK == 0:
+        replica.__exit__(OverflowError, OverflowError("out of luck"), None)
+        return None
+
+    def on():
+        while True:
+            replica.step()
+
+    return error_of(on)
+
+
+def case_other_fails():
+    """Rank 1, which owns no server, gives up: under SSP rank 0 goes on to its end."""
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "ssp:bound=1")
+    for step, batch in enumerate(mine(12)):
+        if step == 2 and RANK == 1:
+            replica.__exit__(OverflowError, OverflowError("out of luck"), None)
+            return None
+        loss_of(module, batch).backward()
+        replica.step()
+    replica.close()
+    return replica.clock
+
+
+def case_different_models():
+    module = model() if RANK == 0 else nn.Linear(64, 10)
+    return error_of(lambda: attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp"))
+
+
+def case_backward_twice():
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp")
+    batch = next(mine(1))
+    loss_of(module, batch).backward()
+    error = error_of(lambda: loss_of(module, batch).backward())
+    replica.__exit__(OverflowError, OverflowError("enough"), None)
+    return error
+
+
+def case_one_evaluates():
+    """One rank looks at the mean while the other steps."""
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "averaging:period=5")
+    loss_of(module, next(mine(1))).backward()
+
+    def look():
+        with replica.evaluation():
+            pass
+
+    return error_of(look if RANK == 0 else replica.step)
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    cases = {name[5:]: function for name, function in globals().items() if name.startswith("case_")}
+    only = sys.argv[2:] or list(cases)
+    found = {}
+    for name in only:
+        started = time.monotonic()
+        found[name] = copy.deepcopy(cases[name]())
+        print(f"rank {RANK} {name} {time.monotonic() - started:.2f} s", file=sys.stderr, flush=True)
+    (Path(folder) / f"{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
