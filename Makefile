@@ -31,10 +31,10 @@ format: setup
 demo: setup
 	rm -rf runs/demo
 	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
-	  --on local --on virtual --workers 4 --steps 200 --seed 0 --out runs/demo --report report.html
+	  --on local --on virtual --workers 4 --steps 200 --scale-lr --seed 0 --out runs/demo --report report.html
 
 bench: setup
-	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

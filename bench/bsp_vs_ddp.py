@@ -1,6 +1,6 @@
 """Synchronous SGD on `mnist-cnn`: dure's BSP over collectives against a plain DistributedDataParallel script.
 
-    python bench/bsp_vs_ddp.py [--workers 2] [--steps 60] [--repeats 15] [--job mnist-cnn] [--json FILE]
+    python bench/bsp_vs_ddp.py [--workers 2] [--steps 10] [--repeats 60] [--job mnist-cnn] [--json FILE]
 
 The same processes, one thread each, hold both; each repeat trains so many steps with one, then with the other, from a
 barrier to the last one's end. Same initial values, same samples in the same order, same batch size, same rate:
@@ -13,6 +13,7 @@ data are random numbers of its shape, which takes as long.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -21,7 +22,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ WARM_UP = 2
 """Repeats that are not counted: DDP rebuilds its buckets after the first step, allocators settle."""
 
 
+class Unheard(WorkerLife):
+    """There is no hub here."""
+
+    def _tell(self, method: str, **fields: Any) -> None:
+        pass
+
+
 class Dure:
     """A worker as a run's member has it: its node, its method, and `WorkerLife` told of each step."""
 
@@ -56,9 +63,8 @@ class Dure:
         node = ProcessNode(Identity("bench", f"worker {rank}", rank), evaluator=Evaluator(task.job))
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
         self.task, self.node = task, node
-        life = WorkerLife(task, node)
+        life = Unheard(task, node)
         life.worker = self.worker = task.worker(node, rank, node.meter)
-        life._tell = lambda method, **fields: None  # there is no hub here
         self.worker.on_step = life._on_step
 
     def train(self, steps: int) -> None:
@@ -66,12 +72,10 @@ class Dure:
         self.node.loop.run_until(self.node.spawn(self._work(), "training"))
 
     async def _work(self) -> None:
-        try:
+        with contextlib.suppress(EndOfWork):
             await self.task.sync.work(self.worker)
-        except EndOfWork:
-            pass
 
-    @cached_property
+    @property
     def params(self) -> torch.Tensor:
         return self.worker.params
 
@@ -135,7 +139,8 @@ def timed(train: Callable[[], None]) -> float:
 def load(name: str, root: Path | None) -> Job:
     """The job, with random data of MNIST's shape where it is MNIST's and that is not here."""
     folder = data_root(root)
-    here = find((folder / "mnist", folder / "MNIST" / "raw", folder), ("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"))
+    folders = (folder / "mnist", folder / "MNIST" / "raw", folder)
+    here = find(folders, ("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"))
     if name != "mnist-cnn" or here is not None:
         return load_job(name, root)
     draw = torch.Generator().manual_seed(0)
@@ -159,32 +164,38 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--job", default="mnist-cnn")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+def trained(given: argparse.Namespace) -> tuple[str, int, dict[str, list[float]]]:
+    """What the data are, samples per repeat, and the seconds of all repeats."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     port = free_port()
     processes = [spawn.Process(target=measure, args=(rank, port, given, theirs)) for rank in range(given.workers)]
-    load_before = os.getloadavg()[0]
     for process in processes:
         process.start()
     theirs.close()
     source, samples, seconds = ours.recv()
     for process in processes:
         process.join()
+    return source, samples, seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--job", default="mnist-cnn")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    source, samples, seconds = trained(given)
     rates = {name: samples / statistics.median(each) for name, each in seconds.items()}
     ratios = sorted(ddp / dure for ddp, dure in zip(seconds["ddp"], seconds["dure"], strict=True))
+    ratio = statistics.median(ratios)
     print(f"{source}; {given.workers} processes, {given.steps} steps a repeat")
     for name, rate in rates.items():
         print(f"{name:>6} {rate:10,.0f} samples/s")
-    ratio = statistics.median(ratios)
     print(f"{ratio:.3f}x DDP (quartiles {ratios[len(ratios) // 4]:.3f} and {ratios[-1 - len(ratios) // 4]:.3f})")
     summary = {
         "benchmark": "bsp_vs_ddp",

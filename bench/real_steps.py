@@ -25,7 +25,9 @@ STRATEGIES = ("ssp:bound=3", "downpour", "bsp ps")
 
 def step_seconds(strategy: str, workers: int, steps: int, seed: int) -> float:
     """Mean seconds of a worker's step in one run. It is evaluated only at its end."""
-    run = dure.train("digits-mlp", strategy=strategy, on="local", workers=workers, steps=steps, eval_every=steps, seed=seed)
+    run = dure.train(
+        "digits-mlp", strategy=strategy, on="local", workers=workers, steps=steps, eval_every=steps, seed=seed
+    )
     return float(run.summary()["seconds"]) / steps
 
 

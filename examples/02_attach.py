@@ -1,7 +1,7 @@
 """A loop of one's own under four methods: alone, or as one of several workers.
 
-    python examples/02_attach.py
-    torchrun --nproc-per-node 2 examples/02_attach.py
+python examples/02_attach.py
+torchrun --nproc-per-node 2 examples/02_attach.py
 """
 
 import torch

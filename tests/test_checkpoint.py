@@ -259,6 +259,17 @@ def test_a_file_that_may_not_grow_costs_a_checkpoint_and_not_the_run(tmp_path, c
     assert again.summary()["params_sha256"] == whole.summary()["params_sha256"]
 
 
+def test_one_process_that_cannot_write_costs_a_real_run_a_checkpoint(tmp_path, caplog):
+    """The workers' parts are above the limit, those of the servers below it."""
+    with largest_file(16_000), caplog.at_level(logging.WARNING, "dure"):
+        options: dict[str, Any] = {"workers": 2, "steps": 12, "checkpoint_every": 5}
+        run = dure.train("digits-mlp", strategy="bsp ps:shards=4", on="local", out=tmp_path / "run", **options)
+    assert run.summary()["samples"] == 2 * 12 * 32
+    assert [record.args[0] for record in caplog.records] == [5, 10]
+    assert "File too large" in caplog.text
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
     folder.mkdir()

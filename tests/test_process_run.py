@@ -15,14 +15,26 @@ from support.real_runs import Killer, Notes, Trial, configured, descendants, des
 
 from dure.errors import DureError
 from dure.member import Terms
+from dure.runtime.launch.nursery import Nursery
 
 LATEST = 60.0
 """Seconds that anything here may take on a machine that does other things as well."""
 
 
-def run(job, strategy, act=lambda trial: None, terms=None, **options):
-    trial = Trial(configured(job, strategy, **options), terms)
-    return trial, trial.run(act)
+@pytest.fixture(scope="module")
+def nursery():
+    """One for all runs but those that need their own: it is up in seconds, a run in a fraction of one."""
+    with Nursery() as one:
+        yield one
+
+
+@pytest.fixture
+def run(nursery):
+    def once(job, strategy, act=lambda trial: None, terms=None, *, own=False, **options):
+        trial = Trial(configured(job, strategy, **options), terms)
+        return trial, trial.run(act, nursery=None if own else nursery)
+
+    return once
 
 
 def when(condition, action):
@@ -53,7 +65,7 @@ def check_exactly_once(trial, notes, outcome, kills):
 
 @pytest.mark.parametrize("strategy", ["ssp:bound=3 ps:shards=3", "downpour ps:shards=3"])
 def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
-    trial = Trial(configured("counted", strategy, workers=4, steps=40, data=tmp_path))
+    trial = Trial(configured("counted", strategy, workers=4, steps=150, data=tmp_path))
     killer = Killer(10, seed=3)
     outcome = trial.run(killer)
     notes = Notes(tmp_path)
@@ -67,7 +79,7 @@ def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strat
     assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros
 
 
-def test_bsp_shrinks_when_a_worker_is_killed():
+def test_bsp_shrinks_when_a_worker_is_killed(run):
     kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
     trial, outcome = run("waits_now_and_then", "bsp ps:shards=2", kill, workers=3, steps=300)
     assert kill.happened
@@ -82,7 +94,7 @@ def test_bsp_shrinks_when_a_worker_is_killed():
     assert outcome.totals.counts["updates_applied"] == len(log)
 
 
-def test_a_kill_under_collectives_ends_the_run_with_one_sentence():
+def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
     kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
     with pytest.raises(DureError) as caught:
         run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
@@ -91,9 +103,11 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence():
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_dies_ends_the_run_with_one_sentence():
+def test_a_server_that_dies_ends_the_run_with_one_sentence(run):
     kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
-    with pytest.raises(DureError, match=r"^server 1 died: killed by signal 9 \(SIGKILL\); its part of the model is gone"):
+    with pytest.raises(
+        DureError, match=r"^server 1 died: killed by signal 9 \(SIGKILL\); its part of the model is gone"
+    ):
         run("waits_now_and_then", "ssp ps:shards=2", kill, workers=2, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
 
@@ -106,7 +120,7 @@ def test_a_server_that_dies_ends_the_run_with_one_sentence():
         ("one_crashes", "killed by signal 11 (SIGSEGV)"),
     ],
 )
-def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(job, cause, tmp_path):
+def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(run, job, cause, tmp_path):
     trial, outcome = run(job, "bsp ps", workers=3, steps=60, data=tmp_path)
     assert outcome.totals.failures_survived == 1
     assert list(outcome.notes["deaths"].values()) == [cause]
@@ -117,20 +131,22 @@ def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(job, c
     ("job", "cause"),
     [("raises", "RuntimeError: the labels of this batch are upside down"), ("exits", "it ended, with exit status 0")],
 )
-def test_when_all_workers_die_the_error_names_the_cause(job, cause):
+def test_when_all_workers_die_the_error_names_the_cause(run, job, cause):
     with pytest.raises(DureError, match=f"^all workers died; the first of them, worker [01]: {cause}"):
         run(job, "ssp ps", workers=2, steps=60)
 
 
-def test_a_job_that_fails_under_collectives_says_what_failed():
-    with pytest.raises(DureError, match=r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp"):
+def test_a_job_that_fails_under_collectives_says_what_failed(run):
+    with pytest.raises(
+        DureError, match=r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp"
+    ):
         run("raises", "bsp", workers=2, steps=60)
 
 
-def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for():
+def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(nursery):
     kill = when(lambda trial: "worker 1" in trial.nursery.pids, lambda trial: trial.kill("worker 1"))
     trial = Trial(configured("small", "bsp ps", workers=3, steps=30))
-    outcome = trial.run(kill, always=True)
+    outcome = trial.run(kill, always=True, nursery=nursery)
     assert kill.happened
     assert outcome.totals.failures_survived == 1
     assert len(trial.hub.finished) == 2
@@ -140,7 +156,7 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for():
 
 
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
-def test_a_worker_that_comes_late_takes_part(strategy):
+def test_a_worker_that_comes_late_takes_part(run, strategy):
     come = when(lambda trial: trial.hub.steps("worker 0") > 20, lambda trial: trial.hub.start("worker 2"))
     terms = Terms(absent=(2,), log=True)
     trial, outcome = run("waits_now_and_then", strategy, come, terms, workers=3, steps=300)
@@ -156,7 +172,7 @@ def test_a_worker_that_comes_late_takes_part(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
-def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(strategy):
+def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy):
     noticed, back = [], []
 
     def act(trial):
@@ -171,28 +187,25 @@ def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(strategy):
     freeze = when(
         lambda trial: trial.hub.steps("worker 1") > 20, lambda trial: trial.nursery.signal("worker 1", signal.SIGSTOP)
     )
-    trial, outcome = run(
-        "waits_now_and_then", strategy, act, Terms(evict_seconds=1.0, log=True), workers=3, steps=900
-    )
+    trial, outcome = run("waits_now_and_then", strategy, act, Terms(evict_seconds=1.0, log=True), workers=3, steps=400)
     assert 0.9 < noticed[0] - freeze.happened[0] < 2.0
     assert outcome.totals.failures_survived == 1
     mine = [incarnation for worker, incarnation, _ in trial.hub.logs[0] if worker == 1]
     assert set(mine) == {0, 1}
     assert mine == sorted(mine), "an update of the incarnation before was taken"
-    assert trial.hub.finished["worker 1"]["steps"] == 900
+    assert trial.hub.finished["worker 1"]["steps"] == 400
     assert trial.hub.finished["worker 1"]["done"] >= len(mine)
     assert [status["refused"] + trial.hub.clock["refused"] for status in trial.hub.statuses] <= [1, 1]
     assert trial.hub.logs[0] == trial.hub.logs[1]
     assert trial.hub.clock["lost"] == [1]
 
 
-def test_a_worker_that_never_wakes_is_not_waited_for(tmp_path):
-    trial, outcome = run(
-        "one_holds_the_lock", "bsp ps", terms=Terms(evict_seconds=1.0, log=True), workers=3, steps=100, data=tmp_path
-    )
+def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
+    terms = Terms(evict_seconds=1.0, log=True)
+    trial, outcome = run("one_holds_the_lock", "bsp ps", terms=terms, workers=3, steps=100, data=tmp_path)
     assert outcome.totals.failures_survived == 1
     assert len(trial.hub.finished) == 2
-    assert gone_within(trial.pids(), 5)
+    assert gone_within(trial.pids()[1:], 5)
 
 
 # ---- nobody is left behind
@@ -247,9 +260,7 @@ def test_no_end_of_the_launcher_leaves_processes_behind():
 
 
 def test_the_end_of_the_nursery_ends_the_run_and_its_processes():
-    kill = when(
-        lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL)
-    )
+    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL))
     trial = Trial(configured("waits_now_and_then", "ssp ps", workers=2, steps=100_000))
     with pytest.raises(DureError, match="the process that starts the others was killed by signal 9"):
         trial.run(kill)
@@ -274,19 +285,29 @@ def children_of(pid):
     return descendants(pid)[:1]
 
 
-def test_runs_leave_no_descriptors_threads_or_zombies_behind():
-    def once(strategy):
-        return run("small", strategy, workers=2, steps=5)
-
-    once("bsp")
-    once("ssp ps")
-    before = descriptors(), threading.active_count(), tasks()
-    for strategy in ("bsp", "ssp ps", "bsp", "downpour ps:shards=2"):
-        once(strategy)
+def test_runs_leave_no_descriptors_threads_or_zombies_behind(run):
+    for strategy in ("bsp", "ssp ps"):
+        run("small", strategy, workers=2, steps=5)
+    before = belongings()
+    for strategy, own in (("bsp", True), ("ssp ps", True), ("bsp", False), ("downpour ps:shards=2", False)):
+        run("small", strategy, own=own, workers=2, steps=5)
     with pytest.raises(DureError):
         run("raises", "ssp ps", workers=2, steps=60)
-    assert (descriptors(), threading.active_count(), tasks()) == before
-    assert not descendants(os.getpid())
+    after = belongings()
+    assert {name for name in after if after[name] > before[name]} == set(), (before, after)
+
+
+def belongings():
+    """What this process has, once the nursery alone is left of what it has started."""
+    deadline = time.monotonic() + 5
+    while len(descendants(os.getpid())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return {
+        "descriptors": descriptors(),
+        "threads": threading.active_count(),
+        "threads of native code": tasks(),
+        "children": len(descendants(os.getpid())),
+    }
 
 
 def tasks():
@@ -301,7 +322,7 @@ def tasks():
     ("strategy", "workers"),
     [("bsp", 1), ("ssp ps", 1), ("bsp ps:shards=4", 8), ("ssp ps:shards=2,colocated=true", 2)],
 )
-def test_runs_of_other_shapes(strategy, workers):
+def test_runs_of_other_shapes(run, strategy, workers):
     trial, outcome = run("digits-mlp", strategy, workers=workers, steps=30)
     assert len(trial.hub.finished) == workers
     assert outcome.totals.counts["samples"] == 30 * workers * 32
@@ -309,11 +330,11 @@ def test_runs_of_other_shapes(strategy, workers):
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
-def test_a_run_ends_by_its_seconds(strategy):
-    trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.0)
-    assert 1.0 <= outcome.totals.seconds < 3.0
+def test_a_run_ends_by_its_seconds(run, strategy):
+    trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.5)
+    assert 1.5 <= outcome.totals.seconds < 4.0
     steps = [said["steps"] for said in trial.hub.finished.values()]
     assert len(steps) == 3
-    assert min(steps) > 10
+    assert min(steps) > 3
     if strategy != "ssp ps":
         assert len(set(steps)) == 1

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.runs import Finished, virtual
 
 import dure
@@ -355,3 +356,30 @@ def test_a_ring_sends_two_models_less_two_chunks(workers, strategy, times, dtype
         sent = run.outcome.totals.per_worker[f"worker {rank}"]["bytes_sent"]
         assert sent == (times * (2 * sum(chunks) - left_out) if workers > 1 else 0)
     assert run.summary["bytes_sent"] == run.summary["bytes_received"] == times * 2 * (workers - 1) * sum(chunks)
+
+
+# ---- looked at while it is under way
+
+
+def test_averaging_is_graded_as_the_mean_of_whole_models():
+    """Also where some workers have given their share to the others and wait: row 4 falls on an averaging."""
+    run = virtual("digits-mlp", "averaging:period=8 collective", machines(4), steps=80, eval_every=10, lr=0.4)
+    losses = [row["loss"] for row in run.rows]
+    assert all(later < 1.1 * earlier for earlier, later in pairwise(losses))
+    assert losses[-1] < 0.2
+
+
+# ---- learning rates
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor"),
+    [("bsp collective", 4), ("bsp ps", 4), ("averaging", 4), ("downpour", 1), ("ssp:bound=1", 1)],
+)
+def test_scaled_rates_count_each_sample_alike(strategy, factor):
+    """One step from the same start: where K gradients are averaged, the model moves K times as far."""
+    plain = virtual("digits-mlp", strategy, machines(4), steps=1)
+    scaled = virtual("digits-mlp", strategy, machines(4), steps=1, scale_lr=True)
+    start = plain.task.initial
+    assert scaled.summary["lr"] == factor * plain.summary["lr"]
+    torch.testing.assert_close(scaled.params - start, factor * (plain.params - start), rtol=1e-3, atol=1e-6)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Coroutine, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,22 +69,21 @@ def attach(
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
     replica = Replica(model)
-    mine = UserOptimizer(optimizer, replica)
     meeting = Meeting(place() or Place(), "attach")
-    try:
+    with ExitStack() as undo:
+        undo.push(partial(_tell_if_failed, meeting))
+        mine = UserOptimizer(optimizer, replica)
+        undo.callback(mine.close)
         run, sizes = _introduce(meeting, strategy, replica, batch_size)
         node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank))
-        source = LoopSource(node, replica, batch_size)
-        worker = _worker(node, replica, mine, source, sizes)
+        undo.callback(node.wire.close)
+        worker = _worker(node, replica, mine, sizes)
         ties: Peers | Hosts
         if isinstance(strategy.topology, ParameterServer):
             ties = Hosts(node, meeting, replica, strategy, optimizer)
         else:
             ties = Peers(node, meeting, replica, strategy.sync.delivers)
-    except BaseException as error:
-        mine.close()
-        _tell(meeting, error)
-        raise
+        undo.pop_all()
     return Attached(strategy, meeting, replica, mine, worker, ties)
 
 
@@ -102,14 +102,13 @@ def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_siz
         for rank, theirs in enumerate(everybody):
             if theirs[what] != everybody[0][what]:
                 raise UsageError(
-                    f"all ranks must attach the same {what}: rank 0 has {everybody[0][what]}, rank {rank} {theirs[what]}."
+                    f"all ranks must attach the same {what}: rank 0 has {everybody[0][what]}, rank {rank} "
+                    f"{theirs[what]}."
                 )
     return everybody[0]["run"], [theirs["batch_size"] for theirs in everybody]
 
 
-def _worker(
-    node: ProcessNode, replica: Replica, optimizer: UserOptimizer, source: LoopSource, sizes: Sequence[int]
-) -> Worker:
+def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int]) -> Worker:
     buffers = replica.buffers_flat()
 
     def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,7 +121,7 @@ def _worker(
         world_size=len(sizes),
         params=replica.params,
         optimizer=optimizer,
-        source=source,
+        source=LoopSource(node, replica, sizes[node.rank]),
         meter=node.meter,
         boundary=Boundary(None),
         total_weight=float(sum(sizes)),
@@ -136,6 +135,11 @@ def _tell(meeting: Meeting, error: BaseException) -> None:
     with suppress(RuntimeError):
         if meeting.failure() is None:
             meeting.fail(f"{type(error).__name__}: {error}")
+
+
+def _tell_if_failed(meeting: Meeting, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    if error is not None:
+        _tell(meeting, error)
 
 
 def _reason(meeting: Meeting) -> str | None:
@@ -251,8 +255,8 @@ class Attached:
         self._may("accumulate")
         if self._source.is_exchanged:
             raise UsageError(
-                "accumulate() comes before the last backward of a step, and this step's gradient has been exchanged. Call "
-                "replica.step() first."
+                "accumulate() comes before the last backward of a step, and this step's gradient has been exchanged. "
+                "Call replica.step() first."
             )
         self._inside = "accumulate"
         self._source.hold()
@@ -346,13 +350,15 @@ class Attached:
         self._go()
         if not self._role.done:
             raise DureError(f"{self.strategy.sync} asked for a gradient after the end of work.")
-        worker, replica = self._worker, self._replica
-        replica.load(self._run(self._ties.finish(worker)))
-        if worker.buffers is not None:
-            replica.load_buffers(worker.buffers)
+        self._replica.load(self._run(self._ties.finish(self._worker)))
+        self._load_buffers()
         self.ended = True
         self._node.wire.close()
         self._ties.close()
+
+    def _load_buffers(self) -> None:
+        if self._worker.buffers is not None:
+            self._replica.load_buffers(self._worker.buffers)
 
     def _unscaled(self, scaler: GradScaler) -> bool:
         """Unscale the gradients, unless the user has; whether they are finite."""
@@ -371,8 +377,9 @@ class Attached:
             raise UsageError(f"{what}() was called inside `with replica.{self._inside}():`. Call it after that block.")
         if self._closed:
             raise UsageError(f"{what}() was called after close(): the training has ended. Attach the model again.")
-        if self.ended:
+        if self.ended:  # a loop that goes on changes nothing
             self._replica.zero_grad()
+            self._load_buffers()
         return not self.ended
 
     @contextmanager
@@ -380,26 +387,27 @@ class Attached:
         """Remember the first error, and let nobody wait for this rank any more."""
         try:
             yield
-        except PeerLost as error:
-            reason = _reason(self._meeting)
-            told = error if reason is None else PeerLost(f"{reason}. {error}")
-            self._fail(told)
-            raise told from error
         except BaseException as error:
-            self._fail(error)
-            raise
+            told = self._fail(error)
+            if told is error:
+                raise
+            raise told from error
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> BaseException:
+        """Let go of everything because of `error`; that error, with what is known of its cause."""
         if self._error is not None:
-            return
-        self._error = error
+            return self._error
+        reason = _reason(self._meeting) if isinstance(error, PeerLost) else None
+        self._error = error if reason is None else PeerLost(f"{reason}. {error}")
         _tell(self._meeting, error)
         self._optimizer.close()
         if self._worker.server is not None:
             with suppress(DureError):
-                self._run(self._node.first(self._node.spawn(self._worker.server.leave()), timeout=LEAVE_SECONDS))  # type: ignore[arg-type]
+                leaving = self._node.spawn(self._worker.server.leave(), "leaving")
+                self._node.loop.run_until(self._node.first(leaving, timeout=LEAVE_SECONDS))
         self._node.wire.close()
         self._ties.close(failed=True)
+        return self._error
 
 
 LEAVE_SECONDS = 2.0

@@ -17,7 +17,7 @@ from dure.errors import DureError, RemoteError
 
 if TYPE_CHECKING:
     from dure.process_run import Launcher
-    from dure.runtime.base import Loop
+    from dure.runtime.process import ProcessLoop
 
 EXPLAIN_SECONDS = 1.0
 """How long to wait for the launcher's word on a death."""
@@ -33,7 +33,7 @@ class Casualties:
     `needed` says whether the run can't go on without each of its workers.
     """
 
-    def __init__(self, launcher: Launcher, loop: Loop, strategy: str, *, needed: bool) -> None:
+    def __init__(self, launcher: Launcher, loop: ProcessLoop, strategy: str, *, needed: bool) -> None:
         self.dead: dict[str, str] = {}
         self.causes: dict[str, str] = {}
         self.failures: dict[str, DureError] = {}
@@ -73,7 +73,8 @@ class Casualties:
         for name in self.dead:
             fatal = name.startswith("server") or self._needed
             if fatal and name not in self.failures and self._explained(name):
-                loss = "its part of the model is gone" if name.startswith("server") else f"{self._strategy} needs everybody"
+                serves = name.startswith("server")
+                loss = "its part of the model is gone" if serves else f"{self._strategy} needs everybody"
                 raise DureError(f"{name} died: {self.cause(name)}; {loss}. {_RESUME}")
         if workers and all(name in self.dead for name in workers):
             first = next(iter(name for name in self.dead if name in workers))

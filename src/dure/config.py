@@ -44,6 +44,9 @@ class Options:
     """The same, one per worker, where workers differ."""
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Learning rate; the job's if left out."""
+    scale_lr: bool = False
+    """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
+    as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
     optimizer: str | None = None
     """sgd, momentum, adagrad or adam, with parameters as in momentum:momentum=0.9; the job's if left out."""
     steps: Count | None = None
@@ -99,10 +102,11 @@ class Options:
         """As values that JSON and YAML have, `of` reads them back."""
         return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
 
-    def optimizer_over(self, base: OptimizerSpec) -> OptimizerSpec:
+    def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The job's optimizer with what is asked for here in its place.
 
-        Another rule brings a rate of its own where it needs one: 0.001 for Adam, 0.01 for Adagrad.
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam, 0.01 for Adagrad. `averaged` says of
+        how many workers an update is the mean, for `scale_lr`.
         """
         asked = parse_calls(self.optimizer or base.name)[0]
         changes: dict[str, Any] = {"name": asked.name}
@@ -111,7 +115,8 @@ class Options:
         changes |= typed(asked, type(base))
         if self.lr is not None:
             changes["lr"] = self.lr
-        return replace(base, **changes)
+        chosen = replace(base, **changes)
+        return replace(chosen, lr=chosen.lr * averaged) if self.scale_lr else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

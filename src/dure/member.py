@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HUB = Address("hub", "hub")
 
-PROGRESS_SECONDS = 0.25
+PROGRESS_SECONDS = 0.1
 """How often a worker says how far it is."""
 
 COUNTED = ("bytes_sent", "bytes_received", "messages")
@@ -263,7 +263,7 @@ class WorkerLife(Life):
         counts = self._counts()
         await self._send_spans()
         tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
-        done = {"seconds": seconds, "steps": worker.clock, "done": worker.clock - worker.entered, **counts}
+        done: dict[str, Any] = {"seconds": seconds, "steps": worker.clock, "done": worker.clock - worker.entered, **counts}
         await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
         self.delivered = True
         await self.bye
@@ -342,11 +342,12 @@ class WorkerLife(Life):
 def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:
     """Join the engine's process group of all workers; what makes a `Group` of ranks."""
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     from dure.runtime.process_group import TIMEOUT, ProcessGroup
 
-    connected = dist.TCPStore(store[0], int(store[1]), workers, is_master=False, timeout=timedelta(seconds=60))
-    prefix = dist.PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected)
+    connected = TCPStore(store[0], int(store[1]), workers, is_master=False, timeout=timedelta(seconds=60))
+    prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected)
     dist.init_process_group("gloo", store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
 
     def group(ranks: Sequence[int]) -> ProcessGroup:

@@ -84,6 +84,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "time": time,
         "workers": task.workers,
         "steps": task.steps,
+        "lr": task.job.optimizer.lr,
         **{name: totals.counts[name] for name in ("samples",)},
         "seconds": totals.seconds,
         "loss": last.get("loss"),

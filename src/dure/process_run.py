@@ -175,9 +175,9 @@ class Hub:
         return self.casualties.dead
 
     def _store(self) -> Any:
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        return dist.TCPStore(self.address[0], 0, self.task.workers, is_master=True, wait_for_workers=False)
+        return TCPStore(self.address[0], 0, self.task.workers, is_master=True, wait_for_workers=False)
 
     # ---- the service
 
@@ -546,6 +546,7 @@ def run_processes(
         if nursery is None:
             nursery = stack.enter_context(Nursery())
         nursery.load(task.config.plain())
+        stack.callback(nursery.clear)
         hub = Hub(task, watch, nursery, folder=folder)
         stack.callback(hub.close)
         return hub.run(resume)

@@ -122,7 +122,7 @@ class Task:
 
     def boundary(self) -> Boundary:
         """When a worker's work ends."""
-        return Boundary(self.steps, self.config.seconds, waiting=not self.sync.lockstep)
+        return Boundary(self.steps, self.config.seconds, waiting=not self.sync.lockstep, period=self.period)
 
     def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
         """Worker `rank` on `node`, with its replica, its data and its server or group."""

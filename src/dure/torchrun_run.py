@@ -6,7 +6,8 @@
       notes in the store: "start worker r", "start server s" -->   a nursery that forks its servers
       note: the finished record ------------------------------->   the same record
 
-The hub is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice, which ends all.
+The hub is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice: it
+ends all.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def run_together(
     return run
 
 
-def _lead(meeting: Meeting, task: Task, watch: Watch, saved: Path | None, folder: Path | None, at_hand: AtHand) -> Outcome:
+def _lead(
+    meeting: Meeting, task: Task, watch: Watch, saved: Path | None, folder: Path | None, at_hand: AtHand
+) -> Outcome:
     """What rank 0 does: the launcher's part of the run."""
     if at_hand.job is not None:
         raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
@@ -126,7 +129,9 @@ def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
 
 
 def _start_servers(task: Task, meeting: Meeting, stack: ExitStack) -> None:
-    names = [name for name in map("server {}".format, range(task.servers)) if _owner(name, meeting) == meeting.place.rank]
+    names = [
+        name for name in map("server {}".format, range(task.servers)) if _owner(name, meeting) == meeting.place.rank
+    ]
     if not names:
         return
     nursery = stack.enter_context(Nursery())

@@ -132,7 +132,8 @@ def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Clus
         job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
     else:
         job = _adjusted(job, config)
-    job = replace(job, optimizer=config.optimizer_over(job.optimizer))
+    averaged = workers if getattr(strategy.sync, "reduce", "mean") == "mean" else 1
+    job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
     sizes = config.batch_sizes or (job.batch_size,) * workers
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
@@ -143,7 +144,7 @@ def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Clus
 
 
 def _adjusted(job: Job, config: TrainConfig) -> Job:
-    given = {"batch_size": config.batch_size, "split": config.split}
+    given: dict[str, Any] = {"batch_size": config.batch_size, "split": config.split}
     return replace(job, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -94,6 +94,9 @@ class Segment:
         self.last_end = self.started
         self.last_loss = float("nan")
         self.workers: dict[int, Worker] = {}
+        self.first = task.workers  # the lowest rank among them
+        self.steps = [0] * task.workers
+        self.row_every = task.eval_every * task.workers
         self.roles: dict[int, Strand[None]] = {}
         self.durations: dict[int, Durations] = {}
         hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
@@ -153,6 +156,7 @@ class Segment:
             worker.restore(part.tensors, part.plain)
             self.durations[rank].skip(part.plain["drawn"])
         self.workers[rank] = worker
+        self.first = min(self.first, rank)
         role = node.spawn(self._role(worker, join=not known, newcomer=newcomer), f"worker {rank}")
         role.when_done(lambda: self._ended(rank))
         self.roles[rank] = role
@@ -182,10 +186,10 @@ class Segment:
         self.done += 1
         self.last_loss = gradient.loss
         self.totals.counts["samples"] += worker.source.batch_size
-        self.totals.count("per_worker", f"worker {worker.rank}", steps=1)
-        if self.done % (task.eval_every * task.workers) == 0:
+        self.steps[worker.rank] += 1
+        if self.done % self.row_every == 0:
             self._row()
-        if worker.rank == min(self.workers):
+        if worker.rank == self.first:
             self.whole.watch.progress(worker.clock, task.steps, gradient.loss, self.totals.counts["samples"])
 
     def _suspend(self, worker: Worker) -> bool:
@@ -322,6 +326,8 @@ class Segment:
             amounts = {"bytes_sent": counters.bytes_sent, "bytes_received": counters.bytes_received}
             amounts["messages"] = counters.messages
             table = "per_worker" if name.startswith("worker") else "per_shard"
+            if table == "per_worker":
+                totals.count(table, name, steps=self.steps[node.rank])
             totals.count(table, name, **amounts)
             if table == "per_worker":
                 totals.add_time(node.meter.seconds)

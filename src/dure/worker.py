@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from dure.errors import DivergedError, Evicted
+from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
 
 if TYPE_CHECKING:
-    import torch
-
     from dure.optim import OptimizerSpec
     from dure.runtime.base import Group, Node
     from dure.runtime.gradients import Gradient
@@ -65,13 +66,15 @@ class Boundary:
     """What decides at a step boundary whether a worker goes on.
 
     `steps` and `seconds` end the work; `suspend` says whether a checkpoint is due. Waiting for admission is a
-    boundary too where workers need not be at the same clock (`waiting`).
+    boundary too where workers need not be at the same clock (`waiting`). Workers of a group look at the time every
+    `period` steps, since they must end at the same one.
     """
 
     steps: int | None
     seconds: float | None = None
     suspend: Callable[[Worker], bool] | None = None
     waiting: bool = False
+    period: int = 1
 
 
 @dataclass(slots=True)
@@ -111,7 +114,7 @@ class Worker:
 
     async def gradient(self) -> torch.Tensor:
         """The mean gradient of this worker's next mini-batch at `params`; flat, the caller's own."""
-        self._stop_at_boundary()
+        await self._stop_at_boundary()
         started = self.node.now()
         gradient = await self.source.gradient(self)
         self.meter.add("compute", started, self.node.now())
@@ -119,17 +122,27 @@ class Worker:
 
     async def mean_gradient(self) -> torch.Tensor:
         """As `gradient`, averaged over the group's workers, weighted by their batch sizes."""
-        self._stop_at_boundary()
+        await self._stop_at_boundary()
         return self._done(await self.source.mean_gradient(self))
 
-    def _stop_at_boundary(self) -> None:
+    async def _stop_at_boundary(self) -> None:
         boundary = self.boundary
         if boundary.suspend is not None and boundary.suspend(self):
             raise Suspend
         if boundary.steps is not None and self.clock >= boundary.steps:
             raise EndOfWork
-        if boundary.seconds is not None and self.node.now() >= boundary.seconds:
+        if boundary.seconds is not None and await self._is_late(boundary.seconds):
             raise EndOfWork
+
+    async def _is_late(self, seconds: float) -> bool:
+        """Whether the time is up; for all members of a group, once it is for one."""
+        late = self.node.now() >= seconds
+        if self.group is None:
+            return late
+        if self.clock % self.boundary.period:
+            return False
+        agreement = Agreement(self.group, torch.device("cpu") if isinstance(self.params, Ghost) else self.params.device)
+        return not going_on(await agreement.start("end" if late else "step"))
 
     def _done(self, gradient: Gradient) -> torch.Tensor:
         if not math.isfinite(gradient.loss):
@@ -224,8 +237,9 @@ class Worker:
         assert self.group is not None
         started = self.node.now()
         share = self.source.batch_size / self.total_weight
-        self.params *= share
-        await self.group.all_reduce(self.params)
+        mean = self.params * share  # apart from `params`, which may be looked at while others are still on their way
+        await self.group.all_reduce(mean)
+        self.params.copy_(mean)
         if self.buffers is not None:
             self.buffers = self.merge_buffers(await self.group.all_gather(self.buffers))
         self.meter.add("communicate", started, self.node.now(), "all_reduce")

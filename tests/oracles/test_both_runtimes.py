@@ -48,3 +48,13 @@ def test_real_bsp_is_one_worker_with_the_whole_batch(strategy, shards):
     together = local("digits-mlp", f"{strategy} {topology}", workers=3, batch_sizes=(4, 8, 20), **options)
     alone = virtual("digits-mlp", "bsp", workers=1, batch_size=32, **options)
     assert float((together.params - alone.params).abs().max()) < 1e-12
+
+
+def test_rows_on_the_way_are_those_of_virtual_time():
+    """A role that only waits for collectives must let its snapshots leave when they are taken, not at the end."""
+    options: dict[str, Any] = {"workers": 2, "steps": 12, "eval_every": 4}
+    real, modelled = (run("digits-mlp", "bsp collective", **options) for run in (local, virtual))
+    assert [row["step"] for row in real.rows] == [row["step"] for row in modelled.rows] == [4, 8, 12]
+    for ours, theirs in zip(real.rows, modelled.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert real.rows[0]["seconds"] < real.rows[1]["seconds"] < real.rows[2]["seconds"]

@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dure
+from dure import checkpoint
 from dure.data.digits import load_digits
 from dure.job import Job
 from dure.models.mlp import top1
 from dure.optim import OptimizerSpec
 from dure.report.record import Run, read_history
 from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import LogNormal
+from dure.runtime.compute import Constant, LogNormal
 
 STRATEGIES = [
     "bsp collective",
@@ -132,6 +133,21 @@ def test_an_event_after_a_checkpoint_does_not_delay_it(tmp_path):
     assert facts(calm) == facts(stormy)
 
 
+def test_a_pause_that_began_at_the_boundary_goes_on_after_it(tmp_path):
+    """Worker 0 has done its 5 steps of 10 ms and is paused while the other ends its step of 60 ms."""
+    on = Cluster(
+        machines=(Machines(compute=Constant(seconds=0.01)), Machines(compute=Constant(seconds=0.06))),
+        events=(Event(at=0.055, kind="pause", worker=0, duration=0.1),),
+    )
+    options: dict[str, Any] = {"steps": 8, "checkpoint_every": 5, "trace": True}
+    dure.train("digits-mlp", strategy="downpour ps", on=on, out=tmp_path / "run", **options)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    short = [event for event in events if event["ph"] == "X" and event["cat"] == "compute" and event["dur"] < 30_000]
+    starts = sorted(event["ts"] for event in short)
+    assert starts[4] < 55_000
+    assert starts[5] == pytest.approx(155_000)
+
+
 @pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps:shards=2"])
 def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
     """From its last checkpoint on, which is that of the longer run."""
@@ -142,16 +158,56 @@ def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
     assert facts(resumed) == facts(longer)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[::3])
-def test_checkpoints_do_change_a_run(strategy, tmp_path):
-    """Which is why the schedule belongs to the configuration; a test that could not fail would not see this."""
-    options: dict[str, Any] = {"strategy": strategy, "on": cluster(), "steps": 18}
-    without = dure.train("digits-mlp", **options)
-    with_them = dure.train("digits-mlp", out=tmp_path / "run", checkpoint_every=5, **options)
-    moved = without.summary()["seconds"] != with_them.summary()["seconds"]
-    assert moved == (strategy != "bsp collective"), "over collectives all stand at the boundary together anyway"
-    if "bsp" in strategy:
-        assert without.summary()["params_sha256"] == with_them.summary()["params_sha256"]
+# ---- what is carried over: a run without checkpoints, where stopping does not change the order of things
+
+
+def both(folder: Path, job: str | Job, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run without checkpoints, and one with some."""
+    without = dure.train(job, **options)
+    return facts(without), facts(dure.train(job, out=folder / "run", checkpoint_every=5, **options))
+
+
+@pytest.mark.parametrize("events", [(), (EVENTS[0], EVENTS[2], EVENTS[4])])
+def test_over_collectives_checkpoints_change_nothing_at_all(events, tmp_path):
+    """All stand at the boundary together anyway. What lasts beyond a checkpoint goes on: slowness, a pause, draws."""
+    job = jobs()["norm-and-dropout"]
+    without, with_them = both(tmp_path, job, strategy="bsp collective", on=cluster(*events), steps=18)
+    for key in ("seconds", "time_share"):
+        assert with_them.pop(key) == pytest.approx(without.pop(key), rel=1e-9)
+    assert with_them.pop("events") == pytest.approx(without.pop("events"), rel=0.2)
+    assert with_them == without
+
+
+@pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "averaging:period=3 collective", "averaging:period=3 ps"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_lockstep_checkpoints_do_not_change_the_result(strategy, optimizer, tmp_path):
+    job = jobs()["norm-and-dropout"]
+    without, with_them = both(tmp_path, job, strategy=strategy, on=cluster(), steps=18, optimizer=optimizer)
+    for key in ("params_sha256", "loss", "samples", "staleness", "updates_applied"):
+        assert with_them[key] == without[key]
+
+
+def test_a_single_downpour_keeps_what_it_has_accrued(tmp_path):
+    """Nothing is fetched after the first time, so that a checkpoint changes nothing, in the middle of accruing."""
+    alone = Cluster(machines=(Machines(count=1),))
+    without, with_them = both(tmp_path, "digits-mlp", strategy="downpour:n_push=4,n_fetch=100 ps", on=alone, steps=18)
+    assert with_them["params_sha256"] == without["params_sha256"]
+
+
+@pytest.mark.parametrize("strategy", OVER_SERVERS[::2])
+def test_servers_remember_what_they_have_seen(strategy, tmp_path):
+    dure.train("digits-mlp", strategy=strategy, on=cluster(), out=tmp_path / "run", checkpoint_every=5, steps=18)
+    parts = checkpoint.load(tmp_path / "run" / "checkpoints").parts
+    for worker, incarnation, last, holes in parts["shard-0"].plain["ledger"]:
+        assert (incarnation, holes) == (0, [])
+        assert last == parts[f"worker-{worker}"].plain["client"]["seq"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["downpour ps", "ssp ps"])
+def test_elsewhere_checkpoints_do_change_a_run(strategy, tmp_path):
+    """Which is why the schedule belongs to the configuration."""
+    without, with_them = both(tmp_path, "digits-mlp", strategy=strategy, on=cluster(), steps=18)
+    assert with_them["seconds"] != without["seconds"]
 
 
 # ---- real runs

@@ -84,7 +84,7 @@ def waits_now_and_then() -> Job:
 
 def in_nursery() -> bool:
     spec = sys.modules["__main__"].__spec__
-    return spec is not None and spec.name == "dure.runtime.launch.nursery"
+    return spec is not None and spec.name == "dure.forked"
 
 
 def note_pushes(folder: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,12 @@ class Trial:
         self.task: Task = resolve(config)[0]
         self.hub: Driven
 
-    def run(self, act: Callable[[Trial], None] = lambda trial: None, *, always: bool = False) -> Outcome:
+    def run(
+        self, act: Callable[[Trial], None] = lambda trial: None, *, always: bool = False, nursery: Nursery | None = None
+    ) -> Outcome:
         """To its end; `act` is called at every turn, from when all are ready on or `always`."""
-        with Nursery() as self.nursery:
+        with ExitStack() as stack:
+            self.nursery = nursery or stack.enter_context(Nursery())
             self.nursery.load(self.config.plain())
             self.hub = Driven(self.task, Watch(), self.nursery, folder=None, terms=self.terms)
             self.hub.act = lambda hub: act(self)
@@ -81,6 +85,7 @@ class Trial:
                 return self.hub.run()
             finally:
                 self.hub.close()
+                self.nursery.clear()
 
     def kill(self, name: str) -> None:
         self.nursery.signal(name, signal.SIGKILL)
@@ -103,7 +108,7 @@ class Killer:
     def __call__(self, trial: Trial) -> None:
         hub = trial.hub
         if self.victim is not None:
-            if self.victim not in hub.dead:
+            if self.victim not in hub.dead or self.victim not in trial.nursery.exited:
                 return
             hub.start(self.victim)
             self.victim = None

@@ -254,6 +254,7 @@ def _work(found: Sequence[Entry]) -> list[Line]:
         _line(found, "Whole run", seconds_text, "seconds"),
         _line(found, "Workers", count_text, "workers"),
         _line(found, "Mini-batches per worker", count_text, "steps"),
+        _line(found, "Learning rate", number_text, "lr"),
         _line(found, "Samples", count_text, "samples"),
         Line("Samples per second", speeds, _best(found, lambda entry: _negative(_speed(entry)))),
     ]

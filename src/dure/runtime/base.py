@@ -255,13 +255,14 @@ class Service(Protocol):
 class Group(Protocol):
     """Ranks that act together. Every member calls the same operations in the same order."""
 
-    ranks: Sequence[int]
+    @property
+    def ranks(self) -> Sequence[int]: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         """The sum over members, in place."""
         ...
 
-    def mean_gradient(self, work: Work, share: float) -> Operation[Any]:
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
         """The sum over members of `share` times the gradient that `work` gives, sent while it is computed."""
         ...
 

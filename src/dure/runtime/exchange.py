@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from dure.runtime.process import ProcessNode
 
 
+Failed = Callable[[BaseException], BaseException]
+"""Is told of an error, and gives the one to raise in its place."""
+
+
 class Exchange:
     """Turns the gradient in `replica.grads` into the mean over `group`, in which this rank weighs `share`.
 
-    `failed` is told of an error that is raised in the middle of the user's backward.
+    `failed` is told of an error in the middle of the user's backward, and says what to raise.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Exchange:
         group: Group,
         replica: Replica,
         share: float,
-        failed: Callable[[BaseException], None],
+        failed: Failed,
     ) -> None:
         self._node = node
         self._group = group
@@ -74,7 +78,9 @@ class Exchange:
         return self.going
 
     def close(self) -> None:
+        """Take the hooks off, and let go of operations: they keep the engine's connections open."""
         self._overlap.close()
+        self._said = None
 
     def _begin(self) -> None:
         self._said = self._agreement.start("step")
@@ -88,8 +94,10 @@ class Exchange:
         try:
             self._wait()
         except BaseException as error:
-            self._failed(error)
-            raise
+            told = self._failed(error)
+            if told is error:
+                raise
+            raise told from error
         self._overlap.arm(_never, _refuse)
 
     def _wait(self) -> None:

@@ -47,8 +47,11 @@ _CONVOLUTIONS = (
 class _Job(Protocol):
     """The part of a job that a gradient depends on."""
 
-    model: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    @property
+    def model(self) -> Callable[[], nn.Module]: ...
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -159,7 +162,7 @@ class Evaluator:
         replica = self.replica
         with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
             loss = self._loss(work)
-            (loss.reshape(()) * share).backward()  # backward(share) would first import all of sympy
+            torch.autograd.backward(loss.reshape(()) * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         return Gradient(replica.grads, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
 

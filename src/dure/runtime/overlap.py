@@ -80,6 +80,7 @@ class Overlap:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self.disarm()
+        self._works = []
         for hook in self._hooks:
             hook.remove()
 

@@ -99,7 +99,7 @@ class ProcessNode:
         self.evaluator = evaluator
         self.services: dict[str, Service] = {}
         self.directory: dict[str, tuple[str, int]] = {}
-        self._connecting: dict[str, list[Callable[[], None]]] = {}
+        self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
@@ -148,13 +148,13 @@ class ProcessNode:
 
         request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS)
 
-        def start() -> None:
-            operation.on_cancel = self.wire.call(service.node, request, done).cancel
+        def start(error: RemoteError | None) -> None:
+            if error is not None:
+                operation.fail(error)
+            elif not operation.done:
+                operation.on_cancel = self.wire.call(service.node, request, done).cancel
 
-        try:
-            self._when_connected(service.node, start)
-        except RemoteError as error:
-            operation.fail(error)
+        self._when_connected(service.node, start)
         return operation
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
@@ -200,24 +200,28 @@ class ProcessNode:
 
     # ---- beneath
 
-    def _when_connected(self, peer: str, start: Callable[[], None]) -> None:
-        """Call `start` once `peer` is connected: now, or, where that is under way further up the stack, then."""
+    def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
+        """Call `start` once `peer` is connected, or with why it is not: now, or from the loop.
+
+        Nothing else runs meanwhile, so that whoever calls stays atomic, and calls leave in the order they were made.
+        """
         if self.wire.connected(peer):
-            start()
-            return
-        if peer in self._connecting:
+            start(None)
+        elif peer in self._connecting:
             self._connecting[peer].append(start)
-            return
-        if peer not in self.directory:
+        elif peer not in self.directory:
             known = ", ".join(self.directory) or "nobody"
-            raise RemoteError(f"{self.name} does not know where {peer} is; it knows {known}.")
-        self._connecting[peer] = [start]
-        try:
-            self.wire.connect(peer, *self.directory[peer], CONNECT_SECONDS)
-        finally:
-            # Those who came meanwhile fail by themselves if there is no connection: the wire tells them.
-            for each in self._connecting.pop(peer):
-                each()
+            start(RemoteError(f"{self.name} does not know where {peer} is; it knows {known}."))
+        else:
+            self._connecting[peer] = [start]
+            try:
+                self.wire.open(peer, *self.directory[peer], lambda error: self._opened(peer, error), CONNECT_SECONDS)
+            except RemoteError as error:
+                self._opened(peer, error)
+
+    def _opened(self, peer: str, error: RemoteError | None) -> None:
+        for start in self._connecting.pop(peer):
+            start(error)
 
     def _call_myself(self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor]) -> None:
         def answered(answer: Reply | RemoteError) -> None:

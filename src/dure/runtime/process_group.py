@@ -47,6 +47,7 @@ class Collective(Operation[Any]):
                 self.fail(_lost(self._node.name, self.label, error))
             else:
                 self.resolve(self._finish())
+            self._works = ()  # they keep the engine's connections open
             yield from self._node.loop.breath().__await__()
         return self.result()
 

@@ -46,12 +46,22 @@ class Kernel(Loop):
         self.events = 0  # that have happened when `run` ends
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._weather: list[tuple[float, int, Callable[[], None]]] = []
+        self._void: set[int] = set()
         self._sequence = 0
 
     def at(self, time: float, callback: Callable[[], None]) -> None:
         """Call `callback` at virtual `time` (seconds)."""
         self._sequence += 1
         heappush(self._heap, (time, self._sequence, callback))
+
+    def timer(self, time: float, callback: Callable[[], None]) -> int:
+        """As `at`; its number, by which it can be called off (`void`) before its time."""
+        self.at(time, callback)
+        return self._sequence
+
+    def void(self, timer: int) -> None:
+        """Call off a timer that has not come: no run goes on for its sake."""
+        self._void.add(timer)
 
     def weather(self, time: float, callback: Callable[[], None]) -> None:
         """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
@@ -60,12 +70,15 @@ class Kernel(Loop):
 
     def run(self) -> None:
         """Until nothing is left to happen but the weather."""
-        heap, weather, ready = self._heap, self._weather, self.ready
+        heap, weather, ready, void = self._heap, self._weather, self.ready, self._void
         while True:
             while ready:
                 ready.popleft()()
             if not heap:
                 return
+            if void and heap[0][1] in void:
+                void.remove(heappop(heap)[1])
+                continue
             self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
             self.events += 1
             callback()
@@ -95,30 +108,38 @@ class Sleep(Operation[None]):
 class Computation(Operation[Any]):
     """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
 
-    __slots__ = ("evaluated", "finish", "node", "value", "work")
+    __slots__ = ("evaluated", "finish", "node", "timer", "value", "work")
 
     def __init__(self, node: VirtualNode, work: Work, finish: float) -> None:
         super().__init__(node.runtime.kernel, "its computation")
         self.node = node
         self.work = work
         self.finish = finish
+        self.timer = node.runtime.kernel.timer(finish, self.due)
         self.evaluated = False
         self.value: Any = None
 
+    def move(self, finish: float) -> None:
+        """Finish at another time than was said."""
+        kernel = self.node.runtime.kernel
+        kernel.void(self.timer)
+        self.finish = finish
+        self.timer = kernel.timer(finish, self.due)
+
+    def abandon(self) -> None:
+        """The node crashed, or gave up."""
+        self.node.runtime.pending.pop(self, None)
+        self.node.runtime.kernel.void(self.timer)
+
     def due(self) -> None:
-        """Called by the kernel at the time that was once the finish."""
-        runtime = self.node.runtime
-        if self.done:
-            return
-        if self.finish > runtime.kernel.now:
-            runtime.kernel.at(self.finish, self.due)
-            return
+        """Called by the kernel at the finish."""
         self.node.running.pop(self, None)
-        self.resolve(runtime.value_of(self))
+        self.resolve(self.node.runtime.value_of(self))
 
     def cancel(self) -> None:
-        self.node.running.pop(self, None)
-        self.node.runtime.pending.pop(self, None)
+        if not self.done:
+            self.node.running.pop(self, None)
+            self.abandon()
         super().cancel()
 
 
@@ -148,7 +169,6 @@ class VirtualNode:
         if runtime.evaluator is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
-        runtime.kernel.at(operation.finish, operation.due)
         return operation
 
     def call(
@@ -172,18 +192,25 @@ class VirtualNode:
         return VirtualGroup(self, tuple(ranks))
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
-        winner: Operation[Any] = Operation(self.runtime.kernel, " or ".join(o.label for o in operations))
+        kernel = self.runtime.kernel
+        winner: Operation[Any] = Operation(kernel, " or ".join(o.label for o in operations))
+        timer = None if timeout is None else kernel.timer(kernel.now + timeout, winner.resolve)
+
+        def won(operation: Operation[Any]) -> None:
+            if timer is not None and not winner.done:
+                kernel.void(timer)
+            winner.resolve(operation)
+
         for operation in operations:
-            operation.when_done(lambda o=operation: winner.resolve(o))  # type: ignore[misc]
-        if timeout is not None:
-            self.runtime.kernel.at(self.runtime.kernel.now + timeout, lambda: winner.resolve(None))
+            operation.when_done(partial(won, operation))
         return winner
 
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
         strand = self.runtime.kernel.spawn(coroutine, name or self.name)
-        self.strands.append(strand)
-        if len(self.strands) > self._most_strands:
-            self.strands = [s for s in self.strands if not s.done]
+        strands = self.strands
+        strands.append(strand)
+        if len(strands) > self._most_strands:
+            self.strands = [s for s in strands if not s.done]
             self._most_strands = 64 + 2 * len(self.strands)
         return strand
 
@@ -209,8 +236,8 @@ class VirtualNode:
         """Gone, without a word: strands end where they stand, messages under way are lost."""
         self.alive = False
         self.runtime.network.drop(self.name)
-        for computation in list(self.running):
-            self.runtime.pending.pop(computation, None)
+        for computation in self.running:
+            computation.abandon()
             computation.done = True
         self.running.clear()
         for strand in self.strands:
@@ -230,16 +257,15 @@ class VirtualNode:
         before = max(now, self.paused_until)
         self.paused_until = max(before, now + seconds)
         for computation in self.running:
-            computation.finish += self.paused_until - before
+            computation.move(computation.finish + self.paused_until - before)
 
     def slow_down(self, factor: float) -> None:
         """From now on everything takes `factor` times as long as the cluster says."""
         begin = max(self.runtime.kernel.now, self.paused_until)
         change = factor / self.slowness
         self.slowness = factor
-        for computation in list(self.running):
-            computation.finish = begin + (computation.finish - begin) * change
-            self.runtime.kernel.at(computation.finish, computation.due)
+        for computation in self.running:
+            computation.move(begin + (computation.finish - begin) * change)
 
     def when_awake(self, callback: Callable[[], None]) -> None:
         """Now, or when the pause is over."""
@@ -292,7 +318,7 @@ class RemoteCall(Operation[Reply]):
         if isinstance(answer, Reply):
             self._answer(answer)
         else:
-            later = answer if isinstance(answer, Operation) else target.spawn(answer, self.label)  # type: ignore[arg-type]
+            later = answer if isinstance(answer, Operation) else target.spawn(answer, self._call.method)  # type: ignore[arg-type]
             later.when_done(partial(self._handled, later))
 
     def _handled(self, later: Operation[Reply]) -> None:

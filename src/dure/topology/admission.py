@@ -229,7 +229,8 @@ class ClockService:
             self._carry_out(self.policy.leave(worker))
         keep = sorted(self._open.pop(worker, ()))
         for shard in self.shards:
-            self._tell(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
+            told = self.node.call(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
+            self._outstanding.append(told)
 
     # ---- what the policy says
 
@@ -243,9 +244,12 @@ class ClockService:
             if isinstance(verdict, Start):
                 self._pin(verdict.worker, verdict.version)
                 self._patience.begin(verdict.worker)
-            elif isinstance(verdict, Refuse):
-                self.refused += 1
-            promise = self._waiting_for(verdict).pop(verdict.worker, None)
+                promise = self._asking.pop(verdict.worker, None)
+            elif isinstance(verdict, Abort):
+                promise = self._watching.pop(verdict.worker, None)
+            else:
+                self.refused += isinstance(verdict, Refuse)
+                promise = self._offering.pop(verdict.worker, None)
             if promise is not None:
                 promise.resolve(_answer(verdict))
             elif verdict.worker == caller:
@@ -256,11 +260,6 @@ class ClockService:
                 self._move_floor(floor)
         return answer
 
-    def _waiting_for(self, verdict: Verdict) -> dict[int, Operation[Reply]]:
-        if isinstance(verdict, Start):
-            return self._asking
-        return self._watching if isinstance(verdict, Abort) else self._offering
-
     def _close(self, verdict: Close) -> None:
         self._version += 1
         self._hold(self._version)
@@ -270,7 +269,7 @@ class ClockService:
                 self._open[worker].discard(seq)
         drop, self._unpinned = self._unpinned, []
         for shard in self.shards:
-            self._tell(
+            told = self.node.call(
                 shard,
                 "close",
                 version=self._version,
@@ -279,9 +278,7 @@ class ClockService:
                 drop=drop,
                 reduce=self.reduce,
             )
-
-    def _tell(self, shard: Address, method: str, **fields: Any) -> None:
-        self._outstanding.append(self.node.call(shard, method, **fields))
+            self._outstanding.append(told)
 
     # ---- versions that somebody may still pull
 

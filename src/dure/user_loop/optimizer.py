@@ -191,11 +191,16 @@ def _check_options(optimizer: torch.optim.Optimizer, rule: _Rule) -> None:
         for name in rule.off:
             if group.get(name):
                 raise UsageError(f"{_WORKS}, but not {type(optimizer).__name__} with {name}={group[name]}. {_ELSE}")
-    if any(optimizer.state.values()):
+    if any(map(_has_stepped, optimizer.state.values())):
         raise UsageError(
-            f"this {type(optimizer).__name__} has taken steps, and servers would start without its state. Attach with a "
-            f"fresh optimizer. {_ELSE}"
+            f"this {type(optimizer).__name__} has taken steps, and servers would start without its state. Attach with "
+            f"a fresh optimizer. {_ELSE}"
         )
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is more than what some optimizers set up beforehand."""
+    return float(state["step"]) > 0 if "step" in state else any(value is not None for value in state.values())
 
 
 def _check_owner(optimizer: torch.optim.Optimizer, replica: Replica) -> None:

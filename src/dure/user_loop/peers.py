@@ -8,11 +8,9 @@ import torch
 
 from dure.runtime.agreement import Agreement, Intention, going_on
 from dure.runtime.engine import Engine
-from dure.runtime.exchange import Exchange
+from dure.runtime.exchange import Exchange, Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dure.replica import Replica
     from dure.runtime.launch.torchrun import Meeting
     from dure.runtime.process import ProcessNode
@@ -31,7 +29,7 @@ class Peers:
         self._agreement = Agreement(self._engine.group, replica.device)
         self._source: LoopSource | None = None
 
-    async def begin(self, worker: Worker, source: LoopSource, failed: Callable[[BaseException], None]) -> None:
+    async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's."""
         engine, replica = self._engine, self._replica
         worker.group = engine.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from dure.user_loop.optimizer import ServerRule
 if TYPE_CHECKING:
     from dure.replica import Replica
     from dure.runtime.agreement import Intention
+    from dure.runtime.exchange import Failed
     from dure.runtime.launch.torchrun import Meeting
     from dure.runtime.process import ProcessNode
     from dure.strategy import Strategy
@@ -44,13 +45,13 @@ class Hosts:
         topology: Any = strategy.topology
         if name_of("sync", sync) not in catalogue("sync"):
             raise UsageError(
-                f"{type(sync).__name__} is not in the catalogue of dure.sync, so helper processes cannot make it. Add its "
-                'row there, or attach over collectives (topology="collective").'
+                f"{type(sync).__name__} is not in the catalogue of dure.sync, so helper processes cannot make it. Add "
+                'its row there, or attach over collectives (topology="collective").'
             )
         if replica.device.type != "cpu":
             raise UsageError(
-                f"the model is on {replica.device}, and servers take parameters from main memory: attach a model on the "
-                'CPU, or use a method over collectives (topology="collective").'
+                f"the model is on {replica.device}, and servers take parameters from main memory: attach a model on "
+                'the CPU, or use a method over collectives (topology="collective").'
             )
         self._node = node
         self._meeting = meeting
@@ -68,7 +69,7 @@ class Hosts:
 
     # ---- the start
 
-    async def begin(self, worker: Worker, source: LoopSource, failed: Callable[[BaseException], None]) -> None:
+    async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
         """Have the servers hold rank 0's model, and every replica start from it."""
         self._start_mine(int(worker.buffers.numel()) if worker.buffers is not None else 0)
         names = [f"server {number}" for number in range(len(self._ranges))]

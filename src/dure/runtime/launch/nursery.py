@@ -36,6 +36,9 @@ from dure.runtime.launch.sentinel import watch
 STOP_SECONDS = 5.0
 """How long processes may take to end when they are told to."""
 
+PROGRAM = "dure.forked"
+"""The module that a nursery runs."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,7 +57,7 @@ class Nursery:
         life, self._sentinel = os.pipe()
         with (Path(self._folder.name) / "nursery.err").open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dure.runtime.launch.nursery", str(life)],
+                [sys.executable, "-m", PROGRAM, str(life)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -69,7 +72,7 @@ class Nursery:
     def load(self, config: Mapping[str, Any]) -> None:
         """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
 
-        A nursery can serve one run after another: what is left of the one before is ended.
+        A nursery can serve one run after another.
         """
         self.pids.clear()
         self.exited.clear()
@@ -108,6 +111,11 @@ class Nursery:
         """Send a signal to a process that was started here and has not ended."""
         if name in self.pids and name not in self.exited:
             os.kill(self.pids[name], number)
+
+    def clear(self) -> None:
+        """End whatever still runs, and be ready for another run."""
+        with contextlib.suppress(DureError):  # then nothing runs
+            self._say({"clear": True})
 
     def close(self) -> None:
         """End whatever still runs."""
@@ -184,8 +192,9 @@ class _Forks:
                 self._obey(json.loads(line))
 
     def _obey(self, request: Mapping[str, Any]) -> None:
-        if "config" in request:
+        if "clear" in request:
             self._end_all()
+        elif "config" in request:
             self.logs = Path(request["logs"])
             self.main = self.load(request["config"])
         else:
@@ -247,23 +256,10 @@ def _tell(message: Mapping[str, Any]) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def main() -> None:
-    """The nursery's process: load a job, then fork on request."""
-    import torch
+def serve(life: int, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
+    """Be the nursery: of a configuration, `load` makes what processes run. Ends this process when the launcher ends.
 
-    from dure import member
-    from dure.config import TrainConfig
-    from dure.train import resolve
-
-    def load(config: Mapping[str, Any]) -> Callable[..., None]:
-        task, _ = resolve(TrainConfig.of(config))
-        task.prepare()
-        return lambda **arguments: member.main(task, member.Start.of(**arguments))
-
-    torch.set_num_threads(1)
-    _Forks(int(sys.argv[1]), load).serve()
+    `life` is the descriptor of a pipe that the launcher alone can write to.
+    """
+    _Forks(life, load).serve()
     os._exit(0)  # nothing is left to tidy up, and the launcher waits
-
-
-if __name__ == "__main__":
-    main()

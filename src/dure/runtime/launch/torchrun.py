@@ -56,8 +56,8 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     missing = [name for name in NEEDED if name not in given]
     if missing:
         raise UsageError(
-            f"the environment sets {', '.join(given)} and not {', '.join(missing)}: start with torchrun, which sets all, "
-            "or unset RANK and WORLD_SIZE to train alone."
+            f"the environment sets {', '.join(given)} and not {', '.join(missing)}: start with torchrun, which sets "
+            "all, or unset RANK and WORLD_SIZE to train alone."
         )
     rank, world_size = (_whole(name, environ[name]) for name in ("RANK", "WORLD_SIZE"))
     if not 0 <= rank < world_size:

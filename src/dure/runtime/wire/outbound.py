@@ -6,6 +6,7 @@ import errno
 import itertools
 import secrets
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
@@ -56,6 +57,7 @@ class Outbound:
         self.host: Identity | None = None
         self.error: RemoteError | None = None
         self.calls: dict[int, Pending] = {}
+        self.on_open: Callable[[], None] = _nothing  # for the owner, once `host` or `error` is known
         self._numbers = itertools.count(1)
         self._abandoned: dict[int, int] = {}  # number -> bytes that its reply would weigh
         self._receiving: Pending | None = None
@@ -143,6 +145,8 @@ class Outbound:
         if self.host is not None:
             loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
             self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+        else:
+            self.shared.pump.events.append(self.on_open)
 
     def _too_late(self, pending: Pending) -> None:
         self.give_up(pending)
@@ -162,6 +166,7 @@ class Outbound:
             self.host = host
             self.link.count_with(self.name)
             self.link.open_up()
+            self.shared.pump.events.append(self.on_open)
         else:
             raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
 
@@ -238,6 +243,10 @@ class Outbound:
             raise DamagedFrame(f"an error for request {number}, which was not made.")
         error = self._told(frame.meta)
         self.finish(pending, type(error)(f"{self.name}, {_shown(pending)}: {error}"))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _begin(address: tuple[str, int]) -> socket.socket:

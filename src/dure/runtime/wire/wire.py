@@ -18,9 +18,9 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from dure.errors import CallTimeout, PeerLost, UsageError
+from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
 from dure.runtime.wire.nearby import is_loopback, is_mine, listen_nearby
@@ -125,11 +125,30 @@ class Wire:
             outbound.link.end(outbound.error)
             raise outbound.error
         assert outbound.host is not None
-        old = self._hosts.get(name)
+        self._take_in(outbound)
+        return outbound.host
+
+    def open(
+        self, name: str, host: str, port: int, on_open: Callable[[RemoteError | None], None], timeout: float = 10.0
+    ) -> None:
+        """As `connect`, without waiting: a later `poll` tells `on_open` that it stands, or why it does not."""
+
+        def opened() -> None:
+            self._pump.timers.cancel(timer)
+            if outbound.host is not None and outbound.error is None:
+                self._take_in(outbound)
+            on_open(outbound.error)
+
+        with self._pump.lock:
+            outbound = Outbound(self._shared, name, (host, port))
+            outbound.on_open = opened
+            timer = self._pump.timers.after(timeout, lambda: outbound.link.end(PeerLost("no welcome in time")))
+
+    def _take_in(self, outbound: Outbound) -> None:
+        old = self._hosts.get(outbound.name)
         if old is not None:
             old.link.end(PeerLost("connected anew"))
-        self._hosts[name] = outbound
-        return outbound.host
+        self._hosts[outbound.name] = outbound
 
     def call(self, peer: str, request: Request, on_done: OnDone) -> Pending:
         """Call a service of `peer`; `on_done` gets its `Reply`, or why there is none, from a later `poll`.

@@ -1,0 +1,471 @@
+"""`dure.attach`: a user's own loop, alone in this process and at two ranks of a real torchrun."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import attached
+from torch import nn
+
+import dure
+from dure.data import load_digits
+from dure.errors import ReplicaError, StrategyError, UsageError
+from dure.optim import OptimizerSpec
+from dure.replica import Replica
+from dure.runtime.launch.torchrun import Place, place
+from dure.user_loop.optimizer import ServerRule
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments, timeout=110):
+    """Two ranks. The command has a port of its own, so that other runs on this machine are left alone."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *map(str, arguments),
+    ]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every case of `support/attached.py` gave, by rank."""
+    folder = tmp_path_factory.mktemp("attached")
+    done = torchrun(attached.__file__, folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def plain(make=None, schedule=None, steps=9, clip=None):
+    """PyTorch alone, with the whole of every batch."""
+    module = attached.model(0)
+    optimizer = make(module) if make else torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = schedule(optimizer) if schedule else None
+    for batch in attached.batches(steps):
+        optimizer.zero_grad()
+        attached.loss_of(module, batch).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return attached.flat(module)
+
+
+def distance(one, other):
+    return (torch.tensor(one) - torch.tensor(other)).abs().max().item()
+
+
+def close(one, other):
+    return distance(one, other) < 1e-6
+
+
+# ---- two ranks
+
+
+@pytest.mark.parametrize(
+    "strategy", ["bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", "averaging:period=1 ps"]
+)
+def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
+    for rank in ranks:
+        assert close(rank["means"][strategy], plain())
+    assert ranks[0]["means"][strategy] == ranks[1]["means"][strategy]
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "bsp ps:shards=2"])
+def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
+    make = functools.partial(attached.groups, momentum=0.9, nesterov=True)
+    wanted = plain(make, attached.halving)
+    assert distance(wanted, plain(make)) > 1e-2  # the schedule matters
+    assert distance(wanted, plain(schedule=attached.halving)) > 1e-2  # so do the groups
+    assert close(ranks[0]["groups"][strategy], wanted)
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "ssp:bound=2", "averaging:period=4"])
+def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
+    (accuracy, params), (_, same) = (rank["learns"][strategy] for rank in ranks)
+    assert accuracy > 0.9
+    assert params == same
+
+
+@pytest.mark.parametrize("strategy", attached.ALL)
+def test_uneven_loaders_end(ranks, strategy):
+    longer, shorter = (rank["uneven"][strategy] for rank in ranks)
+    over_server = strategy.endswith("ps") or strategy.split(":")[0] in ("downpour", "ssp")
+    assert shorter["clock"] == 6
+    assert shorter["going"] == [True] * 6
+    assert longer["clock"] == (10 if over_server else 6)
+    assert longer["going"] == ([True] * 10 if over_server else [True] * 6 + [False] * 4)
+    assert longer["params"] == shorter["params"]
+
+
+def test_what_is_left_over_changes_nothing(ranks):
+    assert ranks[0]["uneven"]["bsp"]["params"] == ranks[0]["uneven_whole"]
+
+
+@pytest.mark.parametrize("strategy", attached.ALL)
+def test_running_statistics_are_merged(ranks, strategy):
+    longer, shorter = (rank["uneven"][strategy] for rank in ranks)
+    assert longer["merged"] == shorter["merged"]
+    assert longer["batches"] == shorter["batches"] >= 6
+    if strategy in ("bsp", "downpour"):
+        assert longer["own"] != shorter["own"]
+        assert close(longer["merged"], ((torch.tensor(longer["own"]) + torch.tensor(shorter["own"])) / 2).tolist())
+
+
+def test_clipping_under_bsp_is_of_the_mean(ranks):
+    assert ranks[0]["clipping"] == ranks[1]["clipping"]
+    assert close(ranks[0]["clipping"][1], plain(steps=3, clip=0.1))
+
+
+def test_accumulated_halves_are_the_whole(ranks):
+    assert close(ranks[0]["accumulate"], plain())
+
+
+def test_batch_sizes_weigh(ranks):
+    assert close(ranks[1]["weights"], plain())
+
+
+def test_evaluation_shows_what_would_be_delivered(ranks):
+    for rank in ranks:
+        for found in rank["evaluation"].values():
+            assert found["after"] == found["before"]
+    apart = [rank["evaluation"]["averaging:period=100"] for rank in ranks]
+    mean = (torch.tensor(apart[0]["before"]) + torch.tensor(apart[1]["before"])) / 2
+    assert distance(apart[0]["before"], apart[1]["before"]) > 1e-3
+    for found in apart:
+        assert close(found["inside"], mean.tolist())
+        assert found["end"] == found["inside"]  # the last average is of the same parameters
+    assert ranks[0]["evaluation"]["bsp"]["inside"] == ranks[1]["evaluation"]["bsp"]["before"]
+
+
+def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
+    for strategy in ("bsp", "averaging:period=2"):
+        kind, message, seconds, again = ranks[0]["one_fails"][strategy]
+        assert kind == "PeerLost"
+        assert "rank 1 failed with OverflowError: the user's own mistake" in message
+        assert seconds < 5
+        assert again  # a failed replica says the same every time
+        assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
+
+
+def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
+    kind, message, seconds = ranks[1]["owner_fails"]
+    assert kind == "PeerLost"
+    assert "rank 0 failed with OverflowError: out of luck" in message
+    assert seconds < 5
+    assert ranks[0]["other_fails"] == 12
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("different_models", "rank 0 has {'parameters': 1210"),
+        ("backward_twice", "with replica.accumulate():"),
+        ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
+    ],
+)
+def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
+    for rank in ranks:
+        kind, message, seconds = rank[case]
+        assert kind == "UsageError"
+        assert words in message
+        assert seconds < 5
+
+
+def test_a_killed_rank_does_not_hang_the_others(tmp_path):
+    """Without torchrun, which would end the survivor too."""
+    program = tmp_path / "loop.py"
+    program.write_text(KILLED, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[0].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert "PeerLost after 3 steps" in out, errors
+    assert float(out.split()[-1]) < 5
+
+
+KILLED = """
+import os, signal, time, torch, dure
+model = torch.nn.Linear(4, 1)
+with dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp") as replica:
+    for step in range(100):
+        if step == 3 and replica.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            replica.step()
+        except dure.DureError as error:
+            print(type(error).__name__, "after", replica.clock, "steps", time.monotonic() - started, flush=True)
+            os._exit(0)
+"""
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def start_rank(program, rank, port):
+    here = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, str(program)],
+        env={**ENVIRONMENT, **here},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---- alone
+
+
+def loop(replica, module, steps=9):
+    for batch in attached.batches(steps):
+        attached.loss_of(module, batch).backward()
+        replica.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_alone_is_plain_pytorch_bit_for_bit(kind):
+    module = attached.model()
+    with attached.attach(module, kind(module.parameters(), lr=0.01), "bsp") as replica:
+        loop(replica, module)
+    assert (replica.rank, replica.world_size, replica.clock) == (0, 1, 9)
+    assert attached.flat(module) == plain(lambda module: kind(module.parameters(), lr=0.01))
+
+
+def test_alone_over_servers_equals_alone():
+    make = functools.partial(attached.groups, kind=torch.optim.Adam)
+    module = attached.model()
+    with attached.attach(module, make(module), "ssp ps:shards=2") as replica:
+        loop(replica, module)
+        with replica.evaluation():
+            shown = attached.flat(module)
+    assert close(attached.flat(module), plain(make))
+    assert close(shown, plain(make))
+
+
+RULES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.8, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.2, eps=1e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_server_rules_are_the_users(name):
+    """The rule that a server is given does what the user's optimizer does, on the same gradients."""
+    from dure.optim import FlatOptimizer
+
+    module, copy = attached.model(), attached.model()
+    replica = Replica(module)
+    rule = ServerRule(RULES[name](module.parameters()), replica)
+    flat = FlatOptimizer(rule.spec, replica.numel, segments=rule.segments)
+    values = replica.params.clone()
+    optimizer = RULES[name](copy.parameters())
+    for batch in attached.batches(4):
+        optimizer.zero_grad()
+        attached.loss_of(copy, batch).backward()
+        gradient = torch.cat([each.grad.reshape(-1) for each in copy.parameters()])
+        flat.apply(values, gradient, values, lr=rule.rates())
+        optimizer.step()
+    assert close(values.tolist(), attached.flat(copy))
+
+
+def test_parameters_of_no_group_do_not_move_on_servers():
+    module = attached.model()
+    rule = ServerRule(torch.optim.SGD(module[2].parameters(), lr=0.1), Replica(module))
+    assert rule.rates() == [0.1, 0.0]
+    assert [(each.start, each.stop, each.group) for each in rule.segments] == [(0, 1040, 1), (1040, 1210, 0)]
+    assert rule.spec == OptimizerSpec("sgd", lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.AdamW(p), "AdamW does not"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS does not"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
+    ],
+)
+def test_servers_refuse_what_they_cannot_do(make, words):
+    module = attached.model()
+    with pytest.raises(UsageError, match="run on servers") as raised:
+        attached.attach(module, make(module.parameters()), "downpour")
+    assert words in str(raised.value)
+
+
+def test_servers_refuse_an_optimizer_that_has_state_and_hyper_parameters_that_change():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    rule = ServerRule(optimizer, Replica(module))
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert rule.rates() == [0.5, 0.0]
+    optimizer.param_groups[0]["momentum"] = 0.8
+    with pytest.raises(UsageError, match=r"momentum of parameter group 0 went from 0\.9 to 0\.8"):
+        rule.rates()
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="has taken steps"):
+        attached.attach(module, optimizer, "downpour")
+
+
+def attached_alone(**more):
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module, optimizer, dure.attach(module, optimizer, **more)
+
+
+def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
+    module, optimizer, replica = attached_alone(sync="averaging:period=2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    batch = next(attached.batches(1))
+    before = attached.flat(module)
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    module[0].weight.grad[0, 0] = torch.inf
+    assert replica.step(scaler)
+    scaler.update()
+    assert (attached.flat(module), replica.clock, scaler.get_scale()) == (before, 1, 2.0)
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    scaler.unscale_(optimizer)  # as one does before clipping
+    replica.step(scaler)
+    scaler.update()
+    assert replica.clock == 2
+    assert close(attached.flat(module), plain(steps=1))
+    replica.close()
+
+
+def test_a_skipped_step_advances_the_clock_and_nothing_else():
+    module, _, replica = attached_alone()
+    before = attached.flat(module)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    assert replica.skip()
+    assert (attached.flat(module), replica.clock) == (before, 1)
+    assert all(not each.grad.any() for each in module.parameters())
+    replica.close()
+
+
+def test_own_steps_are_refused_until_the_end():
+    _, optimizer, replica = attached_alone()
+    with pytest.raises(UsageError, match=r"replica\.step\(\) in its place"):
+        optimizer.step()
+    replica.close()
+    replica.close()
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"step\(\) was called after close"):
+        replica.step()
+
+
+def test_moved_parameters_are_an_error_that_stays():
+    module, _, replica = attached_alone()
+    module.double()
+    with pytest.raises(ReplicaError, match="double") as first:
+        replica.step()
+    for call in (replica.step, replica.skip, replica.close):
+        with pytest.raises(ReplicaError) as again:
+            call()
+        assert again.value is first.value
+
+
+def test_a_schedule_sees_steps_where_servers_take_them():
+    """PyTorch warns, which is an error here, of a scheduler that steps before its optimizer has."""
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = attached.halving(optimizer)
+    with attached.attach(module, optimizer, "downpour") as replica:
+        for batch in attached.batches(4):
+            attached.loss_of(module, batch).backward()
+            replica.step()
+            scheduler.step()
+    assert close(attached.flat(module), plain(schedule=attached.halving, steps=4))
+
+
+def test_bad_requests_are_refused_before_anything_starts():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(StrategyError, match="bound"):
+        dure.attach(module, optimizer, sync="ssp:bound=-1")
+    with pytest.raises(UsageError, match="batch_size"):
+        dure.attach(module, optimizer, batch_size=0)
+    with pytest.raises(UsageError, match="none of the model's"):
+        dure.attach(nn.Linear(2, 2), optimizer)
+    optimizer.step()  # a failed attempt leaves nothing behind
+
+
+def test_samplers_share_a_data_set_out():
+    from dure.user_loop.sampler import share_of
+
+    data = load_digits().train
+    parts = [share_of(data, rank, 3, seed=1) for rank in range(3)]
+    epochs = [[sorted(part) for part in parts] for _ in range(2)]
+    assert sorted(index for part in epochs[0] for index in part) == list(range(len(data)))
+    assert epochs[0] == epochs[1]
+    first, second = list(parts[0]), list(parts[0])
+    assert first != second
+    assert len(parts[0]) == len(first)
+    assert [len(share_of(data, rank, 3, split="whole")) for rank in range(3)] == [len(data)] * 3
+    uneven = share_of(data, 0, 3, split="dirichlet:alpha=0.1")
+    assert len(uneven) == len(set(uneven))
+
+
+def test_places():
+    assert place({}) is None
+    assert place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Place(1, 2, "h")
+    assert Place(0, 2, "127.0.0.1").interface == "127.0.0.1"
+    with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):
+        place({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="RANK must be from 0 to 1"):
+        place({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+
+
+# ---- programs
+
+
+def test_the_example_prints_the_same_under_torchrun():
+    done = torchrun(ROOT / "examples" / "02_attach.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == (ROOT / "examples" / "02_attach.out").read_text(encoding="utf-8")
+
+
+def test_train_under_torchrun(tmp_path):
+    command = ["-m", "dure", "train", "digits-mlp", "--sync", "ssp", "--on", "torchrun", "--steps", 60]
+    started = time.monotonic()
+    done = torchrun(*command, "--topology", "ps:shards=2", "--out", tmp_path / "run", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = done.stdout.splitlines()  # rank 0's, and nobody else's
+    summary = json.loads(line)
+    assert (summary["workers"], summary["on"], summary["time"]) == (2, "torchrun", "real")
+    assert summary["updates_applied"] == 120
+    assert summary["accuracy"] > 0.85
+    assert 0 < summary["seconds"] < time.monotonic() - started
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"] == summary["params_sha256"]
+
+
+def test_on_torchrun_without_torchrun_says_what_to_write():
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node"):
+        dure.train("digits-mlp", on="torchrun", steps=1)
