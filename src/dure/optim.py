@@ -166,12 +166,16 @@ class FlatOptimizer:
         gradient: torch.Tensor,
         out: torch.Tensor,
     ) -> _View:
+        if cut.start or cut.stop < self.numel:
+            values, gradient, out = values[cut], gradient[cut], out[cut]
+        rule = _rule(spec)
+        if rule is _RULES["sgd"] and not spec.weight_decay:
+            return _View(spec, lr, self.steps, values, gradient, out, self._scratch, ())
         decayed, scratch = self._scratch[:, : cut.stop - cut.start]
-        values, gradient = values[cut], gradient[cut]
         if spec.weight_decay:
             gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
-        kept = [self.vectors[name][cut] for name in _rule(spec).keeps]
-        return _View(spec, lr, self.steps, values, gradient, out[cut], scratch, kept)
+        kept = [self.vectors[name][cut] for name in rule.keeps]
+        return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""

@@ -22,7 +22,8 @@ from dure.report.progress import Progress
 from dure.report.record import Run, RunFolder, read_run
 from dure.report.sinks import JsonLines, Sink, TensorBoard
 from dure.report.table import comparison_table, print_table
-from dure.report.trace import Span, write_trace
+from dure.report.trace import write_trace
+from dure.runtime.meter import Span
 
 __all__ = [
     "Counters",

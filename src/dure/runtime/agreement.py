@@ -40,7 +40,7 @@ def going_on(counts: torch.Tensor) -> bool:
     if evaluating and (stepping or ending):
         raise UsageError(
             f"{evaluating} of {stepping + ending + evaluating} ranks entered replica.evaluation() and the others did "
-            "not. Over collectives the mean of all replicas is shown, so let every rank enter it after the same step, and "
+            "not. Over collectives the mean of all replicas is shown: let every rank enter it after the same step, and "
             "print on one of them."
         )
     return not ending

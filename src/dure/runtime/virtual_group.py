@@ -179,7 +179,8 @@ class VirtualGroup:
         def deliver() -> None:
             mean = total([gradient.values for _, gradient, _ in order])
             for operation, gradient, _ in order:
-                operation.resolve(gradient.with_values(mean.clone()))
+                gradient.values.copy_(mean)
+                operation.resolve(gradient)
 
         runtime.kernel.at(finish, deliver)
 

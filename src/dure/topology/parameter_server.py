@@ -419,7 +419,7 @@ class Shard:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Exact, but in one cheap pass for all tensors that are finite and whose sum is."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:

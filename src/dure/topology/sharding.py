@@ -95,7 +95,9 @@ def imbalance(shards: Sequence[Ranges]) -> float:
 
 
 def pieces(flat: torch.Tensor, ranges: Ranges) -> list[torch.Tensor]:
-    """Views of `ranges` of a flat tensor."""
+    """Views of `ranges` of a flat tensor; itself where that is all of it."""
+    if len(ranges) == 1 and ranges[0] == (0, flat.numel()):
+        return [flat]
     return [flat[start:stop] for start, stop in ranges]
 
 

@@ -176,7 +176,7 @@ class Hosts:
             if failed:
                 helper.kill()
             else:
-                helper.wait()
+                helper.until_gone()
         self._helpers.clear()
 
 

@@ -60,7 +60,7 @@ class Helper:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def wait(self) -> None:
+    def until_gone(self) -> None:
         """Until it has ended by itself: it does when everybody has finished with it, or is gone."""
         while self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -70,7 +70,7 @@ class Helper:
     def kill(self) -> None:
         """End it now."""
         self._process.kill()
-        self.wait()
+        self.until_gone()
 
     def _release(self) -> None:
         if self._sentinel >= 0:
