@@ -9,13 +9,15 @@ Three parts, medians of alternating repeats in one process:
 - a whole timing-only run: SSP over one parameter server, with everything that a run has (admission, versions,
   shared cards, counters), against SimPy processes that wait as its workers do and do nothing else.
 
-What counts as an event of the run: each *time-out*, a callback that the kernel dispatches at its virtual time,
-and each *hand-over*, a message that resumes the one it is for (a service or the worker that waits for it). SimPy
-takes both from its queue. Its workers go through the same time-outs per step, each message handed over by one
-event, to a server's process and back; admission, versions, shared cards and counters are left out. Both make the
-same steps, and both events/s are SimPy's count of events over the time taken, so a ratio is one of times: the
-events that only the run has (joining, leaving, cards that a transfer has to share) count for nothing. "time-outs
-only" is stricter: SimPy makes the time-outs alone, without hand-overs.
+What counts as an event: each *time-out*, a callback that the kernel dispatches at its virtual time, and each
+*hand-over*, by which one strand of control resumes another: a message that reaches its service or comes back to the
+worker that waits for it, the two sides of a transfer that have both ended, a strand that is started or is over.
+SimPy takes every one of them from its queue. Its workers go through the same pattern per step: 14 time-outs of which
+those of a transfer's two sides run at once, four calls of a server's process and the answers, one process that
+applies the update. What a run does besides (admission, versions, shared cards, counters, choosing what to do next)
+is left out. Both make the same steps, and both events/s are SimPy's count of events over the time taken, so that a
+ratio is one of times: what only the run has counts for nothing. "time-outs only" is stricter still: SimPy's workers
+make 14 time-outs a step, one after another, and nothing else.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from dure.virtual_run import VirtualRun, Watch
 WORKERS = (64, 1000)
 BULK = 100_000  # bytes
 SMALL_SECONDS, WIRE_SECONDS, LATENCY_SECONDS = 121e-6, 8e-6, 120e-6  # of a small message; a bulk one's parts
+APPLY_SECONDS = 3e-6
 COMPUTE = LogNormal(seconds=0.02, sigma=0.3)
 
 
@@ -161,9 +164,9 @@ def ssp_processes(workers: int, steps: int, *, calls: bool) -> Callable[[], int]
         if calls:
             environment.process(server.work())
         for own in draws:
-            environment.process(process_of(environment, server, own, calls=calls))
+            environment.process(worker(environment, server, own) if calls else sleeper(environment, own))
         environment.run()
-        return workers * steps * TIME_OUTS + server.hand_overs
+        return workers * (steps * TIME_OUTS + 2) + server.hand_overs
 
     return run
 
@@ -193,53 +196,63 @@ class Server:
             self.hand_overs += 1 + len(self.asked)
             self.asked.clear()
 
+    def apply(self) -> Generator[simpy.Event, None, None]:
+        yield self.environment.timeout(APPLY_SECONDS)
+        self.hand_overs += 2  # its start and its end
 
-TIME_OUTS = 14  # per step of `process_of`
+    def transfer(self) -> simpy.Event:
+        """Both sides of it."""
+        self.hand_overs += 1
+        return self.environment.timeout(WIRE_SECONDS) & self.environment.timeout(WIRE_SECONDS)
 
 
-def process_of(
-    environment: simpy.Environment, server: Server, draws: list[float], *, calls: bool
-) -> Generator[simpy.Event, None, None]:
-    """A worker: ask, pull, compute, push, staged; then what its server does to apply the update."""
+TIME_OUTS = 14  # per step of a `worker`, with what its server does
+
+
+def worker(environment: simpy.Environment, server: Server, draws: list[float]) -> Generator[simpy.Event, None, None]:
+    """Ask, pull, compute, push, staged; as the workers of `ssp_run`, with nothing decided and nothing shared."""
     after = environment.timeout
     for seconds in draws:
         yield after(SMALL_SECONDS)
-        if calls:
-            yield server.call()
+        yield server.call()
         yield after(SMALL_SECONDS)
         yield after(SMALL_SECONDS)
-        if calls:
-            yield server.call()
-        yield after(WIRE_SECONDS)
-        yield after(WIRE_SECONDS)
+        yield server.call()
+        yield server.transfer()
         yield after(LATENCY_SECONDS)
         yield after(seconds)
-        yield after(WIRE_SECONDS)
-        yield after(WIRE_SECONDS)
+        yield server.transfer()
         yield after(LATENCY_SECONDS)
-        if calls:
-            yield server.call()
+        yield server.call()
         yield after(SMALL_SECONDS)
         yield after(SMALL_SECONDS)
-        if calls:
-            yield server.call()
+        yield server.call()
+        environment.process(server.apply())
         yield after(SMALL_SECONDS)
-        yield after(WIRE_SECONDS)
+
+
+def sleeper(environment: simpy.Environment, draws: list[float]) -> Generator[simpy.Event, None, None]:
+    """As many time-outs as a `worker`, one after another."""
+    for seconds in draws:
+        yield environment.timeout(seconds)
+        for _ in range(TIME_OUTS - 1):
+            yield environment.timeout(SMALL_SECONDS)
 
 
 def ssp(workers: int, total: int, repeats: int) -> dict[str, Any]:
     """Events per second of CPU and of wall time, ours and SimPy's, and the medians of their ratios."""
     steps = total // workers
-    mine, other, bare = ssp_run(workers, steps), *(ssp_processes(workers, steps, calls=calls) for calls in (True, False))
+    mine, other = ssp_run(workers, steps), ssp_processes(workers, steps, calls=True)
+    bare = ssp_processes(workers, steps, calls=False)
     time_outs, messages = mine()
-    events, counted = time_outs + messages, other()
+    counted = other()
     rows: dict[str, list[Seconds]] = {"dure": [], "simpy": [], "bare": []}
     for _ in range(repeats):
         for name, action in (("dure", mine), ("simpy", other), ("bare", bare)):
             rows[name].append(seconds_of(action))
-    result: dict[str, Any] = {"steps per worker": steps, "events": events, "simpy's events": counted}
-    result["time-outs per step"] = round(time_outs / (workers * steps), 2)
-    result["hand-overs per step"] = round(messages / (workers * steps), 2)
+    result: dict[str, Any] = {"steps per worker": steps}
+    result["dure, time-outs and messages per step"] = [round(n / (workers * steps), 2) for n in (time_outs, messages)]
+    result["simpy, time-outs and hand-overs per step"] = [TIME_OUTS, round(counted / (workers * steps) - TIME_OUTS, 2)]
     for clock in ("cpu", "wall"):
         spent = {name: [getattr(each, clock) for each in own] for name, own in rows.items()}
         median = {name: statistics.median(own) for name, own in spent.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from support.runs import resolved
@@ -12,9 +13,10 @@ from dure.runtime.compute import Constant, ShiftedExponential
 from dure.virtual_run import Segment, VirtualRun, Watch
 
 STEPS = 60
+STEADY = Constant(seconds=0.2)
 
 
-def run(strategy, *, pause=None, evict_seconds=5.0, compute=Constant(seconds=0.2), **options):
+def run(strategy, *, pause=None, evict_seconds=5.0, compute=STEADY, **options):
     """A run of three workers and its last segment; worker 1 stands still for `pause` seconds from second 2 on."""
     events = (Event(at=2.0, kind="pause", worker=1, **{"for": pause}),) if pause else ()
     cluster = Cluster.uniform(3, compute=compute, events=events)
@@ -32,7 +34,7 @@ def run(strategy, *, pause=None, evict_seconds=5.0, compute=Constant(seconds=0.2
 def longest_silence(segment, outcome):
     """Virtual seconds between rows of history, at most."""
     times = [0.0, *(row["seconds"] for row in outcome.history)]
-    return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    return max(later - earlier for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "ssp:bound=2 ps:shards=2", "averaging:period=2 ps"])
@@ -69,7 +71,7 @@ def test_nobody_is_evicted_where_nobody_waits():
 
 
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "ssp ps"])
-@pytest.mark.parametrize("compute", [Constant(seconds=0.2), ShiftedExponential(seconds=0.2)])
+@pytest.mark.parametrize("compute", [STEADY, ShiftedExponential(seconds=0.2)])
 def test_being_watched_changes_no_run_in_which_nobody_stands_still(strategy, compute):
     _, watched = run(strategy, compute=compute)
     _, alone = run(strategy, compute=compute, evict_seconds=math.inf)

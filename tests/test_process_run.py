@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import threading
 import time
 
 import pytest
-from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within, is_running
+from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within
 
 from dure.errors import DureError
 from dure.member import Terms

@@ -263,7 +263,12 @@ class WorkerLife(Life):
         counts = self._counts()
         await self._send_spans()
         tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
-        done: dict[str, Any] = {"seconds": seconds, "steps": worker.clock, "done": worker.clock - worker.entered, **counts}
+        done: dict[str, Any] = {
+            "seconds": seconds,
+            "steps": worker.clock,
+            "done": worker.clock - worker.entered,
+            **counts,
+        }
         await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
         self.delivered = True
         await self.bye

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class JobSource:
     """Mini-batches of `batch_size` from a job's training data, for one worker.
 
-    `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None` (timing only) work has a size and
-    no data.
+    `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
+    (timing only) work has a size and no data.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class AtHand:
     nursery: Nursery | None = None
 
 
-def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:  # noqa: B008  (frozen)
+def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
     """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
     if config.resume is not None:
         config = resumed(config)
@@ -121,7 +121,7 @@ def resumed(config: TrainConfig) -> TrainConfig:
     return TrainConfig.of(old)
 
 
-def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:  # noqa: B008  (frozen)
+def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:
     """The task that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
     strategy = at_hand.strategy or config.chosen()
     cluster, job = at_hand.cluster, at_hand.job
@@ -173,8 +173,8 @@ def _check(task: Task, cluster: Cluster | None) -> None:
         for event in cluster.events:
             if event.kind in ("crash", "join"):
                 raise UsageError(
-                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs over "
-                    "collectives, which need every worker all the time. Use a parameter server: --topology ps."
+                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
+                    "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
     if task.config.timing_only and not task.config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

@@ -49,7 +49,12 @@ class LocalOptimizer(Protocol):
     spec: OptimizerSpec
 
     def apply(
-        self, values: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, *, lr: float | Sequence[float] | None = None
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
     ) -> None: ...
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...

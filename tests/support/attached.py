@@ -236,16 +236,17 @@ def case_one_fails():
 def case_owner_fails():
     """Rank 0, beside which the server is, gives up: rank 1 cannot go on."""
     module = model(RANK)
-    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "downpour")
-    if RANK == 0:
-        replica.__exit__(OverflowError, OverflowError("out of luck"), None)
-        return None
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "ssp:bound=0")
 
     def on():
         while True:
             replica.step()
 
-    return error_of(on)
+    if RANK == 1:
+        return error_of(on)
+    replica.step()  # returns once rank 1 is in its first step too
+    replica.__exit__(OverflowError, OverflowError("out of luck"), None)
+    return None
 
 
 def case_other_fails():

@@ -138,7 +138,10 @@ class Strand(Operation[T]):
             self._end(None, error)
         else:
             self.waits_for = operation
-            operation.when_done(self.advance)
+            if operation._waiters is None and not operation.done:  # as when_done: the commonest of all calls
+                operation._waiters = [self.advance]
+            else:
+                operation.when_done(self.advance)
 
     def throw(self, error: BaseException) -> None:
         """Raise `error` in the coroutine where it waits."""

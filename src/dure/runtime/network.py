@@ -149,7 +149,7 @@ class SharingQueue:
             self.kernel.at(due, self._fire)
             return
         self._virtual, self._last = tag, now
-        done = []
+        done: list[Transfer] = []
         while heap and heap[0][0] <= tag:
             transfer = heappop(heap)[2]
             if transfer.pending & bit:
@@ -157,7 +157,8 @@ class SharingQueue:
                 self.active -= 1
                 if not transfer.pending:
                     done.append(transfer)
-        self._schedule(now)
+        if heap:
+            self._schedule(now)
         for transfer in done:
             self._left(transfer)
 
@@ -272,7 +273,11 @@ class Network:
             pair.backlog.append((wire, deliver))
         elif wire <= SMALL:
             time = self.kernel.now + pair.start + wire * pair.stretch
-            self._arrive_at(pair, time, wire, deliver)
+            if time < pair.arrived:  # as `_arrive_at`, which costs a call
+                time = pair.arrived
+            else:
+                pair.arrived = time
+            self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
         else:
             transfer = pair.current = Transfer(pair, wire, deliver)
             pair.egress.add(transfer)

@@ -183,7 +183,7 @@ class ProcessNode:
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
         return self.loop.spawn(coroutine, name or self.name)
 
-    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:  # noqa: ARG002
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
         operation: Operation[None] = Operation(self.loop, f"{seconds:g} s to pass")
         self.loop.after(seconds, operation.resolve)
         return operation
@@ -277,7 +277,9 @@ class Hosting:
     def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
         services = self._node.services
         if service not in services:
-            raise Refused(f"{self._node.name} hosts {', '.join(services) or 'no service'}, and was asked for {service!r}.")
+            raise Refused(
+                f"{self._node.name} hosts {', '.join(services) or 'no service'}, and was asked for {service!r}."
+            )
         return services[service].expects(method)
 
     def request(self, service: str, call: Call, respond: Respond) -> None:

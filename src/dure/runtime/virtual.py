@@ -89,8 +89,8 @@ class Kernel(Loop):
             if void and heap[0][1] in void:
                 void.remove(heappop(heap)[1])
                 continue
-            self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
             self.events += 1
+            self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
             callback()
 
     def next_weather(self) -> bool:
@@ -294,6 +294,9 @@ class VirtualNode:
         for computation in self.running:
             computation.move(begin + (computation.finish - begin) * change)
 
+    def is_paused(self) -> bool:
+        return self.paused_until > self.runtime.kernel.now
+
     def when_awake(self, callback: Callable[[], None]) -> None:
         """Now, or when the pause is over."""
         kernel = self.runtime.kernel
@@ -313,14 +316,15 @@ class RemoteCall(Operation[Reply]):
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
         runtime = source.runtime
-        super().__init__(runtime.kernel)
+        kernel = runtime.kernel
+        super().__init__(kernel)
         self._source = source
         self._service = service.service
         self._call = call
         self._into = into
         self._target = target = runtime.nodes[service.node]
         if not target.alive:
-            runtime.kernel.at(runtime.kernel.now + runtime.detection, self._lost)
+            kernel.at(kernel.now + runtime.detection, self._lost)
         elif target is source:
             self._arrive()
         else:
@@ -334,7 +338,7 @@ class RemoteCall(Operation[Reply]):
 
     def _arrive(self) -> None:
         target = self._target
-        if target.paused_until > target.runtime.kernel.now:
+        if target.paused_until and target.is_paused():
             target.when_awake(self._arrive)
             return
         try:
@@ -379,7 +383,7 @@ class RemoteCall(Operation[Reply]):
 
     def _deliver(self) -> None:
         source, reply = self._source, self._reply
-        if source.paused_until > source.runtime.kernel.now:
+        if source.paused_until and source.is_paused():
             source.when_awake(self._deliver)
             return
         source.runtime.in_flight.pop(self, None)

@@ -197,15 +197,21 @@ class ServerClient:
         return clock
 
     async def _clock(self, method: str, **fields: Any) -> Reply:
-        start = partial(self.node.call, self._address(method), method, timeout=self.timeout, **fields)
+        call, clock, timeout = self.node.call, self._address(method), self.timeout
         try:
-            return await start()
+            return await call(clock, method, timeout=timeout, **fields)
         except CallTimeout as late:
-            return await self._insist(start, late)
+            return await self._insist(partial(call, clock, method, timeout=timeout, **fields), late)
 
     async def _every(self, start: Callable[[int], Operation[Reply]]) -> list[Reply]:
         """Call every shard at once; the first error is raised when all have ended."""
-        operations = [start(shard) for shard in range(len(self.servers.shards))]
+        count = len(self.servers.shards)
+        if count == 1:
+            try:
+                return [await start(0)]
+            except CallTimeout as late:
+                return [await self._insist(partial(start, 0), late)]
+        operations = [start(shard) for shard in range(count)]
         replies = []
         error: RemoteError | None = None
         for shard, operation in enumerate(operations):

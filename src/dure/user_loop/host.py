@@ -9,6 +9,7 @@ goodbye --------------------------------->  ends when nobody is left
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
@@ -83,7 +84,15 @@ class ShardHost:
             sync = make(request["sync"], "sync")
             shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
             workers = range(request["workers"])
-            node.serve("clock", ClockService(node, sync.policy(), shards, workers=workers, reduce=sync.reduce))
+            clock = ClockService(
+                node,
+                sync.policy(),
+                shards,
+                workers=workers,
+                reduce=sync.reduce,
+                evict_seconds=math.inf,  # a user's loop may rest as long as it likes, to evaluate or to save
+            )
+            node.serve("clock", clock)
         return Reply()
 
     async def _finish(self, call: Call) -> Reply:
