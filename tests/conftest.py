@@ -33,4 +33,4 @@ def pytest_terminal_summary(terminalreporter, config):
     if whole(config):
         for name, floor in FLOORS.items():
             if RAN[name] < floor:
-                terminalreporter.write_line(f"only {RAN[name]} {name}, and there ought to be at least {floor}", red=True)
+                terminalreporter.write_line(f"only {RAN[name]} {name}; there ought to be {floor} or more", red=True)

@@ -155,7 +155,8 @@ class TrainConfig(Options):
         """The same for as many workers as were started. Raises `UsageError` if others are asked for."""
         if self.workers not in (None, workers):
             raise UsageError(
-                f"workers={self.workers} was asked for, and torchrun has started {workers} ranks, each of which is one. Leave "
+                f"workers={self.workers} was asked for, and torchrun has started {workers} ranks, each of them one. "
+                "Leave "
                 f"workers out, or start torchrun with {self.workers} ranks."
             )
         return replace(self, workers=workers)

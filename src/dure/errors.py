@@ -1,21 +1,21 @@
 """What dure raises.
 
-    DureError
-    ├── UsageError           the request is wrong: exit status 2       (also a ValueError)
-    │   ├── StrategyError    a method, its parameters, or a combination that makes no sense
-    │   └── ClusterError     a cluster file that describes no cluster
-    ├── DataError            a data set is missing or damaged
-    ├── DeadlockError        nobody can go on; names every rank and what it waits for
-    ├── DivergedError        the loss is no longer a number
-    ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
-    ├── RecordError          a run's record is damaged
-    ├── ReplicaError         a module's parameters left the flat buffer
-    └── RemoteError          a call failed
-        ├── Refused          the host refused it, and said why
-        │   └── Evicted      this incarnation is over: join again
-        ├── PeerLost         the other side is gone
-        ├── CallTimeout      no answer in time
-        └── DamagedFrame     bytes arrived that nobody sent like that
+DureError
+├── UsageError           the request is wrong: exit status 2       (also a ValueError)
+│   ├── StrategyError    a method, its parameters, or a combination that makes no sense
+│   └── ClusterError     a cluster file that describes no cluster
+├── DataError            a data set is missing or damaged
+├── DeadlockError        nobody can go on; names every rank and what it waits for
+├── DivergedError        the loss is no longer a number
+├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
+├── RecordError          a run's record is damaged
+├── ReplicaError         a module's parameters left the flat buffer
+└── RemoteError          a call failed
+    ├── Refused          the host refused it, and said why
+    │   └── Evicted      this incarnation is over: join again
+    ├── PeerLost         the other side is gone
+    ├── CallTimeout      no answer in time
+    └── DamagedFrame     bytes arrived that nobody sent like that
 """
 
 
@@ -80,4 +80,4 @@ class CallTimeout(RemoteError):
 
 
 class DamagedFrame(RemoteError):
-    """Bytes arrived that are no frame, or not the frame that was sent. The connection is closed; nothing was delivered."""
+    """Bytes arrived that are not the frame that was sent. The connection is closed; nothing was delivered."""

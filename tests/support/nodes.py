@@ -134,7 +134,9 @@ class Delivery:
             self.reply(answer)
             return
         later: Operation[Reply] = (
-            answer if isinstance(answer, Operation) else self.world.spawn(answer, f"{self.call.method} at {self.service}")  # type: ignore[arg-type]
+            answer
+            if isinstance(answer, Operation)
+            else self.world.spawn(answer, f"{self.call.method} at {self.service}")  # type: ignore[arg-type]
         )
 
         def handled() -> None:

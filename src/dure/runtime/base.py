@@ -103,11 +103,11 @@ class Operation(Generic[T]):
             self._waiters.remove(callback)
 
 
-class Cancelled(Exception):  # noqa: N818  (a verdict, not an error)
+class Cancelled(Exception):
     """Raised in whoever awaits an operation that was cancelled."""
 
 
-class EndOfWork(Exception):  # noqa: N818
+class EndOfWork(Exception):
     """Thrown into a pending `gradient()` when there is no more work; a method may catch it and still await."""
 
 
@@ -356,7 +356,7 @@ class Apply:
 class Ghost:
     """Stands for a tensor of `numel` elements in a timing-only run: has a size, holds nothing."""
 
-    __slots__ = ("nbytes", "_numel")
+    __slots__ = ("_numel", "nbytes")
 
     def __init__(self, numel: int, itemsize: int = 4) -> None:
         self._numel = numel

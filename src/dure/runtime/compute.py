@@ -68,7 +68,7 @@ class Constant(_Compute):
 
     distribution: Literal["constant"] = "constant"
 
-    def factors(self, rng: np.random.Generator, count: int) -> Factors:  # noqa: ARG002
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return np.ones(count)
 
 
@@ -130,7 +130,7 @@ class Trace(_Compute):
             raise ValueError(f"{given!r} makes no sense beside a trace, which has its own durations: leave it out")
         return given
 
-    def mean(self, flops: float) -> float:  # noqa: ARG002
+    def mean(self, flops: float) -> float:
         return float(np.mean(self.durations))
 
     def blocks(self, rng: np.random.Generator) -> Iterator[Factors]:

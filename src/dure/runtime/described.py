@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from dure.errors import ClusterError
 
 
-class Fault(ClusterError):  # noqa: N818
+class Fault(ClusterError):
     """An error that knows the place of what is wrong, so that whatever holds it can name the whole path."""
 
     def __init__(self, place: tuple[str | int, ...], problem: str) -> None:

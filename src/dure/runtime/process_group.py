@@ -54,7 +54,8 @@ class Collective(Operation[Any]):
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
     return PeerLost(
-        f"{name} waited for {label}, and a rank is gone ({str(error).splitlines()[0][:120]}). Collectives need every rank: "
+        f"{name} waited for {label}, and a rank is gone ({str(error).splitlines()[0][:120]}). "
+        "Collectives need every rank: "
         "use a method over a parameter server (ps), or resume from the last checkpoint."
     )
 

@@ -47,7 +47,7 @@ class Meeting:
         self.counts[rank] += 1
         round_ = self.rounds.setdefault(number, Round(kind))
         if round_.kind != kind:
-            raise ValueError(f"worker {rank} calls {kind} where others call {round_.kind}: a group's members must agree")
+            raise ValueError(f"worker {rank} calls {kind} and others {round_.kind}: a group's members must agree")
         return number, round_
 
     def lose(self, rank: int) -> None:
@@ -64,7 +64,9 @@ class Meeting:
             "Use a method over a parameter server (ps), or resume from the last checkpoint with fewer workers."
         )
 
-    def arrive(self, number: int, rank: int, operation: Operation[Any], value: Any, end: Callable[[Round], None]) -> None:
+    def arrive(
+        self, number: int, rank: int, operation: Operation[Any], value: Any, end: Callable[[Round], None]
+    ) -> None:
         """`rank` has brought `value`; the last to come ends the round."""
         if self.gone:
             operation.fail(self._lost(min(self.gone)))

@@ -42,7 +42,7 @@ class Averaging:
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ValueError(f"period counts mini-batches and must be >= 1, got {self.period}. Use 1 to average every step.")
+            raise ValueError(f"period counts mini-batches and must be >= 1, got {self.period}. Use 1 for every step.")
 
     def policy(self) -> Policy:
         return Barrier()
