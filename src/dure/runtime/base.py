@@ -134,7 +134,7 @@ class Strand(Operation[T]):
             operation = self.coroutine.send(None)
         except StopIteration as stop:
             self._end(stop.value, None)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (it is raised in whoever awaits)
             self._end(None, error)
         else:
             self.waits_for = operation
@@ -153,7 +153,7 @@ class Strand(Operation[T]):
             operation = self.coroutine.throw(error)
         except StopIteration as stop:
             self._end(stop.value, None)
-        except BaseException as raised:
+        except BaseException as raised:  # noqa: BLE001  (as above)
             self._end(None, raised)
         else:
             self.waits_for = operation
