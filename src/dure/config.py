@@ -182,6 +182,11 @@ class CompareConfig(Options):
 
     def runs(self) -> Iterator[TrainConfig]:
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
+        if "torchrun" in self.on:
+            raise UsageError(
+                "compare runs in places that it can start itself, and torchrun starts us. Write dure train --on torchrun "
+                "--out DIR once per strategy, and dure report DIR DIR ..."
+            )
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}
         choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or tuple(catalogue("sync"))]
         for number, (on, text) in enumerate(choices, start=1):

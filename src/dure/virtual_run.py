@@ -314,17 +314,15 @@ class Segment:
         return self.task.merge_buffers(living) if living else None
 
     def _bytes_sent(self) -> int:
-        network = self.runtime.network
-        return sum(network.counters(name).bytes_sent for name in self.runtime.nodes if name.startswith("worker"))
+        return sum(node.payload_sent for name, node in self.runtime.nodes.items() if name.startswith("worker"))
 
     def _collect(self, now: float) -> None:
         totals, runtime = self.totals, self.runtime
         totals.seconds = now
         totals.events += runtime.kernel.events
         for name, node in runtime.nodes.items():
-            counters = runtime.network.counters(name)
-            amounts = {"bytes_sent": counters.bytes_sent, "bytes_received": counters.bytes_received}
-            amounts["messages"] = counters.messages
+            amounts = {"bytes_sent": node.payload_sent, "bytes_received": node.payload_received}
+            amounts["messages"] = runtime.network.counters(name).messages
             table = "per_worker" if name.startswith("worker") else "per_shard"
             if table == "per_worker":
                 totals.count(table, name, steps=self.steps[node.rank])

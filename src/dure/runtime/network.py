@@ -36,7 +36,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 from dure.runtime.cluster import Cluster
-from dure.runtime.collectives import COLLECTIVES, HEADER, Path
+from dure.runtime.collectives import COLLECTIVES, HEADER, Cost, Path
 
 SMALL = 4096
 """Bytes, the header included, up to which a message queues nowhere."""
@@ -322,8 +322,8 @@ class Network:
         i = self.node(node)
         return Counters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
-    def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> float:
-        """Seconds that a collective among `nodes` takes from when the last has come; counts its bytes.
+    def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
+        """What a collective among `nodes` costs, from when the last has come; counts its bytes.
 
         `kind` is a key of `collectives.COLLECTIVES`; `nbytes` is the weight of one member's tensor, of elements of
         `itemsize` bytes. The root of a broadcast is the first of `nodes`.
@@ -334,7 +334,7 @@ class Network:
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
             self.messages[i] += messages
-        return cost.seconds
+        return cost
 
     def path(self, nodes: Sequence[str | int]) -> Path:
         """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""

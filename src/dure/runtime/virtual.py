@@ -171,7 +171,10 @@ class Computation(Operation[Any]):
 
 
 class VirtualNode:
-    """A machine of the cluster, as the roles and services on it see it."""
+    """A machine of the cluster, as the roles and services on it see it.
+
+    `payload_sent` and `payload_received` are bytes of tensors, headers apart, as a real run counts them.
+    """
 
     def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
         self.runtime = runtime
@@ -186,6 +189,8 @@ class VirtualNode:
         self.alive = True
         self.paused_until = 0.0
         self.slowness = 1.0
+        self.payload_sent = 0
+        self.payload_received = 0
 
     # ---- the primitives
 
@@ -330,6 +335,7 @@ class RemoteCall(Operation[Reply]):
         else:
             runtime.in_flight[self] = service
             nbytes = _weight(call.tensors) if call.tensors else 0
+            source.payload_sent += nbytes
             runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
 
     @property
@@ -341,6 +347,8 @@ class RemoteCall(Operation[Reply]):
         if target.paused_until and target.is_paused():
             target.when_awake(self._arrive)
             return
+        if self._call.tensors and target is not self._source:
+            target.payload_received += _weight(self._call.tensors)
         try:
             answer = target.services[self._service].handle(self._call)
         except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
@@ -367,6 +375,7 @@ class RemoteCall(Operation[Reply]):
             self._deliver()
             return
         nbytes = _weight(reply.tensors) if reply.tensors else 0
+        target.payload_sent += nbytes
         size = HEADER + FIELD * len(reply.fields)
         target.runtime.network.send(target.name, source.name, nbytes, self._deliver, size)
 
@@ -387,6 +396,8 @@ class RemoteCall(Operation[Reply]):
             source.when_awake(self._deliver)
             return
         source.runtime.in_flight.pop(self, None)
+        if reply.tensors and source is not self._target:
+            source.payload_received += _weight(reply.tensors)
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
@@ -429,7 +440,10 @@ class Mailbox:
         operation: Operation[None] = Operation(self.runtime.kernel, f"its message to {self.target}")
         kept = tensor if isinstance(tensor, Ghost) else tensor.clone()
 
+        node.payload_sent += tensor.nbytes
+
         def deliver() -> None:
+            self.runtime.nodes[self.target].payload_received += kept.nbytes
             self.arrived.append(kept)
             operation.resolve()
             self._match()

@@ -189,5 +189,10 @@ class VirtualGroup:
     def _charge(self, kind: str, tensor: torch.Tensor) -> float:
         """Seconds that the collective takes on this cluster; its bytes are counted."""
         itemsize = tensor.nbytes // max(tensor.numel(), 1) or 1
-        names = [f"worker {rank}" for rank in self.ranks]
-        return self.node.runtime.network.collective(kind, tensor.nbytes, names, itemsize)
+        nodes = [self.node.runtime.nodes[f"worker {rank}"] for rank in self.ranks]
+        cost = self.node.runtime.network.collective(kind, tensor.nbytes, [node.name for node in nodes], itemsize)
+        if tensor.nbytes:
+            for node, sent, received in zip(nodes, cost.sent, cost.received, strict=True):
+                node.payload_sent += sent
+                node.payload_received += received
+        return cost.seconds
