@@ -2,7 +2,7 @@
 
 import pytest
 
-FLOORS = {"tests": 900, "doctests": 30, "documents": 8}
+FLOORS = {"tests": 1500, "doctests": 20, "documents": 20}
 RAN = dict.fromkeys(FLOORS, 0)
 
 

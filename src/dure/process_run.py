@@ -344,7 +344,8 @@ class Hub:
     # ---- deaths
 
     def _lost(self, loss: Loss) -> None:
-        if loss.incoming and not loss.finished:
+        current = self.incarnations.get(loss.peer, loss.incarnation)
+        if loss.incoming and not loss.finished and loss.incarnation >= current:
             self._died(loss.peer, loss.reason)
 
     def _died(self, name: str, reason: str) -> None:

@@ -287,7 +287,8 @@ class Hosting:
 
     def lost(self, loss: Loss) -> None:
         node = self._node
-        if loss.incoming and not loss.finished:
+        back = any(here.name == loss.peer and here.incarnation > loss.incarnation for here in node.wire.callers)
+        if loss.incoming and not loss.finished and not back:  # else that was a past life's, heard of late
             for service in list(node.services.values()):
                 lost = getattr(service, "lost", None)
                 if lost is not None:
