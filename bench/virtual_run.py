@@ -1,6 +1,6 @@
 """Gradients per second of whole virtual runs, against a sequential PyTorch loop over as many replicas.
 
-    python bench/virtual_run.py [--workers 64] [--steps 20] [--repeats 5] [--strategy "ssp:bound=3 ps" ...]
+    python bench/virtual_run.py [--workers 64] [--steps 150] [--repeats 5] [--strategy "ssp:bound=3 ps" ...]
 
 One thread, one process, alternating repeats, medians. The model is mnist-mlp (784-32-10, batches of 16), the data are
 drawn with MNIST's shapes, compute times are log-normal (sigma 0.3). A run does everything: data, gradients, server or
@@ -136,7 +136,7 @@ def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--strategy", action="append")
     given = parser.parse_args()

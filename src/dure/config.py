@@ -184,7 +184,7 @@ class CompareConfig(Options):
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
         if "torchrun" in self.on:
             raise UsageError(
-                "compare runs in places that it can start itself, and torchrun starts us. Write dure train --on torchrun "
+                "compare runs in places that it starts itself, and torchrun starts us. Write dure train --on torchrun "
                 "--out DIR once per strategy, and dure report DIR DIR ..."
             )
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}

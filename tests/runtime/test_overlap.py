@@ -41,15 +41,17 @@ def test_slices_cover_the_gradient_once_at_borders_of_parameters(nbytes):
     assert all((stop - start) * 4 >= (nbytes or 0) for start, stop in slices[:-1])
 
 
-def test_small_models_are_cut_too_and_large_ones_not_to_shreds():
-    assert len(cut(Replica(convnet()))) == 2
+def test_small_models_are_not_cut_and_large_ones_not_to_shreds():
+    assert len(cut(Replica(convnet()))) == 1
+    middling = Replica(nn.Sequential(*(nn.Linear(256, 256) for _ in range(20))))  # 5.3 MB
+    assert len(cut(middling)) == 5
     large = Replica(nn.Sequential(*(nn.Linear(256, 256) for _ in range(200))))  # 52 MB
     assert all((stop - start) * 4 >= MOST_NBYTES for start, stop in cut(large)[:-1])
 
 
 def test_the_dense_layers_leave_while_the_convolutions_are_computed():
     replica = Replica(convnet())
-    overlap = Overlap(replica)
+    overlap = Overlap(replica, 256 << 10)
     inputs, targets = torch.randn(4, 1, 28, 28), torch.tensor([1, 2, 3, 4])
     seen = launched(overlap, lambda: nn.functional.cross_entropy(replica.module(inputs), targets).backward())
     (dense, missing), (convolutions, _) = seen

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+KINDS = ("compute", "communicate", "wait", "apply")
+"""What a node's time may go to."""
+
+
 class Span(NamedTuple):
     """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.
 
@@ -26,9 +30,9 @@ class Meter:
 
     node: str
     spans: list[Span] | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communicate": 0.0, "wait": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
     def add(self, kind: str, start: float, end: float, detail: str = "") -> None:
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + (end - start)
+        self.seconds[kind] += end - start
         if self.spans is not None and end > start:
             self.spans.append(Span(self.node, kind, start, end, detail))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dure.replica import Replica
 
-LEAST_NBYTES, MOST_NBYTES = 256 << 10, 4 << 20
+LEAST_NBYTES, MOST_NBYTES = 1 << 20, 4 << 20
 """Slices are closed at the first border of a parameter after an eighth of the gradient, within these limits."""
 
 Launch = Callable[["torch.Tensor"], Any]
@@ -24,8 +24,9 @@ Launch = Callable[["torch.Tensor"], Any]
 def cut(replica: Replica, nbytes: int | None = None) -> list[tuple[int, int]]:
     """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last.
 
-    Where `nbytes` is not given, small models have small slices: a dense layer at the end is on its way while the
-    convolutions before it, which take the time, are still computed.
+    Where `nbytes` is not given, it is an eighth of the gradient: a dense layer at the end is on its way while the
+    convolutions before it, which take the time, are still computed. Below the least, a slice of its own costs more
+    in wake-ups than it hides (two cores: 1.03x of DDP in one slice of 0.4 MB, 0.96x in two).
     """
     if nbytes is None:
         nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)

@@ -317,7 +317,7 @@ class RemoteCall(Operation[Reply]):
     A node that calls a service of its own is answered without a message.
     """
 
-    __slots__ = ("_call", "_into", "_reply", "_service", "_source", "_target")
+    __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_source", "_target")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
         runtime = source.runtime
@@ -334,7 +334,7 @@ class RemoteCall(Operation[Reply]):
             self._arrive()
         else:
             runtime.in_flight[self] = service
-            nbytes = _weight(call.tensors) if call.tensors else 0
+            nbytes = self._nbytes = _weight(call.tensors) if call.tensors else 0
             source.payload_sent += nbytes
             runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
 
@@ -347,8 +347,8 @@ class RemoteCall(Operation[Reply]):
         if target.paused_until and target.is_paused():
             target.when_awake(self._arrive)
             return
-        if self._call.tensors and target is not self._source:
-            target.payload_received += _weight(self._call.tensors)
+        if target is not self._source:
+            target.payload_received += self._nbytes
         try:
             answer = target.services[self._service].handle(self._call)
         except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
@@ -374,7 +374,7 @@ class RemoteCall(Operation[Reply]):
         if source is target:
             self._deliver()
             return
-        nbytes = _weight(reply.tensors) if reply.tensors else 0
+        nbytes = self._nbytes = _weight(reply.tensors) if reply.tensors else 0
         target.payload_sent += nbytes
         size = HEADER + FIELD * len(reply.fields)
         target.runtime.network.send(target.name, source.name, nbytes, self._deliver, size)
@@ -396,8 +396,8 @@ class RemoteCall(Operation[Reply]):
             source.when_awake(self._deliver)
             return
         source.runtime.in_flight.pop(self, None)
-        if reply.tensors and source is not self._target:
-            source.payload_received += _weight(reply.tensors)
+        if source is not self._target:
+            source.payload_received += self._nbytes
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
