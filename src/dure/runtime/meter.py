@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-
 KINDS = ("compute", "communicate", "wait", "apply")
 """What a node's time may go to."""
 
