@@ -41,6 +41,9 @@ ENDLESS = 10**9
 EVALUATE_EVERY = 50
 """Steps between evaluations of such a run."""
 
+CLUSTER = "cluster.yaml"
+"""Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
+
 KEEP = 3
 """How many checkpoints stay on the disk."""
 
@@ -98,8 +101,12 @@ def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path |
 
 def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
     """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
+    if config.resume is not None and at_hand.cluster is None and (config.resume / CLUSTER).exists():
+        at_hand = replace(at_hand, cluster=Cluster.from_yaml(config.resume / CLUSTER))
     task, cluster = resolve(config, at_hand)
     with _recording(task) as (folder, watch):
+        if folder is not None and cluster is not None:
+            (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
         if config.virtual:
             assert cluster is not None

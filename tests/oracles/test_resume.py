@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure import checkpoint
+from dure.config import TrainConfig
 from dure.data.digits import load_digits
 from dure.job import Job
 from dure.models.mlp import top1
@@ -27,6 +28,7 @@ from dure.optim import OptimizerSpec
 from dure.report.record import Run, read_history
 from dure.runtime.cluster import Cluster, Event, Machines
 from dure.runtime.compute import Constant, LogNormal
+from dure.train import run
 
 STRATEGIES = [
     "bsp collective",
@@ -258,3 +260,13 @@ def test_the_run_of_a_killed_launcher_is_resumed(tmp_path):
     assert summary["samples"] >= 2 * (reached + 60) * 32
     assert summary["samples"] <= 2 * (reached + 60) * 32 + 40 * 2 * 32
     assert summary["accuracy"] > 0.7
+
+
+def test_the_cluster_is_remembered(tmp_path):
+    """Who resumes need not describe the machines again."""
+    options = {"sync": "ssp", "steps": 12, "checkpoint_every": 5, "eval_every": 4}
+    whole = dure.train("digits-mlp", on=cluster(), out=tmp_path / "whole", **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "step-10")
+    resumed = run(TrainConfig(resume=tmp_path / "stopped"))
+    assert facts(resumed) == facts(whole)
