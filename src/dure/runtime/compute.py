@@ -18,6 +18,7 @@ A step takes
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,9 +55,9 @@ class _Compute(Described):
         while True:
             yield self.factors(rng, _BLOCK)
 
+    @abstractmethod
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         """`count` independent factors of mean one."""
-        raise NotImplementedError
 
     def draw(self, rng: np.random.Generator, flops: float = 0.0) -> float:
         """Seconds of one step, alone; `Durations` gives a stream."""
