@@ -32,6 +32,9 @@ from dure.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+KEEP = 3
+"""How many checkpoints stay on the disk."""
+
 FORMAT = 1
 
 
@@ -126,7 +129,7 @@ def load(folder: Path) -> Checkpoint:
     raise CheckpointError(f"no complete checkpoint in {folder}.{seen} Start without --resume, or name another folder.")
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int = KEEP) -> None:
     """Remove all but the newest `keep` checkpoints."""
     done = [path for path in folder.glob("step-*") if path.suffix != ".tmp"]
     for old in sorted(done, key=_step_of)[:-keep]:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from dure.runtime.base import Operation
     from dure.runtime.process import ProcessNode
 
-KEEP = 3
-"""How many checkpoints stay on the disk."""
-
 log = logging.getLogger("dure")
 
 
@@ -85,7 +82,7 @@ class CheckpointRound:
             if self.problem is None:
                 self._leave_out_the_dead()
                 checkpoint.commit(self.folder, self.step)
-                checkpoint.prune(self.folder, KEEP)
+                checkpoint.prune(self.folder)
         if self.problem is not None:
             checkpoint.discard(self.folder, self.step)
             log.warning("checkpoint %d was not written: %s", self.step, self.problem)

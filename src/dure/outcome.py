@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,12 @@ class Totals:
         row = getattr(self, table).setdefault(node, {})
         for name, amount in amounts.items():
             row[name] = row.get(name, 0) + amount
+
+    def count_updates(self, shards: Sequence[tuple[Mapping[int, int], int, int]]) -> None:
+        """What shards have applied and refused: (updates by staleness, applied, refused) of the stalest is quoted."""
+        stalest = max(shards, key=lambda shard: Staleness(Counter(shard[0])).mean)
+        self.staleness.histogram.update(stalest[0])
+        self.counts["updates_applied"], self.counts["updates_refused"] = stalest[1:]
 
     def add_time(self, seconds: Mapping[str, float]) -> None:
         for kind in self.time:

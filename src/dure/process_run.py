@@ -495,11 +495,9 @@ class Hub:
         for name in self._servers:
             status = (await self.node.call(Address(name, "shard"), "status")).fields
             totals.count("per_shard", name, applied=status["applied"], refused=status["refused"])
-            reports.append(status)
-        worst = max(reports, key=lambda status: _mean(status["staleness"]))
-        totals.staleness.histogram.update({int(behind): n for behind, n in worst["staleness"].items()})
-        totals.counts["updates_applied"] = worst["applied"]
-        totals.counts["updates_refused"] = worst["refused"]
+            staleness = {int(behind): count for behind, count in status["staleness"].items()}
+            reports.append((staleness, status["applied"], status["refused"]))
+        totals.count_updates(reports)
         client = task.client(self.node, -1)
         return (await client.pull(task.replica.params.clone())).values
 
@@ -524,11 +522,6 @@ _TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 
 def _number(name: str) -> int:
     return int(name.split()[1])
-
-
-def _mean(histogram: Mapping[str, int]) -> float:
-    total = sum(histogram.values())
-    return sum(int(behind) * count for behind, count in histogram.items()) / total if total else 0.0
 
 
 def run_processes(

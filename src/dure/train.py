@@ -44,9 +44,6 @@ EVALUATE_EVERY = 50
 CLUSTER = "cluster.yaml"
 """Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
 
-KEEP = 3
-"""How many checkpoints stay on the disk."""
-
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **options: Any) -> Run:
     """Train `job` with several workers, for real or in virtual time; return its record.
@@ -241,7 +238,7 @@ def _save(place: Path, step: int, state: State) -> None:
         checkpoint.discard(place, step)
         log.warning("checkpoint %d was not written: %s", step, error)
     else:
-        checkpoint.prune(place, KEEP)
+        checkpoint.prune(place)
 
 
 def _finish(task: Task, outcome: Outcome, folder: RunFolder | None) -> Run:

@@ -365,10 +365,7 @@ class Segment:
         for number, shard in enumerate(self.shards):
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
         if self.shards:
-            worst = max(self.shards, key=lambda shard: _mean(shard.staleness))
-            totals.staleness.histogram.update(worst.staleness)
-            totals.counts["updates_applied"] = worst.applied
-            totals.counts["updates_refused"] = worst.refused
+            totals.count_updates([(shard.staleness, shard.applied, shard.refused) for shard in self.shards])
         else:
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
         notes: dict[str, Any] = {"events": totals.events}
@@ -376,8 +373,3 @@ class Segment:
             notes["batching"] = self.whole.evaluator.rule
         params = None if task.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)
-
-
-def _mean(histogram: dict[int, int]) -> float:
-    total = sum(histogram.values())
-    return sum(behind * count for behind, count in histogram.items()) / total if total else 0.0

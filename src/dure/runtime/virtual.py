@@ -18,6 +18,7 @@ import numpy as np
 
 from dure.errors import DeadlockError, PeerLost
 from dure.runtime.base import Address, Apply, Call, Ghost, Loop, Operation, Reply, Service, Strand, Work, nothing
+from dure.runtime.collectives import HEADER
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
 from dure.runtime.virtual_group import VirtualGroup
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from dure.runtime.network import Network
 
 T = TypeVar("T")
-
-HEADER = 64
-"""Bytes of a message's header."""
 
 FIELD = 16
 """Bytes that one plain field of a message takes."""
@@ -124,12 +122,6 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*before)
         if not frozen:
             gc.unfreeze()
-
-
-class Sleep(Operation[None]):
-    """An operation that ends at a time; cancelled, it is skipped when its time comes."""
-
-    __slots__ = ()
 
 
 class Computation(Operation[Any]):
@@ -248,7 +240,7 @@ class VirtualNode:
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
         kernel = self.runtime.kernel
-        operation = Sleep(kernel, f"{seconds:g} s to pass")
+        operation: Operation[None] = Operation(kernel, f"{seconds:g} s to pass")
         (kernel.weather if background else kernel.at)(kernel.now + seconds, operation.resolve)
         return operation
 

@@ -6,7 +6,7 @@ one worker. It sees one thing, its `Worker`, and knows neither sockets nor clock
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
@@ -31,9 +31,7 @@ class Sync(Protocol):
         """The method at one worker; ends when `EndOfWork` is thrown into a pending gradient."""
         ...
 
-
-class ServerSync(Sync, Protocol):
-    """A method that can run over parameter servers."""
+    # ---- over parameter servers
 
     def policy(self) -> Policy | None:
         """Who may go on and what counts; None when the method asks for no order (applied on arrival)."""
@@ -47,15 +45,3 @@ class ServerSync(Sync, Protocol):
     def reduce(self) -> str:
         """How the members of a group become one update: "mean" (weighted by batch size) or "sum"."""
         ...
-
-
-def describe(sync: Any) -> str:
-    """`sync` as text: its name and the parameters that are not defaults.
-
-    >>> from dure.sync.ssp import SSP
-    >>> describe(SSP(bound=5))
-    'ssp:bound=5'
-    """
-    from dure.strategy import member_text
-
-    return member_text("sync", sync)

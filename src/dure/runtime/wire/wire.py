@@ -183,13 +183,6 @@ class Wire:
         with self._pump.lock:
             self._callers.evict(name, incarnation, reason)
 
-    def disconnect(self, peer: str) -> None:
-        """Say goodbye to one host."""
-        with self._pump.lock:
-            outbound = self._hosts.pop(peer, None)
-            if outbound is not None:
-                outbound.link.say_goodbye()
-
     def poll(self, timeout: float = 0.0) -> int:
         """One turn: wait up to `timeout` seconds for something, move bytes, run what is due to the owner.
 
