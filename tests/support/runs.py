@@ -19,6 +19,7 @@ from dure.optim import OptimizerSpec
 from dure.outcome import Outcome, summary
 from dure.process_run import run_processes
 from dure.runtime.cluster import Cluster
+from dure.runtime.launch.nursery import Nursery
 from dure.task import Task
 from dure.train import AtHand, resolve
 from dure.train import resumed as resumed_config
@@ -61,11 +62,12 @@ def virtual(job: str | Job, strategy: str, cluster: Cluster | None = None, **opt
     return Finished(task, VirtualRun(task, cluster, Watch(row=rows.append)).run(), rows)
 
 
-def local(job: str, strategy: str, **options: Any) -> Finished:
+def local(job: str, strategy: str, *, nursery: Nursery | None = None, **options: Any) -> Finished:
     """A run on processes of this machine, without a folder."""
     task, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
     rows: list[dict[str, Any]] = []
-    return Finished(task, run_processes(task, Watch(row=rows.append), None, None, named=True), rows)
+    watch = Watch(row=rows.append)
+    return Finished(task, run_processes(task, watch, None, None, named=True, nursery=nursery), rows)
 
 
 def resume_local(folder: Path) -> Finished:

@@ -1,0 +1,52 @@
+"""What every method promises, one row each: the table that `tests/oracles/test_laws.py` tries in both runtimes.
+
+Whoever adds a method adds a row here. A method's own oracles are in `tests/sync`, what must equal what in
+`tests/oracles/test_equivalence_graph.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Law:
+    """What a method promises of `digits-mlp`.
+
+    It reaches `accuracy` in `steps` steps of each of four virtual workers, of which one is five times slower, and of
+    two real processes; `options` are those of `TrainConfig` that it needs for it. `survives`: it goes on without
+    a worker that has died, and takes in one that comes late; otherwise a death ends the run with one sentence.
+    `tensors`: it needs the values of gradients to know what to do, so that there is no timing-only run of it.
+    """
+
+    strategy: str
+    accuracy: float = 0.93
+    steps: int = 200
+    options: Mapping[str, Any] = field(default_factory=dict)
+    survives: bool = True
+    tensors: bool = False
+
+    @property
+    def method(self) -> str:
+        """The name in the catalogue."""
+        return self.strategy.split()[0].partition("+")[0].partition(":")[0]
+
+    @property
+    def remedies(self) -> list[str]:
+        """The names of its wrappers."""
+        return [call.partition(":")[0] for call in self.strategy.split()[0].split("+")[1:]]
+
+    def __str__(self) -> str:
+        return self.strategy
+
+
+LAWS = [
+    Law("bsp collective", survives=False),
+    Law("bsp ps:shards=2"),
+    Law("averaging:period=3 collective", survives=False),
+    Law("averaging:period=3 ps:shards=2,split=layer"),
+    Law("ssp:bound=3 ps:shards=2", options={"lr": 0.05}),
+    Law("downpour ps:shards=2", options={"lr": 0.05}),
+]

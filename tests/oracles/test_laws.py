@@ -1,0 +1,140 @@
+"""Every method, whatever it is, in both runtimes: it learns, it is resumed bit for bit, it outlives its workers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from laws import LAWS
+from oracles.test_resume import check_every_stop
+from support.real_runs import Trial, configured
+from support.runs import local, virtual
+
+from dure.errors import DureError
+from dure.runtime.cluster import Cluster, Event, Machines
+from dure.runtime.compute import LogNormal
+from dure.runtime.launch.nursery import Nursery
+from dure.strategy import catalogue
+
+SURVIVORS = [law for law in LAWS if law.survives]
+DEPENDENTS = [law for law in LAWS if not law.survives]
+
+
+def one_slow(*events: Event, workers: int = 4) -> Cluster:
+    """Steps of 10 ms, and of 50 ms at the last worker."""
+    compute = LogNormal(seconds=0.01, sigma=0.2)
+    kinds = (Machines(count=workers - 1, compute=compute), Machines(compute=compute, speed=0.2))
+    return Cluster(machines=kinds, events=events)
+
+
+def steps_of(run: Any, rank: int) -> int:
+    return int(run.outcome.totals.per_worker.get(f"worker {rank}", {}).get("steps", 0))
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """One for all runs."""
+    with Nursery() as one:
+        yield one
+
+
+def test_every_method_has_a_law():
+    tried = {law.method for law in LAWS} | {remedy for law in LAWS for remedy in law.remedies}
+    assert tried == set(catalogue("sync"))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_it_learns_though_one_worker_is_slow(law):
+    run = virtual("digits-mlp", law.strategy, one_slow(), steps=law.steps, **law.options)
+    assert run.summary["accuracy"] >= law.accuracy
+    assert run.summary["samples"] > 0
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_it_learns_on_processes(law, nursery):
+    run = local("digits-mlp", law.strategy, nursery=nursery, workers=2, steps=law.steps, **law.options)
+    assert run.outcome.history[-1]["accuracy"] >= law.accuracy
+    assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
+    options = dict(law.options)
+    check_every_stop("digits-mlp", tmp_path, one_slow(), strategy=law.strategy, steps=18, **options)
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if not law.tensors], ids=str)
+def test_time_does_not_depend_on_the_values(law):
+    """A timing-only run takes as long and sends as much as one with tensors."""
+    options: dict[str, Any] = {"steps": 12, **law.options}
+    with_values = virtual("digits-mlp", law.strategy, one_slow(), **options)
+    without = virtual("digits-mlp", law.strategy, one_slow(), timing_only=True, **options)
+    assert without.seconds == with_values.seconds
+    for key in ("bytes_sent", "messages", "updates_applied"):
+        assert without.summary[key] == with_values.summary[key], key
+
+
+# ---- workers that die, stand still, or come late
+
+
+@pytest.mark.parametrize("law", SURVIVORS, ids=str)
+def test_in_virtual_time_workers_come_and_go(law):
+    """One dies and comes back, one stands still for a while, one is there only from later on."""
+    events = (
+        Event(at=0.05, kind="crash", worker=1),
+        Event(at=0.1, kind="pause", worker=0, duration=0.3),
+        Event(at=0.2, kind="join", worker=1),
+        Event(at=0.25, kind="join", worker=3),
+    )
+    run = virtual("digits-mlp", law.strategy, one_slow(*events), steps=60, **law.options)
+    assert run.summary["failures_survived"] == 1
+    assert steps_of(run, 0) > 5
+    assert steps_of(run, 1) > 5
+    assert steps_of(run, 2) > 20
+    assert steps_of(run, 3) > 0, "the late one took no part"
+    assert run.summary["loss"] < 2.5
+
+
+@pytest.mark.parametrize("law", DEPENDENTS, ids=str)
+def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
+    pause = one_slow(Event(at=0.1, kind="pause", worker=0, duration=0.3))
+    paused = virtual("digits-mlp", law.strategy, pause, steps=20, **law.options)
+    assert [steps_of(paused, rank) for rank in range(4)] == [20] * 4
+    crash = one_slow(Event(at=0.1, kind="crash", worker=1))
+    with pytest.raises(DureError, match="worker 1"):
+        virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
+
+
+@pytest.mark.parametrize("law", SURVIVORS, ids=str)
+def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, nursery):
+    """Three processes: one is killed, and started again a moment later."""
+    trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=400, **law.options))
+    happened: dict[str, float] = {}
+
+    def act(trial: Trial) -> None:
+        hub = trial.hub
+        if "kill" not in happened and hub.steps("worker 1") > 20:
+            happened["kill"] = time.monotonic()
+            trial.kill("worker 1")
+        elif "start" not in happened and "worker 1" in hub.dead and "worker 1" in trial.nursery.exited:
+            happened["start"] = time.monotonic()
+            hub.start("worker 1")
+
+    outcome = trial.run(act, nursery=nursery)
+    assert outcome.totals.failures_survived == 1
+    assert {"worker 0", "worker 2"} <= trial.hub.finished.keys()
+    assert trial.hub.finished["worker 1"]["done"] > 0, "the newcomer took no part"
+    assert outcome.history[-1]["loss"] < 2.5
+
+
+@pytest.mark.parametrize("law", DEPENDENTS, ids=str)
+def test_a_killed_process_ends_a_run_that_needs_everybody(law, nursery):
+    trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))
+
+    def act(trial: Trial) -> None:
+        if trial.hub.steps("worker 1") > 20 and "worker 1" not in trial.nursery.exited:
+            trial.kill("worker 1")
+
+    with pytest.raises(DureError, match=r"worker 1 died: killed by signal 9 \(SIGKILL\).*--resume"):
+        trial.run(act, nursery=nursery)
