@@ -18,6 +18,8 @@ SPECS = {
     "adagrad, decay": OptimizerSpec("adagrad", lr=0.1, weight_decay=0.01),
     "adam": OptimizerSpec("adam", lr=0.01),
     "adam, decay": OptimizerSpec("adam", lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
+    "adamw": OptimizerSpec("adamw", lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
+    "adamw, no decay": OptimizerSpec("adamw", lr=0.01),
 }
 NUMEL = BLOCK + 1237
 STEPS = 5
@@ -30,7 +32,8 @@ def reference(spec: OptimizerSpec, params: list[dict[str, object]]) -> torch.opt
         )
     if spec.name == "adagrad":
         return torch.optim.Adagrad(params, lr=spec.lr, weight_decay=spec.weight_decay, eps=spec.eps)
-    return torch.optim.Adam(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, eps=spec.eps)
+    kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    return kind(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, eps=spec.eps)
 
 
 def numbers(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

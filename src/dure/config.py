@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 PLACES = ("local", "torchrun", "virtual")
-_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001}
+_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Options:
     """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
     as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
     optimizer: str | None = None
-    """sgd, momentum, adagrad or adam, with parameters as in momentum:momentum=0.9; the job's if left out."""
+    """sgd, momentum, adagrad, adam or adamw, with parameters as in momentum:momentum=0.9; the job's if left out."""
     steps: Count | None = None
     """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
     epochs: Seconds | None = None
@@ -105,8 +105,8 @@ class Options:
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The job's optimizer with what is asked for here in its place.
 
-        Another rule brings a rate of its own where it needs one: 0.001 for Adam, 0.01 for Adagrad. `averaged` says of
-        how many workers an update is the mean, for `scale_lr`.
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. `averaged`
+        says of how many workers an update is the mean, for `scale_lr`.
         """
         asked = parse_calls(self.optimizer or base.name)[0]
         changes: dict[str, Any] = {"name": asked.name}

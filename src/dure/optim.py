@@ -6,11 +6,12 @@
 | `momentum` | v      | v = momentum v + g; w - lr v, or w - lr (g + momentum v) if `nesterov` | `torch.optim.SGD` |
 | `adagrad`  | G      | G = G + g^2; w - lr g / (sqrt(G) + eps)                           | `torch.optim.Adagrad` |
 | `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
+| `adamw`    | m, v   | as `adam`, from (1 - lr weight_decay) w: decoupled weight decay   | `torch.optim.AdamW`  |
 | `assign`   |        | g: a server that keeps what it is given                           |                      |
 
-Weight decay is the coupled one: g + weight_decay w takes the place of g. Adagrad on a server is that of Dean
-et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero, so
-it is added to the root, as PyTorch does.
+Weight decay is the coupled one, but for `adamw`: g + weight_decay w takes the place of g. Adagrad on a server is that
+of Dean et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero,
+so it is added to the root, as PyTorch does.
 
 Every rule is element-wise: on a slice it does, bit for bit (float32 and float64), what it does to that slice of
 the whole, so a result does not depend on how a model is cut into shards.
@@ -172,10 +173,16 @@ class FlatOptimizer:
         if rule is _RULES["sgd"] and not spec.weight_decay:
             return _View(spec, lr, self.steps, values, gradient, out, self._scratch, ())
         decayed, scratch = self._scratch[:, : cut.stop - cut.start]
-        if spec.weight_decay:
+        if spec.weight_decay and spec.name != "adamw":
             gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
         kept = [self.vectors[name][cut] for name in rule.keeps]
         return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
+
+    def reset(self) -> None:
+        """Forget all steps so far."""
+        self.steps = 0
+        for vector in self.vectors.values():
+            vector.zero_()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""
@@ -241,6 +248,11 @@ def _adam(view: _View) -> None:
     torch.addcdiv(view.values, mean, root, value=-view.lr / (1 - first**view.step), out=view.out)
 
 
+def _adamw(view: _View) -> None:
+    decayed = torch.mul(view.values, 1 - view.lr * view.spec.weight_decay, out=view.out)
+    _adam(view._replace(values=decayed))
+
+
 class _Rule(NamedTuple):
     update: Callable[[_View], None]
     keeps: tuple[str, ...]
@@ -251,6 +263,7 @@ _RULES: Mapping[str, _Rule] = {
     "momentum": _Rule(_momentum, ("velocity",)),
     "adagrad": _Rule(_adagrad, ("squares",)),
     "adam": _Rule(_adam, ("mean", "squares")),
+    "adamw": _Rule(_adamw, ("mean", "squares")),
     "assign": _Rule(_assign, ()),
 }
 

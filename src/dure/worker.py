@@ -5,6 +5,7 @@ The same `Worker` runs in virtual time and on processes; it asks its `Node` for 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class GradientSource(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+Note = Mapping[str, float]
+"""What a worker says of itself where workers meet."""
+
+
 class LocalOptimizer(Protocol):
     """What `Worker.step` steps with: a rule on flat vectors (`optim.FlatOptimizer`), or a user's own optimizer."""
 
@@ -71,8 +76,9 @@ class Boundary:
     """What decides at a step boundary whether a worker goes on.
 
     `steps` and `seconds` end the work; `suspend` says whether a checkpoint is due. Waiting for admission is a
-    boundary too where workers need not be at the same clock (`waiting`). Workers of a group look at the time every
-    `period` steps, since they must end at the same one.
+    boundary too where workers need not be at the same clock (`waiting`). Workers of a group look at the time where
+    they are together, since they must end at the same step: every `period` steps, or where `Worker.met` says. Not so
+    where the method has each end `alone`.
     """
 
     steps: int | None
@@ -80,6 +86,7 @@ class Boundary:
     suspend: Callable[[Worker], bool] | None = None
     waiting: bool = False
     period: int = 1
+    alone: bool = False
 
 
 @dataclass(slots=True)
@@ -88,8 +95,11 @@ class Worker:
 
     `params` is the flat vector of its replica's parameters, the method's to read and to write except while a
     gradient is pending. `clock` counts the mini-batches done, from `entered` on: a newcomer begins where others
-    are. What must survive a restart is `params`, `clock`, the optimizer and what `keep` returns; a local variable
-    of the method does not.
+    are. What must survive a restart is `params`, `clock`, the optimizer, what `keep` returns and `kept_plain` (values
+    that JSON has); a local variable of the method does not.
+
+    `loss` is that of the last mini-batch. `met` is the clock at which all workers were last together, where that is no
+    matter of the method's `period`. `heard` is what the members of the last group said with their updates (`push`).
     """
 
     node: Node
@@ -110,6 +120,10 @@ class Worker:
     entered: int = 0
     lr: float | Sequence[float] | None = None
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept_plain: dict[str, Any] = field(default_factory=dict)
+    loss: float = 0.0
+    met: int | None = None
+    heard: list[Note] = field(default_factory=list)
     _spare: torch.Tensor | None = None
     _admitted: int | None = None
     _pulled: Pulled | None = None
@@ -142,9 +156,9 @@ class Worker:
     async def _is_late(self, seconds: float) -> bool:
         """Whether the time is up; for all members of a group, once it is for one."""
         late = self.node.now() >= seconds
-        if self.group is None:
+        if self.group is None or self.boundary.alone:
             return late
-        if self.clock % self.boundary.period:
+        if self.clock % self.boundary.period if self.met is None else self.clock != self.met:
             return False
         agreement = Agreement(self.group, torch.device("cpu") if isinstance(self.params, Ghost) else self.params.device)
         return not going_on(await agreement.start("end" if late else "step"))
@@ -156,6 +170,7 @@ class Worker:
                 f"the training diverged. Try a learning rate below {self.optimizer.spec.lr:g}."
             )
         self.clock += 1
+        self.loss = gradient.loss
         if gradient.buffers is not None:
             self.buffers = gradient.buffers
         if self.on_step is not None:
@@ -185,11 +200,16 @@ class Worker:
     # ---- over a server
 
     async def join(self, *, newcomer: bool, period: int = 1) -> None:
-        """Enter the servers' clock, each tick of which is `period` mini-batches; a newcomer, where the slowest is."""
+        """Enter the servers' clock, each tick of which is `period` mini-batches; a newcomer, where the slowest is.
+
+        Where the others say at which `clock` they have met, that is where.
+        """
         assert self.server is not None
         joined = await self.server.join()
         if newcomer:
-            self.clock = self.entered = joined.clock * period
+            self.heard = self.server.heard
+            met = self.heard[0]["clock"] if self.heard else joined.clock * period
+            self.clock = self.entered = int(met)
             self.adopt(await self.pull())
 
     async def rejoin(self, period: int = 1) -> None:
@@ -209,6 +229,7 @@ class Worker:
         started = self.node.now()
         self.asking = boundary.waiting
         self._admitted = await self.server.ask()
+        self.heard = self.server.heard
         self.asking = False
         self.meter.add("wait", started, self.node.now())
 
@@ -227,27 +248,61 @@ class Worker:
         self._spare, self.params = self.params, pulled.values
         self._pulled = pulled
 
-    async def push(self, update: torch.Tensor) -> None:
-        """Give `update` to the server; returns once it is acknowledged."""
+    async def push(self, update: torch.Tensor, *, weight: float | None = None, note: Note | None = None) -> None:
+        """Give `update` to the server; returns once it is acknowledged.
+
+        `weight` is its share in a weighted mean, the batch size if left out. A `note` is told to all who are admitted
+        on what the group of this update makes (`heard`); it says at which `clock` this worker is.
+        """
         assert self.server is not None
         started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
-        await self.server.push(update, weight=self.source.batch_size, base=base, lr=self.lr)
+        share = self.source.batch_size if weight is None else weight
+        await self.server.push(update, weight=share, base=base, lr=self.lr, note=note)
         self.meter.add("communicate", started, self.node.now(), "push")
+
+    def still_here(self) -> None:
+        """Let nobody who waits take this worker for dead, though it works for long without a push."""
+        if self.server is not None:
+            self.server.still_here()
 
     # ---- over collectives
 
-    async def mean_params(self) -> None:
-        """Replace `params` by their mean over the group, weighted by batch size; merge the replica's buffers."""
+    @property
+    def share(self) -> float:
+        """This worker's part of the group's batch."""
+        return self.source.batch_size / self.total_weight
+
+    async def mean_params(self, share: float | None = None) -> None:
+        """Replace `params` by their mean over the group, weighted by batch size or `share`; merge the buffers."""
+        started = self.node.now()
+        self.params.copy_(await self.mean(self.params, share))
+        await self.mean_buffers()
+        self.meter.add("communicate", started, self.node.now(), "all_reduce")
+
+    def mean(self, values: torch.Tensor, share: float | None = None) -> Operation[torch.Tensor]:
+        """Start on the mean of `values` over the group, weighted by batch size or `share`; `values` stay as they are.
+
+        They may be looked at, and changed, while others are still on their way.
+        """
+        assert self.group is not None
+        return self.group.all_reduce(values * (self.share if share is None else share))
+
+    async def mean_buffers(self) -> None:
+        """Merge the replicas' buffers, if the model has any."""
+        if self.buffers is not None:
+            assert self.group is not None
+            self.buffers = self.merge_buffers(await self.group.all_gather(self.buffers))
+
+    async def tell(self, note: Note) -> None:
+        """Let every member of the group hear `note`; then `heard` has everybody's, in rank order."""
         assert self.group is not None
         started = self.node.now()
-        share = self.source.batch_size / self.total_weight
-        mean = self.params * share  # apart from `params`, which may be looked at while others are still on their way
-        await self.group.all_reduce(mean)
-        self.params.copy_(mean)
-        if self.buffers is not None:
-            self.buffers = self.merge_buffers(await self.group.all_gather(self.buffers))
-        self.meter.add("communicate", started, self.node.now(), "all_reduce")
+        device = torch.device("cpu") if isinstance(self.params, Ghost) else self.params.device
+        said = torch.tensor(list(note.values()), dtype=torch.float64, device=device)
+        rows = await self.group.all_gather(said)
+        self.heard = [dict(zip(note, row.tolist(), strict=True)) for row in rows]
+        self.meter.add("wait", started, self.node.now())
 
     # ---- checkpoints
 
@@ -261,6 +316,7 @@ class Worker:
         versions = self._pulled.versions if self._pulled is not None else None
         plain = {"clock": self.clock, "entered": self.entered, "source": self.source.state(), "versions": versions}
         plain["optimizer"] = counts
+        plain["kept"] = self.kept_plain
         plain["client"] = self.server.state() if self.server is not None else None
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}, plain
 
@@ -270,6 +326,7 @@ class Worker:
         if not isinstance(self.params, Ghost):
             self.params = tensors["params"].clone()
         self.buffers = tensors["buffers"].clone() if "buffers" in tensors else None
+        self.kept_plain = copy.deepcopy(plain["kept"])
         self.kept = {name[5:]: value.clone() for name, value in tensors.items() if name.startswith("kept.")}
         own = {name[10:]: value.clone() for name, value in tensors.items() if name.startswith("optimizer.")}
         self.optimizer.restore(own, plain["optimizer"])

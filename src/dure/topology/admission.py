@@ -27,6 +27,7 @@ class ClockService:
     | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
     | `staged` | worker, incarnation, seq, group | once counted                                       |
     | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
+    | `progress` | worker, incarnation           | at once: it is at work, though it pushes seldom    |
     | `leave`  | worker, incarnation             | once everybody is released who waited for it       |
     | `status` |                                 | counters                                           |
 
@@ -71,12 +72,15 @@ class ClockService:
         self._pins: dict[int, int] = {0: 1}
         self._unpinned: list[int] = []
         self._outstanding: deque[Operation[Reply]] = deque()
+        self._said: dict[tuple[int, int], Mapping[str, float]] = {}
+        self._notes: list[Mapping[str, float]] = []
         self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "join": self._join,
             "ask": self._ask,
             "offer": self._offer,
             "staged": self._staged,
             "watch": self._watch,
+            "progress": self._progress,
             "leave": self._leave,
             "status": self._status,
         }
@@ -108,7 +112,8 @@ class ClockService:
         self._pin(worker, self._version)
         self._patience.begin(worker)
         clock = 0 if self.policy is None else self.policy.clocks[worker]
-        return Reply({"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]})
+        joined = {"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]}
+        return self._with_notes(Reply(joined))
 
     def _ask(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)
@@ -138,6 +143,8 @@ class ClockService:
             self._unpin(worker)
             self._patience.step(worker)
             self._open.setdefault(worker, set()).add(seq)
+            if "note" in fields:
+                self._said[worker, seq] = fields["note"]
             self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
         return Reply()
 
@@ -146,6 +153,14 @@ class ClockService:
         if worker not in self._watching:
             self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
         return self._watching[worker]
+
+    def _progress(self, call: Call) -> Reply:
+        self._patience.begin(self._check(call))
+        return Reply()
+
+    def _with_notes(self, reply: Reply) -> Reply:
+        """What the members of the last group said, if anything."""
+        return Reply({**reply.fields, "notes": self._notes}) if self._notes else reply
 
     def _leave(self, call: Call) -> Reply:
         worker = call.fields["worker"]
@@ -250,10 +265,11 @@ class ClockService:
             else:
                 self.refused += isinstance(verdict, Refuse)
                 promise = self._offering.pop(verdict.worker, None)
+            reply = self._with_notes(_answer(verdict)) if isinstance(verdict, Start) else _answer(verdict)
             if promise is not None:
-                promise.resolve(_answer(verdict))
+                promise.resolve(reply)
             elif verdict.worker == caller:
-                answer = _answer(verdict)
+                answer = reply
         if self.policy is not None:
             floor = self.policy.floor
             if floor != self._floor:
@@ -262,6 +278,8 @@ class ClockService:
 
     def _close(self, verdict: Close) -> None:
         self._version += 1
+        said = (self._said.pop(member, None) for member in verdict.members)
+        self._notes = [note for note in said if note is not None]
         self._hold(self._version)
         self._let_go(self._version - 1)
         for worker, seq in verdict.members:
@@ -328,6 +346,8 @@ class ClockService:
             "live": sorted(self.live),
             "open": [[worker, sorted(seqs)] for worker, seqs in sorted(self._open.items()) if seqs],
             "ledger": self._ledger.state(),
+            "said": [[*member, dict(note)] for member, note in sorted(self._said.items())],
+            "notes": [dict(note) for note in self._notes],
             "waits": self.waits,
             "refused": self.refused,
             "lost": self.lost_workers,
@@ -345,6 +365,8 @@ class ClockService:
             self._patience.begin(worker)
         self._open = {int(worker): set(seqs) for worker, seqs in state["open"]}
         self._ledger.restore(state["ledger"])
+        self._said = {(int(worker), int(seq)): note for worker, seq, note in state["said"]}
+        self._notes = list(state["notes"])
         self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])
         self._pins = {}
         for version in (self._version, self._floor):

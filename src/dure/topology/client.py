@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,9 @@ import torch
 from dure.errors import CallTimeout, Refused, RemoteError
 from dure.runtime.base import Address, Ghost, Node, Operation, Reply
 from dure.topology.sharding import Ranges, pieces
+
+PROGRESS_SECONDS = 1.0
+"""How often a worker that pushes seldom says that it is at work."""
 
 
 class Servers(NamedTuple):
@@ -71,6 +75,8 @@ class ServerClient:
         self.timeout = timeout
         self.attempts = attempts
         self.seq = 0
+        self.heard: list[Mapping[str, float]] = []
+        self._spoke = -math.inf
         self._ghosts: list[list[torch.Tensor]] = [
             [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
             for ranges in servers.ranges
@@ -80,6 +86,7 @@ class ServerClient:
         """Enter, at the slowest clock and under a new incarnation; updates are numbered from 1 again."""
         reply = await self._clock("join", worker=self.worker)
         self.incarnation, self.seq = reply.fields["incarnation"], 0
+        self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
         return Joined(reply.fields["version"], reply.fields["clock"], self.incarnation)
 
     async def leave(self) -> None:
@@ -94,6 +101,7 @@ class ServerClient:
             with suppress(CallTimeout):
                 reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
                 version: int = reply.fields["version"]
+                self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
                 return version
 
     async def pull(self, into: torch.Tensor, version: int | None = None) -> Pulled:
@@ -118,11 +126,13 @@ class ServerClient:
         weight: float = 1.0,
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
+        note: Mapping[str, float] | None = None,
     ) -> list[int]:
         """Give `update` to the servers; returns once they have it, with the version of each shard then.
 
         `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted
         mean, `lr` a rate in place of the servers'. Ordered updates have it staged when this returns, others applied.
+        The `note`s of a group's members are `heard` by all who are admitted on the version that the group makes.
 
         Raises `Refused` if the policy or a shard (NaN, a past incarnation) refuses it; then it counts nowhere, but
         for updates without order, which the other shards may have applied.
@@ -152,8 +162,16 @@ class ServerClient:
                 await self._withdraw(mine)
             raise
         if servers.ordered:
-            await self._clock("staged", group=group, **mine)
+            said = {} if note is None else {"note": note}
+            await self._clock("staged", group=group, **mine, **said)
         return [reply.fields["version"] for reply in replies]
+
+    def still_here(self) -> None:
+        """Tell the clock, now and then, that this worker makes progress though it has pushed nothing for a while."""
+        now = self.node.now()
+        if self.servers.clock is not None and now >= self._spoke + PROGRESS_SECONDS:
+            self._spoke = now
+            self.node.call(self.servers.clock, "progress", worker=self.worker, incarnation=self.incarnation)
 
     async def status(self) -> list[Mapping[str, Any]]:
         """The counters of every shard."""

@@ -4,7 +4,8 @@
 |---|---|---|
 | `SGD` | `sgd`, or with `momentum` | dampening, maximize |
 | `Adagrad` | `adagrad` | lr_decay, initial_accumulator_value, maximize |
-| `Adam` | `adam` | amsgrad, maximize, decoupled_weight_decay (AdamW) |
+| `Adam` | `adam` | amsgrad, maximize, decoupled_weight_decay |
+| `AdamW` | `adamw` | amsgrad, maximize |
 
 A shard holds a slice of the model, so only element-wise rules can run there, and of those the ones that
 `dure.optim` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate
@@ -44,8 +45,9 @@ _RULES: Mapping[type[torch.optim.Optimizer], _Rule] = {
     torch.optim.Adam: _Rule(
         "adam", ("lr", "betas", "weight_decay", "eps"), ("amsgrad", "maximize", "decoupled_weight_decay")
     ),
+    torch.optim.AdamW: _Rule("adamw", ("lr", "betas", "weight_decay", "eps"), ("amsgrad", "maximize")),
 }
-_WORKS = "SGD, SGD with momentum or nesterov, Adagrad and Adam run on servers"
+_WORKS = "SGD, SGD with momentum or nesterov, Adagrad, Adam and AdamW run on servers"
 _ELSE = 'With another, use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
 
 
