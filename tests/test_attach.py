@@ -15,11 +15,13 @@ from support import attached
 from torch import nn
 
 import dure
+from dure.config import TrainConfig
 from dure.data import load_digits
 from dure.errors import ReplicaError, StrategyError, UsageError
 from dure.optim import OptimizerSpec
 from dure.replica import Replica
 from dure.runtime.launch.torchrun import Place, place
+from dure.torchrun_run import after_restart
 from dure.user_loop.optimizer import ServerRule
 
 ROOT = Path(__file__).parents[1]
@@ -271,6 +273,7 @@ RULES = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.8, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.2, eps=1e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1),
 }
 
 
@@ -305,7 +308,7 @@ def test_parameters_of_no_group_do_not_move_on_servers():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.AdamW(p), "AdamW does not"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS does not"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
@@ -462,6 +465,55 @@ def test_train_under_torchrun(tmp_path):
     assert summary["accuracy"] > 0.85
     assert 0 < summary["seconds"] < time.monotonic() - started
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"] == summary["params_sha256"]
+
+
+RESTARTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from dure.cli import main
+
+latest, mark = Path(sys.argv[1]) / "run" / "checkpoints" / "LATEST", Path(sys.argv[1]) / "killed"
+
+def kill():
+    while not ({early} or latest.exists()):
+        time.sleep(0.005)
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and not mark.exists():
+    threading.Thread(target=kill, daemon=True).start()
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["from its last checkpoint", "from its beginning"])
+def test_after_a_death_torchrun_starts_all_again_and_the_run_goes_on(early, tmp_path):
+    """A rank is killed once the first checkpoint is there, or before there is any; collectives need everybody."""
+    program = tmp_path / "program.py"
+    program.write_text(RESTARTED.replace("{early}", str(early)), encoding="utf-8")
+    options = ["train", "digits-mlp", "--sync", "averaging:period=4", "--on", "torchrun", "--steps", 240]
+    record = ["--checkpoint-every", 40, "--out", tmp_path / "run", "--json"]
+    done = torchrun("--max-restarts", 1, program, tmp_path, *options, *record)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "killed").exists()
+    summary = json.loads(done.stdout.splitlines()[-1])
+    calm = dure.train("digits-mlp", sync="averaging:period=4", on="local", workers=2, steps=240)
+    assert summary["params_sha256"] == calm.summary()["params_sha256"]
+    assert summary["samples"] == 2 * 240 * 32
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+def test_a_restart_touches_nothing_of_another_launch(tmp_path, monkeypatch):
+    dure.train("digits-mlp", on="virtual", steps=4, out=tmp_path / "run", checkpoint_every=2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    config = TrainConfig(job="digits-mlp", on="torchrun", out=tmp_path / "run")
+    assert after_restart(config) == config
+    (tmp_path / "run" / "launch").write_text("mine")
+    assert after_restart(config).resume == tmp_path / "run"
 
 
 def test_on_torchrun_without_torchrun_says_what_to_write():

@@ -37,6 +37,9 @@ KEEP = 3
 
 FORMAT = 1
 
+LATEST = "LATEST"
+"""The file that names the newest folder."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -97,8 +100,8 @@ def commit(folder: Path, step: int, info: Mapping[str, Any] | None = None) -> Pa
         if final.exists():
             shutil.rmtree(final)
         os.replace(draft, final)
-        _write_text(folder / "LATEST.tmp", final.name)
-        os.replace(folder / "LATEST.tmp", folder / "LATEST")
+        _write_text(folder / f"{LATEST}.tmp", final.name)
+        os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
         _flush(folder)
 
     _explaining_errors(folder, write)

@@ -7,22 +7,25 @@
       note: the finished record ------------------------------->   the same record
 
 The hub is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice: it
-ends all.
+ends all. Told to (`--max-restarts`), it starts all again, and the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure import checkpoint
 from dure.config import TrainConfig
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.member import Start
 from dure.member import main as be_member
 from dure.process_run import Hub
-from dure.report.record import Run, versions
+from dure.report.record import CHECKPOINTS, Run, versions
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.torchrun import Meeting, place
 
@@ -37,6 +40,26 @@ RUN_SECONDS = 10.0 * 24 * 3600
 
 WORD_SECONDS = 5.0
 """How long a rank that failed leaves rank 0 to say so, before torchrun ends it."""
+
+
+LAUNCH = "launch"
+"""The file in a run's folder that says which launch it belongs to."""
+
+
+def after_restart(config: TrainConfig) -> TrainConfig:
+    """The same run, to go on with from its last checkpoint if torchrun has started us again.
+
+    An attempt that came to no checkpoint is begun anew. What another launch has left in the folder stays as it is.
+    """
+    here, out = place(), config.out
+    if here is None or here.rank or not here.restarts or out is None or config.resume is not None:
+        return config
+    if not (out / LAUNCH).exists() or (out / LAUNCH).read_text(encoding="utf-8") != here.launch:
+        return config
+    if (out / CHECKPOINTS / checkpoint.LATEST).exists():
+        return replace(config, resume=out)
+    shutil.rmtree(out)
+    return config
 
 
 def run_together(
@@ -75,6 +98,8 @@ def _lead(
     """What rank 0 does: the launcher's part of the run."""
     if at_hand.job is not None:
         raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
+    if folder is not None:
+        (folder.parent / LAUNCH).write_text(meeting.place.launch, encoding="utf-8")
     with ExitStack() as stack:
         nursery = stack.enter_context(Nursery())
         nursery.load(task.config.plain())

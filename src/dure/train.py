@@ -81,6 +81,10 @@ class AtHand:
 
 def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
     """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
+    if config.on == "torchrun":
+        from dure.torchrun_run import after_restart
+
+        config = after_restart(config)
     if config.resume is not None:
         config = resumed(config)
     if config.on == "torchrun":

@@ -11,8 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from dure.errors import CallTimeout, PeerLost, UsageError
@@ -28,11 +30,16 @@ LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands among those that were started together. `master` is None in a world of one."""
+    """Where this process stands among those that were started together. `master` is None in a world of one.
+
+    `restarts` counts how often the elastic agent has started all of them again, under the same `launch`.
+    """
 
     rank: int = 0
     world_size: int = 1
     master: str | None = None
+    restarts: int = 0
+    launch: str = ""
 
     @property
     def interface(self) -> str:
@@ -62,7 +69,24 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     rank, world_size = (_whole(name, environ[name]) for name in ("RANK", "WORLD_SIZE"))
     if not 0 <= rank < world_size:
         raise UsageError(f"RANK must be from 0 to {world_size - 1} (WORLD_SIZE is {world_size}), it is {rank}.")
-    return Place(rank, world_size, environ["MASTER_ADDR"] if world_size > 1 else None)
+    master = environ["MASTER_ADDR"] if world_size > 1 else None
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return Place(rank, world_size, master, restarts, _launch(environ))
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """What the restarts of one launch have in common, and no other launch has.
+
+    The identity that torchrun was given or has drawn; where it has none, the agent that is this process's parent.
+    """
+    given = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if given != "none":
+        return given
+    agent = os.getppid()
+    with suppress(OSError):  # no /proc: its number has to do
+        began = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        return f"{socket.gethostname()}-{agent}-{began}"
+    return f"{socket.gethostname()}-{agent}"
 
 
 def _whole(name: str, text: str) -> int:

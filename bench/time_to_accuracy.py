@@ -1,0 +1,153 @@
+"""How long each method takes to 95 % test accuracy on `mnist-mlp`, in four virtual clusters of 16 workers.
+
+    python bench/time_to_accuracy.py [--only NAME ...] [--clusters NAME ...] [--seeds 1] [--real] [--json FILE]
+
+Every run is the real training; its seconds are modelled (`docs/virtual-time.md`). A row of `METHODS` is what the page
+of the method recommends for this job: where it takes the mean of 16 gradients or models, that includes a larger rate. A
+step takes a worker 10 ms, in the mean. The clusters:
+
+- `even`: all alike, with links of 10 Gbit/s;
+- `straggler`: the last worker is five times slower for good;
+- `heavy tail`: log-normal steps of sigma 1.5, whose longest of 16 is five times their mean;
+- `slow links`: all alike, with links of 100 Mbit/s: the model of 100 kB takes one of them 8 ms.
+
+`--real` trains each method for real instead, with 3 processes on this machine, and says what it reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dure
+from dure.report.metrics import time_to
+from dure.runtime.cluster import Cluster, Link, Machines
+from dure.runtime.compute import Constant, LogNormal
+
+WORKERS, TARGET, STEP = 16, 0.95, 0.01
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as it is used for this job: `options` of a run, and its own `target` where it promises another."""
+
+    strategy: str
+    steps: int = 1000
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: float = TARGET
+
+
+METHODS = {
+    "bsp": Method("bsp", options={"lr": 0.3}),
+    "averaging": Method("averaging", options={"lr": 0.1}),
+    "ssp": Method("ssp"),
+    "downpour": Method("downpour"),
+}
+
+
+def cluster(name: str) -> Cluster:
+    """One of the four."""
+    even = Machines(count=WORKERS, compute=Constant(seconds=STEP))
+    if name == "straggler":
+        slow = Machines(compute=Constant(seconds=STEP), speed=0.2)
+        return Cluster(machines=(Machines(count=WORKERS - 1, compute=Constant(seconds=STEP)), slow))
+    if name == "heavy tail":
+        return Cluster(machines=(Machines(count=WORKERS, compute=LogNormal(seconds=STEP, sigma=1.5)),))
+    if name == "slow links":
+        return Cluster(machines=(even,), link=Link(bandwidth=12.5e6))
+    return Cluster(machines=(even,))
+
+
+CLUSTERS = ("even", "straggler", "heavy tail", "slow links")
+
+
+def virtual(method: Method, on: str, seed: int) -> dict[str, Any]:
+    """One run in virtual time: its seconds to the target (None if it never got there) and where it ended."""
+    began = time.perf_counter()
+    run = dure.train(
+        "mnist-mlp",
+        strategy=method.strategy,
+        on=cluster(on),
+        steps=method.steps,
+        seed=seed,
+        **{"eval_every": 10} | dict(method.options),
+    )
+    figures = run.summary()
+    return {
+        "seconds": time_to(run.history, method.target),
+        "accuracy": figures["best_accuracy"],
+        "megabytes": figures["bytes_sent"] / 1e6,
+        "staleness": figures["staleness"]["mean"],
+        "wall": time.perf_counter() - began,
+    }
+
+
+def real(method: Method, seed: int) -> dict[str, Any]:
+    """One run on three processes of this machine."""
+    run = dure.train(
+        "mnist-mlp", strategy=method.strategy, on="local", workers=3, steps=method.steps, seed=seed, **method.options
+    )
+    figures = run.summary()
+    return {"seconds": time_to(run.history, method.target), "accuracy": figures["best_accuracy"]}
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Of several seeds; None if most of them never got there."""
+    reached = sorted(float("inf") if value is None else value for value in values)
+    middle = statistics.median_low(reached)
+    return None if middle == float("inf") else middle
+
+
+def cell(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A table's cell: seconds to the target, or how far it came."""
+    seconds = median([run["seconds"] for run in runs])
+    return f"{seconds:.2f}" if seconds is not None else f"({statistics.median(r['accuracy'] for r in runs):.3f})"
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], places: Sequence[str]) -> str:
+    """In Markdown, one row per method."""
+    lines = ["| strategy | options | " + " | ".join(places) + " |", "|---|---|" + "---:|" * len(places)]
+    for name, row in found.items():
+        method = METHODS[name]
+        options = ", ".join(f"{key}={value}" for key, value in method.options.items()) or "none"
+        lines.append(f"| `{method.strategy}` | {options} | " + " | ".join(cell(row[place]) for place in places) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--clusters", nargs="*", choices=CLUSTERS, default=list(CLUSTERS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    places = ["3 processes"] if given.real else given.clusters
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name in given.only:
+        found[name] = {place: [] for place in places}
+        for place in places:
+            for seed in range(given.seeds):
+                method = METHODS[name]
+                found[name][place].append(real(method, seed) if given.real else virtual(method, place, seed))
+                print(name, place, json.dumps(found[name][place][-1]), flush=True)
+    print(table(found, places))
+    if given.markdown is not None:
+        given.markdown.write_text(table(found, places) + "\n", encoding="utf-8")
+    if given.json is not None:
+        given.json.write_text(json.dumps({"load average": os.getloadavg(), "rows": found}, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
