@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dure.runtime.gradients import Gradient, GradientWork
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.data.split import Sampler
     from dure.job import Job
     from dure.runtime.base import Operation
@@ -20,6 +22,8 @@ class JobSource:
     `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
     (timing only) work has a size and no data.
     """
+
+    can_stop = True
 
     def __init__(
         self, job: Job, sampler: Sampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
@@ -37,6 +41,28 @@ class JobSource:
     def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
         assert worker.group is not None
         return worker.group.mean_gradient(self._next(worker), self.share)
+
+    def gradient_at(
+        self, worker: Worker, values: torch.Tensor, indices: torch.Tensor, *, draw: int
+    ) -> Operation[Gradient]:
+        """Start the mean gradient over the samples `indices` at `values`: not the sampler's next mini-batch.
+
+        Random layers draw from (seed, `draw`): the result is the same whoever computes it, and whenever.
+        """
+        inputs = targets = None
+        if self.sampler is not None:
+            inputs, targets = self.job.train.batch(indices)
+        work = GradientWork(
+            rank=-1,
+            step=draw,
+            values=values,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops * len(indices) / self.batch_size,
+            buffers=worker.buffers,
+        )
+        return worker.node.compute(work)
 
     def state(self) -> dict[str, Any]:
         return {} if self.sampler is None else dict(self.sampler.state())
