@@ -206,6 +206,7 @@ class WorkerLife(Life):
         self.suspending = False
         self.evaluates = False
         self.next_checkpoint = 0
+        self.next_snapshot = task.eval_every
         self.counted = dict.fromkeys(COUNTED, 0)
         self._said = 0.0
         self._role: Strand[None] | None = None
@@ -214,11 +215,12 @@ class WorkerLife(Life):
         node, task = self.node, self.task
         self.node.serve("process", Control(bye=self.bye.resolve, suspend=self._suspend_now, evaluate=self._evaluate))
         reply = await self.register(where)
-        if not task.servers:
+        if task.needs_everybody:
             node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
         self.worker = worker = task.worker(node, node.rank, node.meter)
         worker.on_step = self._on_step
         resumed = self._restore(parts)
+        self.next_snapshot = (max(worker.clock - 1, 0) // task.eval_every + 1) * task.eval_every
         if worker.server is not None and not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
         go = await node.call(HUB, "ready")
@@ -262,7 +264,8 @@ class WorkerLife(Life):
         seconds = node.now()
         counts = self._counts()
         await self._send_spans()
-        tensors = [worker.params] if worker.buffers is None else [worker.params, worker.buffers]
+        values = worker.delivering(self.task.sync.delivers)
+        tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
             "seconds": seconds,
             "steps": worker.clock,
@@ -287,10 +290,12 @@ class WorkerLife(Life):
             done = worker.clock - worker.entered
             self._tell("progress", steps=worker.clock, done=done, loss=gradient.loss, bytes=self._bytes_sent())
         done = worker.clock - 1  # this gradient has not been used yet
-        if self.evaluates and done and done % self.task.snapshot_every == 0:
+        if self.evaluates and done >= self.next_snapshot and self.task.may_be_shown(worker, done):
+            self.next_snapshot = (done // self.task.eval_every + 1) * self.task.eval_every
             said = {"seconds": now, "steps": done, "bytes": self._bytes_sent()}
             buffers = [] if worker.buffers is None else [worker.buffers.clone()]
-            self.node.spawn(self._snapshot(worker.params.clone(), buffers, said), f"a snapshot of {self.node.name}")
+            values = worker.delivering(self.task.sync.delivers).clone()
+            self.node.spawn(self._snapshot(values, buffers, said), f"a snapshot of {self.node.name}")
 
     async def _snapshot(self, values: torch.Tensor, buffers: list[torch.Tensor], said: dict[str, Any]) -> None:
         """Have the model graded: the worker's as it was at this step, or the servers' as soon as they send it."""

@@ -145,7 +145,7 @@ class Hub:
         self.node.on_lost = self._lost
         self.address = (interface, self.node.wire.listen(interface))
         self.node.serve("hub", self)
-        self.store = self._store() if not task.servers else None
+        self.store = self._store() if task.needs_everybody else None
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []
@@ -156,7 +156,7 @@ class Hub:
         self.ready: set[str] = set()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.casualties = Casualties(launcher, self.node.loop, str(task.strategy), needed=not task.servers)
+        self.casualties = Casualties(launcher, self.node.loop, str(task.strategy), needed=task.needs_everybody)
         self.evicted: set[str] = set()
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
@@ -237,7 +237,7 @@ class Hub:
         evaluates = bool(living) and call.caller == living[0]
         if evaluates:
             self.evaluator = call.caller
-        suspending = self.round is not None and not self.round.all_stopped.done and not self.task.sync.lockstep
+        suspending = self.round is not None and not self.round.all_stopped.done and not self.task.lockstep
         go = {"seconds": self.node.now(), "evaluates": evaluates}
         return Reply({**go, "suspending": suspending, "checkpoint": self.checkpoint_due})
 
@@ -311,7 +311,7 @@ class Hub:
     async def _suspend_others(self) -> None:
         """Lockstep workers come by themselves; the others are told."""
         assert self.round is not None
-        if not self.task.sync.lockstep:
+        if not self.task.lockstep:
             for name in sorted(self.round.waits_for()):
                 with suppress(RemoteError):  # it has just died, or is only about to come
                     await self.node.call(Address(name, "process"), "suspend", step=self.round.step)
@@ -353,12 +353,12 @@ class Hub:
             return
         self.casualties.died(name, reason)
         self.present.discard(name)
-        if name.startswith("server") or not self.task.servers or name in self.casualties.failures:
+        if name.startswith("server") or self.task.needs_everybody or name in self.casualties.failures:
             return
         self.evicted.discard(name)
         self.totals.failures_survived += 1
         self._count_lost(name)
-        if name not in self.ready:
+        if name not in self.ready and self._servers:
             self.node.spawn(self._tell_clock(name), f"telling the clock that {name} is gone")
         self._go_on_without(name)
 
@@ -490,7 +490,7 @@ class Hub:
             totals.counts["updates_applied"] = sum(int(said["done"]) for said in self.finished.values())
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
-            return living[0]
+            return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0)
         reports = []
         for name in self._servers:
             status = (await self.node.call(Address(name, "shard"), "status")).fields
@@ -498,6 +498,8 @@ class Hub:
             staleness = {int(behind): count for behind, count in status["staleness"].items()}
             reports.append((staleness, status["applied"], status["refused"]))
         totals.count_updates(reports)
+        clock = (await self.node.call(Address(self._servers[0], "clock"), "status")).fields
+        totals.counts["updates_refused"] += clock["refused"]
         client = task.client(self.node, -1)
         return (await client.pull(task.replica.params.clone())).values
 

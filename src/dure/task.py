@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.data.split import IID
 from dure.errors import UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec
 from dure.replica import Replica
@@ -17,12 +18,14 @@ from dure.runtime.base import Address, Ghost, Node
 from dure.runtime.meter import Meter
 from dure.source import JobSource
 from dure.strategy import Strategy
+from dure.sync.remedied import compares, server_rule
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
+from dure.topology.corrections import Corrections
 from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
 from dure.topology.sharding import Ranges, size, split
-from dure.topology.spec import ParameterServer
+from dure.topology.spec import Collective, ParameterServer
 from dure.worker import Boundary, Worker
 
 if TYPE_CHECKING:
@@ -46,15 +49,18 @@ class Task:
     absent: frozenset[int] = frozenset()
 
     @property
-    def snapshot_every(self) -> int:
-        """Steps between evaluations of a real run: a method that meets now and then is evaluated when it has met."""
-        return -(-self.eval_every // self.period) * self.period
-
-    @property
     def period(self) -> int:
-        """Mini-batches of a worker that one tick of the servers' clock stands for."""
+        """Mini-batches of a worker between two places where all are together, and that one tick of the servers' clock
+        stands for. A method whose rounds differ in length says itself where they begin (`Worker.met`, `Note`).
+        """
         period: int = getattr(self.sync, "period", 1)
         return period
+
+    def may_be_shown(self, worker: Worker, done: int) -> bool:
+        """Whether the model of a worker with `done` steps is the method's: where it meets now and then, it has met."""
+        if worker.boundary.alone:
+            return False
+        return done % self.period == 0 if worker.met is None else done == worker.met
 
     @property
     def sync(self) -> Any:
@@ -65,6 +71,16 @@ class Task:
         """How many shards there are; 0 over collectives."""
         topology = self.strategy.topology
         return topology.shards if isinstance(topology, ParameterServer) else 0
+
+    @property
+    def needs_everybody(self) -> bool:
+        """Whether every operation needs every worker, as the engine's collectives do: then a death ends the run."""
+        return isinstance(self.strategy.topology, Collective)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers are at the same clock at a step boundary: over collectives they always are."""
+        return self.needs_everybody or bool(self.sync.lockstep)
 
     @property
     def colocated(self) -> bool:
@@ -102,7 +118,10 @@ class Task:
 
     @cached_property
     def _samplers(self) -> list[Any]:
-        return self.job.samplers(self.batch_sizes, seed=self.config.seed)
+        job = self.job
+        if self.config.split is None and isinstance(job.split, IID):
+            job = replace(job, split=getattr(self.sync, "sampling", job.split))
+        return job.samplers(self.batch_sizes, seed=self.config.seed)
 
     def source(self, rank: int) -> JobSource:
         """Where the gradients of worker `rank` come from, from its first batch on."""
@@ -122,7 +141,9 @@ class Task:
 
     def boundary(self) -> Boundary:
         """When a worker's work ends."""
-        return Boundary(self.steps, self.config.seconds, waiting=not self.sync.lockstep, period=self.period)
+        alone = getattr(self.sync, "alone", False)
+        waiting = not self.lockstep
+        return Boundary(self.steps, self.config.seconds, waiting=waiting, period=self.period, alone=alone)
 
     def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
         """Worker `rank` on `node`, with its replica, its data and its server or group."""
@@ -142,7 +163,7 @@ class Task:
         )
         if self.servers:
             worker.server = self.client(node, rank)
-        else:
+        elif self.needs_everybody:
             worker.group = node.group(range(self.workers))
         return worker
 
@@ -161,6 +182,7 @@ class Task:
             may_refuse=policy is not None and policy.may_refuse,
             timing_only=self.config.timing_only,
             itemsize=self.replica.params.element_size(),
+            look_back=compares(self.sync),
         )
         return ServerClient(node, rank, servers)
 
@@ -172,8 +194,16 @@ class Task:
             values: Any = Ghost(size(ranges), self.replica.params.element_size())
         else:
             values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
-        spec = self.sync.server_optimizer(self.job.optimizer)
-        return Shard(node, values, spec, ranges=ranges, timing_only=self.config.timing_only, log=log)
+        only = self.config.timing_only
+        corrections = Corrections.of(self.sync)
+        return Shard(
+            node, values, self.server_rule, ranges=ranges, timing_only=only, log=log, corrections=corrections
+        )
+
+    @property
+    def server_rule(self) -> OptimizerSpec:
+        """What the shards do with an aggregate. Raises `StrategyError` if a remedy does not suit the job's optimizer."""
+        return server_rule(self.sync, self.job.optimizer, self.workers)
 
     def clock(
         self, node: Node, *, absent: Collection[int] | None = None, evict_seconds: float = EVICT_SECONDS

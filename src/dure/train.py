@@ -140,7 +140,10 @@ def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Clus
         job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
     else:
         job = _adjusted(job, config)
-    averaged = workers if getattr(strategy.sync, "reduce", "mean") == "mean" else 1
+    members = getattr(strategy.sync, "quorum", int)(workers)
+    averaged = members if getattr(strategy.sync, "reduce", "mean") == "mean" else 1
+    if config.optimizer is None and hasattr(strategy.sync, "local_optimizer"):
+        job = replace(job, optimizer=strategy.sync.local_optimizer(job.optimizer))
     job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
     sizes = config.batch_sizes or (job.batch_size,) * workers
     steps = _steps(config, job, sum(sizes))
@@ -177,13 +180,15 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(task: Task, cluster: Cluster | None) -> None:
-    if cluster is not None and not task.servers:
+    if cluster is not None and task.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):
                 raise UsageError(
                     f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
                     "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
+    if task.servers:
+        _ = task.server_rule  # said now, not by a server
     if task.config.timing_only and not task.config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")
 

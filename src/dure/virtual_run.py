@@ -147,6 +147,7 @@ class Segment:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.task.worker(node, rank, node.meter)
         worker.on_step = self._on_step
+        worker.on_abort = self._on_made
         if self.checkpoint_step:
             worker.boundary.suspend = self._suspend
         known = state is not None and f"worker-{rank}" in state
@@ -183,19 +184,23 @@ class Segment:
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         task = self.task
-        self.done += 1
         self.last_loss = gradient.loss
         self.totals.counts["samples"] += worker.source.batch_size
+        self._on_made(worker)
+        if worker.rank == self.first:
+            self.whole.watch.progress(worker.clock, task.steps, gradient.loss, self.totals.counts["samples"])
+
+    def _on_made(self, worker: Worker) -> None:
+        """A step has been made, or begun in vain."""
+        self.done += 1
         self.steps[worker.rank] += 1
         if self.done % self.row_every == 0:
             self._row()
-        if worker.rank == self.first:
-            self.whole.watch.progress(worker.clock, task.steps, gradient.loss, self.totals.counts["samples"])
 
     def _suspend(self, worker: Worker) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
         due = worker.clock >= self.checkpoint_step and worker.clock < self.task.steps
-        if self.task.sync.lockstep:
+        if self.task.lockstep:
             return due
         if due and not self.suspending:
             self.suspending = True
@@ -304,10 +309,9 @@ class Segment:
                     values[start:stop] = shard.values[position : position + stop - start]
                     position += stop - start
             return values
-        living = [w.params for r, w in sorted(self.workers.items()) if r not in self.crashed]
-        if self.task.sync.delivers == "replica":
-            return living[0]
-        return torch.stack(living).mean(dim=0)
+        what = self.task.sync.delivers
+        living = [w.delivering(what) for r, w in sorted(self.workers.items()) if r not in self.crashed]
+        return torch.stack(living).mean(dim=0) if what == "mean" else living[0]
 
     def _buffers(self) -> torch.Tensor | None:
         living = [w.buffers for r, w in sorted(self.workers.items()) if r not in self.crashed and w.buffers is not None]
@@ -366,6 +370,7 @@ class Segment:
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
         if self.shards:
             totals.count_updates([(shard.staleness, shard.applied, shard.refused) for shard in self.shards])
+            totals.counts["updates_refused"] += self.clock.refused if self.clock is not None else 0
         else:
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
         notes: dict[str, Any] = {"events": totals.events}

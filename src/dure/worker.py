@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dure.errors import DivergedError, Evicted
+from dure.errors import CallTimeout, DivergedError, Evicted, Superseded
 from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
 
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
-    from dure.runtime.base import Group, Node
+    from dure.runtime.base import Group, Node, Reply
     from dure.runtime.gradients import Gradient
     from dure.runtime.meter import Meter
     from dure.sync.base import Sync
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 
 
 class GradientSource(Protocol):
-    """Where a worker's gradients come from: a job's data, or a loop that the user owns."""
+    """Where a worker's gradients come from: a job's data, or a loop that the user owns.
+
+    `can_stop`: a gradient that has been started may be cancelled.
+    """
 
     batch_size: int
+    can_stop: bool
 
     def gradient(self, worker: Worker) -> Operation[Gradient]:
         """Start the next gradient at the worker's parameters."""
@@ -116,6 +120,7 @@ class Worker:
     buffers: torch.Tensor | None = None
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
     on_step: Callable[[Worker, Gradient], None] | None = None
+    on_abort: Callable[[Worker], None] | None = None
     clock: int = 0
     entered: int = 0
     lr: float | Sequence[float] | None = None
@@ -127,6 +132,7 @@ class Worker:
     _spare: torch.Tensor | None = None
     _admitted: int | None = None
     _pulled: Pulled | None = None
+    _watch: Operation[Reply] | None = None
     asking: bool = False
 
     # ---- gradients
@@ -138,6 +144,39 @@ class Worker:
         gradient = await self.source.gradient(self)
         self.meter.add("compute", started, self.node.now())
         return self._done(gradient)
+
+    async def gradient_unless_aborted(self) -> torch.Tensor | None:
+        """As `gradient`; None as soon as the clock says that the version that it is computed on is over.
+
+        Then the mini-batch is used up, and counts as a step. Where a gradient can't be stopped half-way, on processes,
+        it is finished, and refused when it is offered (`push`).
+        """
+        await self._stop_at_boundary()
+        started = self.node.now()
+        computing = self.source.gradient(self)
+        if self.source.can_stop and await self._is_aborted(computing):
+            self.meter.add("compute", started, self.node.now(), "aborted")
+            self.clock += 1
+            if self.on_abort is not None:
+                self.on_abort(self)
+            return None
+        gradient = await computing
+        self.meter.add("compute", started, self.node.now())
+        return self._done(gradient)
+
+    async def _is_aborted(self, computing: Operation[Gradient]) -> bool:
+        """Wait for `computing`, or for word that it is in vain, and cancel it."""
+        assert self.server is not None
+        while not computing.done:
+            watch = self._watch = self._watch or self.server.watch()
+            await self.node.first(computing, watch)
+            if watch.done and not computing.done:
+                self._watch = None
+                if _version_in(watch) in (self._admitted, None):
+                    computing.cancel()
+                    watch.result()  # raises `Evicted` if that is why
+                    return True
+        return False
 
     async def mean_gradient(self) -> torch.Tensor:
         """As `gradient`, averaged over the group's workers, weighted by their batch sizes."""
@@ -197,6 +236,10 @@ class Worker:
             self.kept[name] = self.params.clone().zero_()
         return self.kept[name]
 
+    def delivering(self, what: str) -> torch.Tensor:
+        """What a method that `delivers` this has for its result here: kept under that name, or the parameters."""
+        return self.kept.get(what, self.params)
+
     # ---- over a server
 
     async def join(self, *, newcomer: bool, period: int = 1) -> None:
@@ -216,22 +259,28 @@ class Worker:
         """Come back after an eviction: as a newcomer, whose steps so far stay counted."""
         done = self.clock - self.entered
         self.asking = False
-        self._admitted = None
+        self._admitted = self._watch = None
         await self.join(newcomer=True, period=period)
         self.entered = self.clock - done
 
-    async def admission(self) -> None:
-        """Wait until the clock lets this worker start its next step."""
+    async def admission(self) -> int:
+        """Wait until the clock lets this worker start its next step; the version that it starts on."""
         assert self.server is not None
         boundary = self.boundary
         if boundary.waiting and boundary.suspend is not None and boundary.suspend(self):
             raise Suspend
         started = self.node.now()
         self.asking = boundary.waiting
-        self._admitted = await self.server.ask()
+        self._admitted = version = await self.server.ask()
         self.heard = self.server.heard
         self.asking = False
         self.meter.add("wait", started, self.node.now())
+        return version
+
+    def follow(self, clock: int) -> None:
+        """Go on at `clock`, where everybody is; the steps between were the others'."""
+        self.entered += clock - self.clock
+        self.clock = clock
 
     async def pull(self) -> Pulled:
         """The server's parameters: the version of the last admission, or the newest where none is asked for."""
@@ -239,7 +288,7 @@ class Worker:
         started = self.node.now()
         into = self._spare if self._spare is not None else self.params.clone()
         self._spare = None
-        pulled = await self.server.pull(into, version=self._admitted)
+        pulled = await self.server.pull(into, version=self._admitted, to_work=True)
         self.meter.add("communicate", started, self.node.now(), "pull")
         return pulled
 
@@ -248,8 +297,8 @@ class Worker:
         self._spare, self.params = self.params, pulled.values
         self._pulled = pulled
 
-    async def push(self, update: torch.Tensor, *, weight: float | None = None, note: Note | None = None) -> None:
-        """Give `update` to the server; returns once it is acknowledged.
+    async def push(self, update: torch.Tensor, *, weight: float | None = None, note: Note | None = None) -> bool:
+        """Give `update` to the server; returns once it is acknowledged. False if it comes too late to count.
 
         `weight` is its share in a weighted mean, the batch size if left out. A `note` is told to all who are admitted
         on what the group of this update makes (`heard`); it says at which `clock` this worker is.
@@ -258,8 +307,13 @@ class Worker:
         started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
         share = self.source.batch_size if weight is None else weight
-        await self.server.push(update, weight=share, base=base, lr=self.lr, note=note)
-        self.meter.add("communicate", started, self.node.now(), "push")
+        try:
+            await self.server.push(update, weight=share, base=base, lr=self.lr, note=note)
+            return True
+        except Superseded:
+            return False
+        finally:
+            self.meter.add("communicate", started, self.node.now(), "push")
 
     def still_here(self) -> None:
         """Let nobody who waits take this worker for dead, though it works for long without a push."""
@@ -336,6 +390,17 @@ class Worker:
             self.server.restore(plain["client"])
         if plain["versions"] is not None:
             self._pulled = Pulled(self.params, list(plain["versions"]))
+
+
+def _version_in(watch: Operation[Reply]) -> int | None:
+    """What a watch that has ended says is over; None for everything, -1 for nothing."""
+    try:
+        version: int = watch.result().fields["version"]
+    except CallTimeout:
+        return -1
+    except Evicted:
+        return None
+    return version
 
 
 async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:

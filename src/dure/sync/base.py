@@ -19,8 +19,9 @@ class Sync(Protocol):
 
     `topologies` names what the method runs over, its default first. A `lockstep` method keeps all workers at
     the same clock, so a checkpoint is taken when each reaches the scheduled clock; for the others it is taken
-    when the first does. `delivers` says whose parameters the method's result is: the `"server"`'s, one
-    `"replica"`'s (all are equal), or the `"mean"` of the replicas; over servers it is always the server's.
+    when the first does; over collectives all are in lockstep. `delivers` says what the method's result is: the
+    `"server"`'s parameters, one `"replica"`'s (all are equal), the `"mean"` of the replicas', or what every worker
+    keeps under that name (`Worker.keep`; all are equal). Over servers it is always the server's.
     """
 
     topologies: ClassVar[tuple[str, ...]]
@@ -40,6 +41,12 @@ class Sync(Protocol):
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
         """What the shards do with an aggregate, given the job's optimizer."""
         ...
+
+    # A method may also have, where it needs them:
+    #   alone: ClassVar[bool]                 over collectives too, each worker ends in its own time
+    #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
+    #   no_loop: str                          why `dure.attach` cannot run it; "" where it can
+    #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
 
     @property
     def reduce(self) -> str:

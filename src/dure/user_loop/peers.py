@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """Ties over collectives. `delivers` is the method's: whether the result is any replica, or the mean of all."""
+    """Ties over collectives. `delivers` is the method's (`sync.base.Sync`)."""
 
     def __init__(self, node: ProcessNode, meeting: Meeting, replica: Replica, delivers: str) -> None:
         self._node = node
@@ -61,7 +61,7 @@ class Peers:
 
     async def delivered(self, worker: Worker) -> torch.Tensor:
         """The parameters that the method would deliver now."""
-        values = worker.params.clone()
+        values = worker.delivering(self._delivers).clone()
         if self._delivers == "mean" and not self._engine.alone:
             await self._agree("evaluate")
             values *= worker.source.batch_size / worker.total_weight
@@ -72,7 +72,7 @@ class Peers:
         """All have ended after the same step: their parameters are what the method made of them; merge the buffers."""
         if worker.buffers is not None:
             worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
-        return worker.params
+        return worker.delivering(self._delivers)
 
     def close(self, *, failed: bool = False) -> None:
         if self._source is not None and self._source.exchange is not None:
