@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.strategy import catalogue
+from dure.strategy import REMEDY
+from dure.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -49,10 +50,13 @@ def test_examples_print_their_golden_output(example, tmp_path):
         assert done.stdout == golden.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", catalogue("sync"))
+METHODS = {**one_catalogue("sync"), **one_catalogue(REMEDY)}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_page_that_cites_its_paper(name):
     page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
-    author = catalogue("sync")[name].paper.split()[0].rstrip(",")
+    author = METHODS[name].paper.split()[0].rstrip(",")
     assert author in page
     for part in ("## When to use it", "## When not", "## One slow worker", "## Bytes"):
         assert part in page

@@ -148,7 +148,7 @@ def test_text_form_reads_back(spec: OptimizerSpec) -> None:
         ("adma", 'no optimizer "adma".*Did you mean "adam"'),
         ("sgd:lr=-1", "sgd: lr must be a number >= 0, got -1"),
         ("sgd:lr=nan", "lr must be"),
-        ("sgd:momentum=1", "momentum must be at least 0 and below 1"),
+        ("sgd:momentum=1", "momentum must be between -1 and 1"),
         ("adam:betas=0.9", "betas must be two numbers"),
         ("sgd:nesterov=true", "nesterov needs a momentum"),
         ("sgd:rate=1", 'no parameter "rate"'),

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from dure.errors import StrategyError
-from dure.strategy import AXES, Strategy, by_axis, catalogue, member_text, parse_member
+from dure.strategy import AXES, REMEDY, Strategy, by_axis, catalogue, make, member_text
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
 from dure.sync.ssp import SSP
@@ -51,10 +51,9 @@ def test_text_shows_the_first_parameter_and_what_differs():
 
 
 def test_parameters_have_the_types_of_their_fields():
-    name, given = parse_member("ssp:bound=3")
-    assert (name, given) == ("ssp", {"bound": 3.0})
-    assert isinstance(given["bound"], float)
-    assert parse_member("ps:colocated=false,shards=2")[1] == {"colocated": False, "shards": 2}
+    assert make("ssp:bound=3") == SSP(bound=3.0)
+    assert isinstance(make("ssp:bound=3").bound, float)
+    assert make("ps:colocated=false,shards=2") == ParameterServer(shards=2, colocated=False)
 
 
 def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
@@ -83,7 +82,13 @@ def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
         (":bound=3", ["no name"]),
         ("ssp:bound=1,bound=2", ["bound twice"]),
         ("ssp bsp", ["sync twice", '"ssp"', '"bsp"']),
-        ("ssp+dc-asgd:lambda=1", ["dc-asgd", 'write "ssp" alone']),
+        ("ps+dc-asgd:lambda=1", ["dc-asgd", 'write "ps" alone']),
+        ("bsp+dc-asgd", ["dc-asgd", "bsp has none", "no gradient that is older", '"downpour+dc-asgd"']),
+        ("downpour+dc-asgd+dc-asgd", ["dc-asgd is joined twice to downpour"]),
+        ("downpour+ssp", ['"ssp" is a sync, not a remedy', "momentum-compensation, dc-asgd, staleness-lr"]),
+        ("dc-asgd ps", ['"dc-asgd" is a remedy', 'as in "downpour+dc-asgd"']),
+        ("downpour+dc-asgd:lambda=-1", ["dc-asgd: lambda must be a number >= 0", "-1"]),
+        ("downpour+dc-asgd:lambda_=1", ['no parameter "lambda_"', "lambda=0.04"]),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(text, words):
@@ -134,7 +139,7 @@ def test_every_member_loads_and_round_trips(axis):
 
 
 def test_names_are_unique_across_the_axes():
-    names = [name for axis in AXES for name in catalogue(axis)]
+    names = [name for axis in (*AXES, REMEDY) for name in catalogue(axis)]
     assert len(names) == len(set(names))
 
 

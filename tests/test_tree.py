@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from dure.strategy import AXES, catalogue
+from dure.strategy import AXES, REMEDY
+from dure.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
 FILES = sorted(SOURCE.rglob("*.py"))
 METHODS = ("sync", "codec", "topology", "partition", "rl")
 RUNTIMES = ("virtual", "process", "wire", "network", "launch", "compute", "cluster", "meter")
-SHARED = {"sync": {"base", "clock"}, "codec": {"base"}, "partition": {"base"}}
+SHARED = {"sync": {"base", "clock", "remedied"}, "codec": {"base"}, "partition": {"base"}}
+
+
+def catalogue(axis):
+    """The members that a folder lists: of `sync`, methods and what joins them."""
+    return {**one_catalogue(axis), **(one_catalogue(REMEDY) if axis == "sync" else {})}
 
 
 @functools.cache

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from dure.strategy import Strategy
     from dure.sync.averaging import Averaging
     from dure.sync.bsp import BSP
+    from dure.sync.dc_asgd import DCASGD
     from dure.sync.downpour import Downpour
+    from dure.sync.momentum_compensation import MomentumCompensation
     from dure.sync.ssp import SSP
+    from dure.sync.staleness_lr import StalenessLR
     from dure.topology.spec import Collective, ParameterServer
     from dure.train import train
 
@@ -33,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BSP",
+    "DCASGD",
     "SSP",
     "Averaging",
     "Cluster",
@@ -41,7 +45,9 @@ __all__ = [
     "Downpour",
     "DureError",
     "Job",
+    "MomentumCompensation",
     "ParameterServer",
+    "StalenessLR",
     "Strategy",
     "attach",
     "compare",
@@ -50,6 +56,7 @@ __all__ = [
 
 _HOMES = {
     "BSP": "dure.sync.bsp",
+    "DCASGD": "dure.sync.dc_asgd",
     "SSP": "dure.sync.ssp",
     "Averaging": "dure.sync.averaging",
     "Cluster": "dure.runtime.cluster",
@@ -58,7 +65,9 @@ _HOMES = {
     "Downpour": "dure.sync.downpour",
     "DureError": "dure.errors",
     "Job": "dure.job",
+    "MomentumCompensation": "dure.sync.momentum_compensation",
     "ParameterServer": "dure.topology.spec",
+    "StalenessLR": "dure.sync.staleness_lr",
     "Strategy": "dure.strategy",
     "attach": "dure.attach",
     "compare": "dure.compare",

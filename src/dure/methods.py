@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dure.strategy import AXES, catalogue, find
+from dure.strategy import AXES, REMEDY, catalogue, find
 from dure.text import REQUIRED, Parameter, parameters, type_text, value_text
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def described(name: str = "") -> list[Row]:
     """The member called `name`, or all of them. Raises `StrategyError` for a name that is none."""
     if name:
         return [_row(find(name)[0], name)]
-    return [_row(axis, member) for axis in AXES for member in catalogue(axis)]
+    return [_row(axis, member) for axis in (*AXES, REMEDY) for member in catalogue(axis)]
 
 
 def table(rows: Sequence[Row], *, details: bool) -> Table:
@@ -47,6 +47,17 @@ def _assignment(parameter: Row) -> str:
     return str(parameter["name"]) if parameter["default"] is None else f"{parameter['name']}={parameter['default']}"
 
 
+def _how(row: Row) -> str:
+    return "joined by + to" if row["axis"] == REMEDY else "over"
+
+
+def _company(row: Row) -> tuple[str, str]:
+    listed = ", ".join(row["combines"])
+    if row["axis"] == REMEDY:
+        return "joins", f'{listed}, as in "{row["combines"][0]}+{row["name"]}"'
+    return "runs over", f"{listed} (the first unless another is chosen)"
+
+
 def _overview(rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
@@ -58,7 +69,7 @@ def _overview(rows: Sequence[Row]) -> Table:
         given = "\n".join(_assignment(parameter) for parameter in row["parameters"])
         first = row["axis"] if row["axis"] != axis else ""
         axis = row["axis"]
-        over = f"\nover {' or '.join(row['combines'])}" if row["combines"] else ""
+        over = f"\n{_how(row)} {' or '.join(row['combines'])}" if row["combines"] else ""
         shown.add_row(first, row["name"], given, f"{row['summary']}{over}")
     return shown
 
@@ -73,7 +84,7 @@ def _details(row: Row) -> Table:
     shown.add_row("what it does", row["summary"])
     shown.add_row("paper", row["paper"])
     if row["combines"]:
-        shown.add_row("runs over", f"{', '.join(row['combines'])} (the first unless another is chosen)")
+        shown.add_row(*_company(row))
     for position, parameter in enumerate(row["parameters"]):
         shown.add_row("" if position else "parameters", f"{_assignment(parameter)}  ({parameter['type']})")
     return shown

@@ -37,7 +37,7 @@ BLOCK = 1 << 18
 class OptimizerSpec:
     """An optimizer as plain values. `str` gives the text form, `parse` reads it.
 
-    `momentum` without a value of its own uses 0.9.
+    `momentum` without a value of its own uses 0.9. It may be negative, as asynchronous methods may want it.
 
     >>> OptimizerSpec.parse("adam:lr=0.001")
     OptimizerSpec(name='adam', lr=0.001, momentum=0.0, nesterov=False, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-08)
@@ -67,9 +67,11 @@ class OptimizerSpec:
             raise StrategyError(f"{self.name}: betas must be two numbers, as in betas=0.9/0.999, got {self.betas}.")
         if self.name == "momentum" and self.momentum == 0:
             object.__setattr__(self, "momentum", 0.9)
-        for name, value in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
-            if not 0 <= value < 1:
-                raise StrategyError(f"{self.name}: {name} must be at least 0 and below 1, got {value}.")
+        if not -1 < self.momentum < 1:
+            raise StrategyError(f"{self.name}: momentum must be between -1 and 1, got {self.momentum}.")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise StrategyError(f"{self.name}: betas must be at least 0 and below 1, got {beta}.")
         if self.nesterov and self.momentum == 0:
             raise StrategyError(f"{self.name}: nesterov needs a momentum; write momentum=0.9,nesterov=true.")
 
@@ -177,12 +179,6 @@ class FlatOptimizer:
             gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
         kept = [self.vectors[name][cut] for name in rule.keeps]
         return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
-
-    def reset(self) -> None:
-        """Forget all steps so far."""
-        self.steps = 0
-        for vector in self.vectors.values():
-            vector.zero_()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""

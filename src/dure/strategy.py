@@ -8,6 +8,8 @@
     member    = call { "+" call }               the method, then its wrappers
     call      = name [ ":" key "=" value { "," key "=" value } ]
 
+Wrappers are remedies for stale gradients (`sync.remedied`), as in `downpour+dc-asgd:lambda=0.04`.
+
 What is left out has its default: BSP, over the topology that the method prefers, in single precision, unsplit.
 """
 
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.fp32 import Float32
 from dure.errors import StrategyError
 from dure.partition.whole import Whole
-from dure.text import REQUIRED, names, nearest, parameters, parse_calls, typed, value_text
+from dure.sync.remedied import parts
+from dure.text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
 from dure.topology.spec import Collective, ParameterServer
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ AXES: Mapping[str, str] = {
     "codec": "what goes on the wire?",
     "partition": "how is the model split?",
 }
+REMEDY = "remedy"
+"""What `catalogue` and `find` call the kind of member that joins a method by `+`: it is no axis."""
+
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
 
@@ -56,12 +62,16 @@ class Strategy:
     def __post_init__(self) -> None:
         name = name_of("topology", self.topology)
         if name not in self.sync.topologies:
-            raise StrategyError(self._refusal(name))
+            entry = catalogue("sync").get(name_of("sync", self.sync))
+            because = entry.because if entry else f"it runs over {names(self.sync.topologies)}"
+        else:
+            objection = getattr(self.sync, "objection", None)
+            because = objection(name) if objection is not None else ""
+        if because:
+            raise StrategyError(self._refusal(name, because))
 
-    def _refusal(self, topology: str) -> str:
+    def _refusal(self, topology: str, because: str) -> str:
         sync = name_of("sync", self.sync)
-        entry = catalogue("sync").get(sync)
-        because = entry.because if entry else f"it runs over {names(self.sync.topologies)}"
         works = f"{member_text('sync', self.sync)} {self.sync.topologies[0]}"
         return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
 
@@ -96,22 +106,30 @@ class Strategy:
 
 
 def catalogue(axis: str) -> Mapping[str, Entry]:
-    """The members of an axis, by name."""
-    members: Mapping[str, Entry] = import_module(f"dure.{axis}").CATALOGUE
+    """The members of an axis, or the remedies, by name."""
+    module = import_module("dure.sync" if axis == REMEDY else f"dure.{axis}")
+    members: Mapping[str, Entry] = module.REMEDIES if axis == REMEDY else module.CATALOGUE
     return members
 
 
 def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
-    """The axis and the entry of `name`, on `axis` if it is given. Raises `StrategyError`."""
-    for candidate in AXES:
+    """The axis (or `REMEDY`) and the entry of `name`, on `axis` if it is given. Raises `StrategyError`."""
+    for candidate in (*AXES, REMEDY):
         if name in catalogue(candidate):
             if axis not in (None, candidate):
-                raise StrategyError(f'"{name}" is a {candidate}, not a {axis}; {axis} has {names(catalogue(axis))}.')
+                raise StrategyError(_elsewhere(name, candidate, axis))
             return candidate, catalogue(candidate)[name]
-    axes = AXES if axis is None else (axis,)
+    axes = (*AXES, REMEDY) if axis is None else (axis,)
     known = "; ".join(f"{a} has {names(catalogue(a))}" for a in axes)
     near = nearest(name, [member for a in axes for member in catalogue(a)])
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
+
+
+def _elsewhere(name: str, axis: str, wanted: str) -> str:
+    if axis == REMEDY:
+        works = f"{catalogue(REMEDY)[name].combines[0]}+{name}"
+        return f'"{name}" is a {REMEDY}: join it to a {wanted} method, as in "{works}".'
+    return f'"{name}" is a {axis}, not a {wanted}; {wanted} has {names(catalogue(wanted))}.'
 
 
 def by_axis(text: str) -> dict[str, str]:
@@ -122,30 +140,35 @@ def by_axis(text: str) -> dict[str, str]:
     """
     chosen: dict[str, str] = {}
     for member in text.split():
-        axis, _ = find(parse_calls(member)[0].name)
+        first = parse_calls(member)[0].name
+        axis, _ = find(first)
+        if axis == REMEDY:
+            raise StrategyError(_elsewhere(first, REMEDY, "sync"))
         if axis in chosen:
             raise StrategyError(f'"{text}" chooses {axis} twice, "{chosen[axis]}" and "{member}": leave one out.')
         chosen[axis] = member
     return chosen
 
 
-def parse_member(text: str, axis: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The name and the typed parameters of one member without wrappers. Raises `StrategyError`.
+def make(text: str, axis: str | None = None) -> Any:
+    """The object that `text` names, with what is joined to it. Raises `StrategyError`.
 
-    >>> parse_member("ssp:bound=3")
-    ('ssp', {'bound': 3.0})
+    >>> make("downpour+staleness-lr").remedies
+    (StalenessLR(),)
     """
     call, *wrappers = parse_calls(text)
-    if wrappers:
-        raise StrategyError(f'nothing wraps {call.name} yet, so not "{wrappers[0].name}": write "{call.name}" alone.')
-    _, entry = find(call.name, axis)
-    return call.name, typed(call, entry.load())
+    made = _make(call, axis)
+    for wrapper in wrappers:
+        if find(call.name)[0] != "sync":
+            raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
+        made = made + _make(wrapper, REMEDY)
+    return made
 
 
-def make(text: str, axis: str | None = None) -> Any:
-    """The object that `text` names. Raises `StrategyError`."""
-    name, given = parse_member(text, axis)
+def _make(call: Call, axis: str | None) -> Any:
+    name = call.name
     kind = find(name, axis)[1].load()
+    given = typed(call, kind)
     missing = [p.name for p in parameters(kind) if p.default is REQUIRED and p.field not in given]
     if missing:
         raise StrategyError(f"{name} needs {names(missing)}: write {name}:{missing[0]}=VALUE.")
@@ -157,7 +180,7 @@ def make(text: str, axis: str | None = None) -> Any:
 
 def name_of(axis: str, member: Any) -> str:
     """The name of an object in the catalogue of `axis`; a class from elsewhere goes by its own name."""
-    kind = type(member)
+    kind = type(parts(member)[0])
     for name, entry in catalogue(axis).items():
         if (entry.module, entry.member) == (kind.__module__, kind.__qualname__):
             return name
@@ -170,6 +193,11 @@ def member_text(axis: str, member: Any) -> str:
     >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
     ('ps:shards=1', 'ps:shards=2,split=layer')
     """
+    inner, remedies = parts(member)
+    return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
+
+
+def _call_text(axis: str, member: Any) -> str:
     shown = []
     for position, parameter in enumerate(parameters(type(member))):
         value = getattr(member, parameter.field)

@@ -196,13 +196,11 @@ class Task:
             values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
         only = self.config.timing_only
         corrections = Corrections.of(self.sync)
-        return Shard(
-            node, values, self.server_rule, ranges=ranges, timing_only=only, log=log, corrections=corrections
-        )
+        return Shard(node, values, self.server_rule, ranges=ranges, timing_only=only, log=log, corrections=corrections)
 
     @property
     def server_rule(self) -> OptimizerSpec:
-        """What the shards do with an aggregate. Raises `StrategyError` if a remedy does not suit the job's optimizer."""
+        """What the shards do with an aggregate. Raises `StrategyError` where a remedy and the optimizer do not suit."""
         return server_rule(self.sync, self.job.optimizer, self.workers)
 
     def clock(

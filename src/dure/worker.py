@@ -251,7 +251,7 @@ class Worker:
         joined = await self.server.join()
         if newcomer:
             self.heard = self.server.heard
-            met = self.heard[0]["clock"] if self.heard else joined.clock * period
+            met = max((note["clock"] for note in self.heard), default=joined.clock * period)
             self.clock = self.entered = int(met)
             self.adopt(await self.pull())
 

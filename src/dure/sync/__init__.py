@@ -9,11 +9,19 @@
 
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
 (`base.Sync`). To add one: a file here, a row in `CATALOGUE`, a page in `docs/methods`.
+
+What makes methods wait for nobody makes their gradients stale. `REMEDIES` join them by `+` (`remedied`):
+
+| name                    | class                  | against staleness                                         |
+|-------------------------|------------------------|-----------------------------------------------------------|
+| `momentum-compensation` | `MomentumCompensation` | less momentum at the servers: asynchrony brings its own   |
+| `dc-asgd`               | `DCASGD`               | each gradient, corrected for how far the model has moved  |
+| `staleness-lr`          | `StalenessLR`          | each gradient's rate, divided by its staleness            |
 """
 
 from dure.catalogue import Entry
 
-__all__ = ["CATALOGUE"]
+__all__ = ["CATALOGUE", "REMEDIES"]
 
 CATALOGUE = {
     "bsp": Entry(
@@ -45,5 +53,31 @@ CATALOGUE = {
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013",
         combines=("ps",),
         because="its workers are at different clocks, and a collective needs all of them at the same one",
+    ),
+}
+
+_STALE = ("downpour", "ssp")
+
+REMEDIES = {
+    "momentum-compensation": Entry(
+        "dure.sync.momentum_compensation",
+        "MomentumCompensation",
+        "take off the servers' momentum what asynchrony brings",
+        "Mitliagkas, Zhang, Hadjis and Re, Asynchrony Begets Momentum, Allerton 2016",
+        combines=_STALE,
+    ),
+    "dc-asgd": Entry(
+        "dure.sync.dc_asgd",
+        "DCASGD",
+        "correct each gradient for how far the model has moved since",
+        "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017",
+        combines=_STALE,
+    ),
+    "staleness-lr": Entry(
+        "dure.sync.staleness_lr",
+        "StalenessLR",
+        "divide each gradient's rate by its staleness",
+        "Zhang, Gupta, Lian and Liu, Staleness-Aware Async-SGD for Distributed Deep Learning, IJCAI 2016",
+        combines=_STALE,
     ),
 }

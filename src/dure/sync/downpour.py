@@ -44,6 +44,7 @@ class Downpour:
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
+    stale_gradients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("n_push", "n_fetch"):

@@ -39,6 +39,7 @@ class SSP:
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
+    stale_gradients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.bound >= 0:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from dure.errors import CallTimeout, Refused, RemoteError
+from dure.errors import CallTimeout, Refused, RemoteError, Superseded
 from dure.runtime.base import Address, Ghost, Node, Operation, Reply
 from dure.topology.sharding import Ranges, pieces
 
@@ -22,7 +22,8 @@ class Servers(NamedTuple):
     """Where a model is held, as its clients need to know it.
 
     `ranges` are those of each shard (`sharding.split`). `ordered` updates go through the `clock`; the others are
-    applied on arrival. `may_refuse` is the policy's. `timing_only` runs move `Ghost`s of `itemsize` bytes each.
+    applied on arrival. `may_refuse` is the policy's. `look_back` shards are told who works on what. `timing_only` runs
+    move `Ghost`s of `itemsize` bytes each.
     """
 
     shards: Sequence[Address]
@@ -32,6 +33,7 @@ class Servers(NamedTuple):
     may_refuse: bool = False
     timing_only: bool = False
     itemsize: int = 4
+    look_back: bool = False
 
 
 class Pulled(NamedTuple):
@@ -104,17 +106,20 @@ class ServerClient:
                 self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
                 return version
 
-    async def pull(self, into: torch.Tensor, version: int | None = None) -> Pulled:
+    async def pull(self, into: torch.Tensor, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.
+
+        With `to_work` this worker's next updates are computed on them.
 
         Raises `Refused` if `version` is no longer kept.
         """
         parts = self._parts(into)
         call, shards, timing_only = self.node.call, self.servers.shards, self.servers.timing_only
+        told = {"worker": self.worker, "incarnation": self.incarnation} if to_work and self.servers.look_back else {}
 
         def start(shard: int) -> Operation[Reply]:
             destination = () if timing_only else parts[shard]
-            return call(shards[shard], "pull", into=destination, timeout=self.timeout, version=version)
+            return call(shards[shard], "pull", into=destination, timeout=self.timeout, version=version, **told)
 
         replies = await self._every(start)
         return Pulled(into, [reply.fields["version"] for reply in replies])
@@ -134,8 +139,8 @@ class ServerClient:
         mean, `lr` a rate in place of the servers'. Ordered updates have it staged when this returns, others applied.
         The `note`s of a group's members are `heard` by all who are admitted on the version that the group makes.
 
-        Raises `Refused` if the policy or a shard (NaN, a past incarnation) refuses it; then it counts nowhere, but
-        for updates without order, which the other shards may have applied.
+        Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
+        nowhere, but for updates without order, which the other shards may have applied.
         """
         group = await self._offer(base) if self.servers.may_refuse else None
         self.seq += 1
@@ -173,6 +178,10 @@ class ServerClient:
             self._spoke = now
             self.node.call(self.servers.clock, "progress", worker=self.worker, incarnation=self.incarnation)
 
+    def watch(self) -> Operation[Reply]:
+        """Word, some time, that what this worker computes is in vain; `version` says on which. One is enough at a time."""
+        return self.node.call(self._address("watch"), "watch", worker=self.worker, incarnation=self.incarnation)
+
     async def status(self) -> list[Mapping[str, Any]]:
         """The counters of every shard."""
         call, shards = self.node.call, self.servers.shards
@@ -199,7 +208,7 @@ class ServerClient:
         reply = await self._clock("offer", worker=self.worker, incarnation=self.incarnation, base=oldest)
         group: int | None = reply.fields["group"]
         if group is None:
-            raise Refused(reply.fields["reason"])
+            raise Superseded(reply.fields["reason"])
         return group
 
     async def _withdraw(self, fields: Mapping[str, Any]) -> None:

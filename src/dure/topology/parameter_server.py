@@ -35,6 +35,7 @@ from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec, n
 from dure.topology.admission import ClockService
 from dure.topology.buffers import Buffer, Pool
 from dure.topology.client import Joined, Pulled, ServerClient, Servers
+from dure.topology.corrections import Corrections, Member
 from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
 
@@ -55,13 +56,14 @@ class Shard:
     `values` is the slice at version 0 (copied). `ranges` are the ranges of the flat parameters that it holds; a
     tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
     (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
-    `log` keeps (worker, incarnation, seq) of everything applied, for `status`.
+    `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` are what remedies do to
+    each gradient before it counts (`corrections`); None where there are none.
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
     | `push`   | worker, incarnation, seq, base, weight, ordered, (lr)   | slice   | version; once staged or applied |
     | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
-    | `pull`   | (version)                                               |         | version and slice; once there |
+    | `pull`   | (version), (worker, incarnation: it works on that)      |         | version and slice; once there |
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
     | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
     | `status` |                                                         |         | counters                      |
@@ -81,6 +83,7 @@ class Shard:
         segments: Sequence[Segment] = (),
         timing_only: bool = False,
         log: bool = False,
+        corrections: Corrections | None = None,
     ) -> None:
         self.node = node
         self.timing_only = timing_only
@@ -94,6 +97,7 @@ class Shard:
             dtype = str(values.dtype).removeprefix("torch.")
             self.optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
         self.current.publish(0)
+        self.corrections = corrections
         self.ledger = Ledger()
         self.applied = 0
         self.refused = 0
@@ -106,11 +110,12 @@ class Shard:
         self._closing = 0
         self._busy = False
         self._queue: deque[Operation[None]] = deque()
-        self._apply_one = Apply(nothing, values.nbytes)
+        looks_back = corrections is not None and corrections.compares
+        self._apply_one = Apply(nothing, values.nbytes * (2 if looks_back else 1))
         self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "push": self._push,
             "close": self._close,
-            "pull": self._pull,
+            "pull": self._pull_to_work if looks_back else self._pull,
             "withdraw": self._withdraw,
             "leave": self._leave,
             "status": self._status,
@@ -158,6 +163,8 @@ class Shard:
         buffer = self._copy(call.tensors)
         weight, base, lr = fields["weight"], fields.get("base"), fields.get("lr")
         self._staged[worker, seq] = _Staged(buffer, weight, base, lr, fields["incarnation"])
+        if self.corrections is not None:
+            self.corrections.pushed(worker, seq, base)
         return Reply({"version": self.version})
 
     def _check(self, worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor]) -> None:
@@ -183,15 +190,18 @@ class Shard:
         return Reply({"version": self.version})
 
     async def _apply_on_arrival(self, call: Call) -> Reply:
-        fields = call.fields
-        copied = None if len(call.tensors) == 1 else self._copy(call.tensors)
+        fields, corrections = call.fields, self.corrections
+        copied = None if len(call.tensors) == 1 and corrections is None else self._copy(call.tensors)
+        if corrections is not None:
+            corrections.pushed(fields["worker"], fields["seq"], fields.get("base"))
         if self._busy:
             await self._turn()
         self._busy = True
         try:
             gradient = call.tensors[0] if copied is None else copied.tensor
             fresh = self.pool.take()
-            await self.node.compute(self._step(gradient, fresh, fields.get("lr")))
+            prepare = self._correcting([(fields["worker"], fields["seq"], fields.get("base"), gradient)])
+            await self.node.compute(self._step(gradient, fresh, fields.get("lr"), prepare=prepare))
             self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
             self._swap(fresh)
         finally:
@@ -211,12 +221,16 @@ class Shard:
         for key in [key for key in self._staged if key[0] == worker and key[1] not in keep]:
             self._forget(key)
         self.ledger.fence(worker, call.fields["incarnation"] + 1)
+        if self.corrections is not None:
+            self.corrections.leave(worker, call.fields["incarnation"])
         return Reply()
 
     def _forget(self, key: tuple[int, int]) -> None:
         staged = self._staged.pop(key, None)
         if staged is not None:
             staged.buffer.release()
+            if self.corrections is not None:
+                self.corrections.done(*key)
 
     # ---- groups are applied
 
@@ -231,7 +245,8 @@ class Shard:
         self._busy = True
         try:
             fresh = self.pool.take()
-            await self._apply_group([staged for _, _, staged in members], fields["reduce"], fresh)
+            correct = self._correcting([(worker, seq, each.base, each.buffer.tensor) for worker, seq, each in members])
+            await self._apply_group([staged for _, _, staged in members], fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base)
                 staged.buffer.release()
@@ -251,13 +266,19 @@ class Shard:
         self._closing += 1
         return [(worker, seq, self._staged.pop((worker, seq))) for worker, seq in fields["members"]]
 
-    def _apply_group(self, members: list[_Staged], reduce: str, fresh: Buffer) -> Operation[None]:
-        """Start the step from the current version to `fresh` by what the members' updates come to."""
+    def _apply_group(
+        self, members: list[_Staged], reduce: str, fresh: Buffer, correct: Callable[[], None]
+    ) -> Operation[None]:
+        """Start the step from the current version to `fresh` by what the members' updates, corrected, come to."""
         first = members[0]
         if len(members) == 1:
-            return self.node.compute(self._step(first.buffer.tensor, fresh, first.lr))
+            return self.node.compute(self._step(first.buffer.tensor, fresh, first.lr, prepare=correct))
         total = self.pool.take()
-        prepare = partial(_combine, members, reduce, total)
+
+        def prepare() -> None:
+            correct()
+            _combine(members, reduce, total)
+
         operation = self.node.compute(self._step(total.tensor, fresh, first.lr, len(members), prepare))
         operation.when_done(total.release)
         return operation
@@ -281,6 +302,14 @@ class Shard:
 
         return Apply(step, self._apply_one.nbytes * members)
 
+    def _correcting(self, updates: Sequence[tuple[int, int, int | None, torch.Tensor]]) -> Callable[[], None]:
+        """What corrects these updates (worker, seq, base, gradient) in place, as they are about to be applied."""
+        if self.corrections is None:
+            return nothing
+        version = self.version
+        members = [Member(w, seq, 0 if base is None else version - base, each) for w, seq, base, each in updates]
+        return partial(self.corrections.correct, members, self.values)
+
     def _swap(self, fresh: Buffer, *, keep: bool = False) -> None:
         """Make `fresh` the next version; `keep` the last one for those who may still ask for it."""
         old = self.current
@@ -300,6 +329,8 @@ class Shard:
 
     def _count(self, worker: int, incarnation: int, seq: int, base: int | None) -> None:
         self.applied += 1
+        if self.corrections is not None:
+            self.corrections.done(worker, seq)
         behind = 0 if base is None else self.version - base
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         if self.log is not None:
@@ -348,6 +379,27 @@ class Shard:
             f"version {version} is gone from {self.node.name}, which is at {self.version}: join again."
         )
 
+    def _pull_to_work(self, call: Call) -> Reply | Awaitable[Reply]:
+        """A pull, remembered if a worker goes on from it."""
+        answer = self._pull(call)
+        if "worker" not in call.fields:
+            return answer
+        if not isinstance(answer, Reply):
+            return self._remembered(call, answer)
+        self._remember(call, answer)
+        return answer
+
+    async def _remembered(self, call: Call, answer: Awaitable[Reply]) -> Reply:
+        reply = await answer
+        self._remember(call, reply)
+        return reply
+
+    def _remember(self, call: Call, reply: Reply) -> None:
+        version = reply.fields["version"]
+        buffer = self.current if version == self.version else self._kept.get(version)
+        if buffer is not None and self.corrections is not None:
+            self.corrections.pulled(call.fields["worker"], call.fields["incarnation"], buffer)
+
     def _status(self, call: Call) -> Reply:
         log = None if self.log is None else [list(entry) for entry in self.log]
         return Reply(
@@ -389,6 +441,10 @@ class Shard:
             "staged": [[*key, *staged[1:]] for key, staged in sorted(self._staged.items())],
             "log": self.log,
         }
+        if self.corrections is not None:
+            more, plain["remedies"] = self.corrections.state()
+            if self.optimizer is not None:
+                tensors |= more
         return tensors, plain
 
     def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
@@ -409,6 +465,22 @@ class Shard:
         for worker, seq, weight, base, lr, incarnation in plain["staged"]:
             buffer = self._refill(tensors, f"staged.{worker}.{seq}")
             self._staged[worker, seq] = _Staged(buffer, weight, base, lr, incarnation)
+        if self.corrections is not None:
+            self.corrections.restore(tensors, plain["remedies"], self._holding(tensors))
+
+    def _holding(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[int], Buffer]:
+        """What gives the buffer of a version that somebody has read, with one holder more."""
+        found = {self.version: self.current, **self._kept}
+
+        def held(version: int) -> Buffer:
+            if version in found:
+                found[version].holders += 1
+            else:
+                found[version] = self._refill(tensors, f"read.{version}")
+                found[version].publish(version)
+            return found[version]
+
+        return held
 
     def _refill(self, tensors: Mapping[str, torch.Tensor], name: str) -> Buffer:
         buffer = self.pool.take()

@@ -25,6 +25,7 @@ from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
 from dure.strategy import make
 from dure.topology.admission import ClockService
+from dure.topology.corrections import Corrections
 from dure.topology.parameter_server import Shard
 
 
@@ -79,9 +80,10 @@ class ShardHost:
         values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
         segments = restrict([Segment(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
-        node.serve("shard", Shard(node, values, spec, ranges=ranges, segments=segments))
+        sync = make(request["sync"], "sync")
+        remedies = Corrections.of(sync)
+        node.serve("shard", Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies))
         if request["number"] == 0:
-            sync = make(request["sync"], "sync")
             shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
             workers = range(request["workers"])
             clock = ClockService(

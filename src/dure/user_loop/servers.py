@@ -5,16 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.errors import CallTimeout, UsageError
-from dure.optim import OptimizerSpec
+from dure.optim import OptimizerSpec, Segment
 from dure.runtime.base import Address, Reply
 from dure.runtime.launch.helper import Helper
 from dure.strategy import catalogue, member_text, name_of
+from dure.sync.remedied import compares, server_rule
 from dure.topology.client import ServerClient, Servers
 from dure.topology.sharding import pieces, split
 from dure.user_loop.optimizer import ServerRule
@@ -58,9 +59,10 @@ class Hosts:
         self._replica = replica
         self._sync = sync
         self._ranges = split(replica.layers, replica.numel, topology.shards, by=topology.split)
-        stores_only = sync.server_optimizer(OptimizerSpec()).name == "assign"
-        self._rule = None if stores_only else ServerRule(optimizer, replica)
-        self._spec = sync.server_optimizer(self._rule.spec if self._rule else OptimizerSpec())
+        one, other = (sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
+        self._rule = None if one == other else ServerRule(optimizer, replica)
+        self._world_size = meeting.place.world_size
+        self._spec = server_rule(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
         self._helpers: list[Helper] = []
 
     def rates(self) -> list[float] | None:
@@ -107,9 +109,19 @@ class Hosts:
             "dtype": str(self._replica.dtype).removeprefix("torch."),
             "sync": member_text("sync", self._sync),
             "optimizer": asdict(self._spec),
-            "segments": self._rule.segments if self._rule else [],
+            "segments": self._segments(),
             "buffers": 0 if number else buffers,
         }
+
+    def _segments(self) -> list[Segment]:
+        """The user's parameter groups, as remedies would have them."""
+        if self._rule is None:
+            return []
+        found = []
+        for segment in self._rule.segments:
+            rule = server_rule(self._sync, replace(self._rule.spec, **segment.overrides), self._world_size)
+            found.append(segment._replace(overrides={name: getattr(rule, name) for name in segment.overrides}))
+        return found
 
     async def _open(self, directory: Mapping[str, Any], buffers: torch.Tensor | None) -> None:
         for number, ranges in enumerate(self._ranges):
@@ -126,6 +138,7 @@ class Hosts:
             clock=Address("server 0", "clock"),
             ordered=policy is not None,
             may_refuse=policy is not None and policy.may_refuse,
+            look_back=compares(self._sync),
         )
         return ServerClient(self._node, rank, servers)
 

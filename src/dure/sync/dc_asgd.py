@@ -1,0 +1,86 @@
+"""DC-ASGD: a stale gradient, corrected for how far the model has moved meanwhile.
+
+Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
+
+    at a shard                                        (.) is element-wise
+        worker m pulls:       w_bak(m) <- w
+        worker m pushes g:    w <- w - lr ( g + lambda_t (.) g (.) g (.) (w - w_bak(m)) )
+
+        DC-ASGD-c             lambda_t = lambda
+        DC-ASGD-a             MS <- rho MS + (1 - rho) g (.) g;     lambda_t = lambda0 / sqrt(MS + eps)
+
+The gradient at w is g + H (w - w_bak) to first order; lambda g (.) g is a guess at H's diagonal that costs nothing.
+
+| in the paper           | here                                                                         |
+|------------------------|------------------------------------------------------------------------------|
+| w_bak(m)               | the version that m computed g on, kept by the shard: a reference, not a copy |
+| DC-ASGD-c, DC-ASGD-a   | `mode="constant"`, `mode="adaptive"`                                         |
+| m, 0.95                | `rho`                                                                        |
+| MS                     | one per worker, as in the authors' code, or one (`squares="shared"`)         |
+|                        | `clip`: no element of the correction exceeds that of g (not in the paper)    |
+
+With one worker, or when nobody else was applied meanwhile, w = w_bak and it is SGD. A worker that is five times slower
+is corrected over a way five times as long, where the first order may be far off: that is what `clip` is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dure.sync.remedied import remedied
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.sync.remedied import Update
+
+
+@dataclass(frozen=True, slots=True)
+class DCASGD:
+    """Compensate the delay of each gradient to first order."""
+
+    lambda_: float = 0.04
+    mode: Literal["constant", "adaptive"] = "constant"
+    lambda0: float = 2.0
+    rho: float = 0.95
+    eps: float = 1e-7
+    squares: Literal["worker", "shared"] = "worker"
+    clip: bool = False
+
+    compares: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("lambda", self.lambda_), ("lambda0", self.lambda0)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a number >= 0, got {value}. Use 0 for no compensation.")
+        if not 0 < self.eps < float("inf"):
+            raise ValueError(f"eps keeps a root away from zero and must be above 0, got {self.eps}. Try 1e-7.")
+        if not 0 <= self.rho < 1:
+            raise ValueError(f"rho weighs past squares and must be at least 0 and below 1, got {self.rho}. Try 0.95.")
+        for name, choices in (("mode", ("constant", "adaptive")), ("squares", ("worker", "shared"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}.")
+
+    def __radd__(self, method: Any) -> Any:
+        return remedied(method, self)
+
+    def correct(self, update: Update) -> None:
+        curvature = self.curvature(update)
+        if update.read is None:
+            return
+        gradient = update.gradient
+        correction = curvature.mul_(update.values - update.read)
+        if self.clip:
+            limit = gradient.abs()
+            correction = correction.clamp_(-limit, limit)
+        gradient.add_(correction)
+
+    def curvature(self, update: Update) -> torch.Tensor:
+        """lambda_t (.) g (.) g, the guess at the Hessian's diagonal; the caller's own."""
+        square = update.gradient * update.gradient
+        if self.mode == "constant":
+            return square.mul_(self.lambda_)
+        mean = update.keep("squares", update.worker if self.squares == "worker" else None)
+        mean.mul_(self.rho).add_(square, alpha=1 - self.rho)
+        return square.mul_(self.lambda0).div_((mean + self.eps).sqrt_())

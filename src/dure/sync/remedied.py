@@ -1,0 +1,130 @@
+"""A method with remedies for stale gradients joined to it: `downpour+dc-asgd:lambda=0.04`, in text or in Python.
+
+    dure.Downpour() + dure.DCASGD(lambda_=0.04) + dure.StalenessLR()
+
+A remedy is a frozen dataclass beside the methods. It acts at the shards, in one of two places, and costs no message:
+
+    update of worker m, computed on version b
+      -> Correction.correct      its gradient, given how stale it is and what m had read; in the order of joining
+      -> mean or sum of a group
+      -> Retuning.retuned        the servers' optimizer, whose hyper-parameters suit so many independent workers
+      -> the next version
+
+A remedy joins a method whose servers apply gradients computed on older versions (`stale_gradients = True`); any other
+is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from dure.errors import StrategyError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.optim import OptimizerSpec
+
+
+@dataclass(slots=True)
+class Update:
+    """An update at a shard, the moment before it counts.
+
+    `staleness` are the versions between `read`, what the worker computed it on, and `values`, what it is applied to;
+    `read` is None if the shard does not know. `gradient` is to be corrected in place. `keep(name, worker)` is declared
+    state: a vector like `gradient`, zeros at first, saved in checkpoints; with a worker, freed when that one leaves.
+    """
+
+    worker: int
+    staleness: int
+    gradient: torch.Tensor
+    values: torch.Tensor
+    read: torch.Tensor | None
+    keep: Callable[[str, int | None], torch.Tensor]
+
+
+@runtime_checkable
+class Correction(Protocol):
+    """A remedy that corrects each gradient, element by element; `compares` if it looks at `Update.read`."""
+
+    compares: ClassVar[bool]
+
+    def correct(self, update: Update) -> None: ...
+
+
+@runtime_checkable
+class Retuning(Protocol):
+    """A remedy that changes the servers' optimizer, where `groups` of workers act independently."""
+
+    def retuned(self, optimizer: OptimizerSpec, groups: float) -> OptimizerSpec: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Remedied:
+    """`method` with `remedies`; in all that is not said here it is the method."""
+
+    method: Any
+    remedies: tuple[Correction | Retuning, ...]
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "method" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.method, name)
+
+
+def remedied(method: Any, remedy: Correction | Retuning) -> Any:
+    """`method` with one more remedy. Raises `StrategyError` where it has nothing to cure."""
+    inner, remedies = parts(method)
+    if type(remedy) in map(type, remedies):
+        raise StrategyError(f"{_name(remedy)} is joined twice to {_name(inner)}: once is enough.")
+    if not getattr(inner, "stale_gradients", False):
+        raise StrategyError(_refusal(inner, remedy))
+    return Remedied(inner, (*remedies, remedy))
+
+
+def parts(method: Any) -> tuple[Any, tuple[Correction | Retuning, ...]]:
+    """The method itself, and what is joined to it."""
+    return (method.method, method.remedies) if isinstance(method, Remedied) else (method, ())
+
+
+def corrections(method: Any) -> tuple[Correction, ...]:
+    """What the shards do to each gradient."""
+    return tuple(remedy for remedy in parts(method)[1] if isinstance(remedy, Correction))
+
+
+def compares(method: Any) -> bool:
+    """Whether the shards must know what each worker has read."""
+    return any(correction.compares for correction in corrections(method))
+
+
+def server_rule(method: Any, optimizer: OptimizerSpec, workers: int) -> OptimizerSpec:
+    """The servers' optimizer, given the job's: the method's, then what the remedies make of it."""
+    rule: OptimizerSpec = method.server_optimizer(optimizer)
+    for remedy in parts(method)[1]:
+        if isinstance(remedy, Retuning):
+            members = method.quorum(workers) if hasattr(method, "quorum") else 1
+            rule = remedy.retuned(rule, workers / members)
+    return rule
+
+
+def _refusal(method: Any, remedy: Correction | Retuning) -> str:
+    from dure.sync import REMEDIES
+
+    name = _name(remedy)
+    cure = "a parameter server's stale gradients"
+    because = "its servers apply no gradient that is older than their model"
+    if "ps" not in method.topologies:
+        because = "it runs without a parameter server"
+    works = REMEDIES[name].combines if name in REMEDIES else ("downpour",)
+    text = f"{works[0]}+{name}"
+    return f'{name} remedies {cure}, and {_name(method)} has none: {because}. It joins {", ".join(works)}, as "{text}".'
+
+
+def _name(part: Any) -> str:
+    from dure.strategy import name_of
+
+    return name_of("remedy" if isinstance(part, (Correction, Retuning)) else "sync", part)
