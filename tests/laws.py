@@ -47,6 +47,10 @@ LAWS = [
     Law("bsp ps:shards=2"),
     Law("averaging:period=3 collective", survives=False),
     Law("averaging:period=3 ps:shards=2,split=layer"),
+    Law("easgd:period=4 collective", survives=False),
+    Law("easgd:period=4 ps:shards=2"),
+    Law("eamsgd:period=4 collective", survives=False),
+    Law("eamsgd:period=4 ps:shards=2,split=layer"),
     Law("ssp:bound=3 ps:shards=2", options={"lr": 0.05}),
     Law("downpour ps:shards=2", options={"lr": 0.05}),
 ]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dure.sync.bsp import BSP
     from dure.sync.dc_asgd import DCASGD
     from dure.sync.downpour import Downpour
+    from dure.sync.easgd import EAMSGD, EASGD
     from dure.sync.momentum_compensation import MomentumCompensation
     from dure.sync.ssp import SSP
     from dure.sync.staleness_lr import StalenessLR
@@ -37,6 +38,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BSP",
     "DCASGD",
+    "EAMSGD",
+    "EASGD",
     "SSP",
     "Averaging",
     "Cluster",
@@ -57,6 +60,8 @@ __all__ = [
 _HOMES = {
     "BSP": "dure.sync.bsp",
     "DCASGD": "dure.sync.dc_asgd",
+    "EAMSGD": "dure.sync.easgd",
+    "EASGD": "dure.sync.easgd",
     "SSP": "dure.sync.ssp",
     "Averaging": "dure.sync.averaging",
     "Cluster": "dure.runtime.cluster",

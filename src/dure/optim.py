@@ -8,6 +8,7 @@
 | `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
 | `adamw`    | m, v   | as `adam`, from (1 - lr weight_decay) w: decoupled weight decay   | `torch.optim.AdamW`  |
 | `assign`   |        | g: a server that keeps what it is given                           |                      |
+| `add`      |        | w + g: a server that adds up what it is given                     |                      |
 
 Weight decay is the coupled one, but for `adamw`: g + weight_decay w takes the place of g. Adagrad on a server is that
 of Dean et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero,
@@ -216,6 +217,10 @@ def _assign(view: _View) -> None:
     view.out.copy_(view.gradient)
 
 
+def _add(view: _View) -> None:
+    torch.add(view.values, view.gradient, out=view.out)
+
+
 def _sgd(view: _View) -> None:
     torch.add(view.values, view.gradient, alpha=-view.lr, out=view.out)
 
@@ -261,6 +266,7 @@ _RULES: Mapping[str, _Rule] = {
     "adam": _Rule(_adam, ("mean", "squares")),
     "adamw": _Rule(_adamw, ("mean", "squares")),
     "assign": _Rule(_assign, ()),
+    "add": _Rule(_add, ()),
 }
 
 

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dure.runtime.meter import Meter
     from dure.sync.base import Sync
     from dure.topology.client import Pulled, ServerClient
+    from dure.topology.shared_memory import Access
 
 
 class GradientSource(Protocol):
@@ -46,6 +47,20 @@ class GradientSource(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class DataSource(GradientSource, Protocol):
+    """A source that owns its data, and so can give other gradients than the next."""
+
+    def gradient_again(self, worker: Worker, values: torch.Tensor) -> Operation[Gradient]:
+        """Start the gradient of the mini-batch that was last begun, at `values`."""
+        ...
+
+    def gradient_at(
+        self, worker: Worker, values: torch.Tensor, indices: torch.Tensor, *, draw: int
+    ) -> Operation[Gradient]:
+        """Start the mean gradient over given samples, at `values`."""
+        ...
 
 
 Note = Mapping[str, float]
@@ -116,6 +131,7 @@ class Worker:
     boundary: Boundary
     server: ServerClient | None = None
     group: Group | None = None
+    shared: Access | None = None
     total_weight: float = 1.0
     buffers: torch.Tensor | None = None
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
@@ -132,10 +148,19 @@ class Worker:
     _spare: torch.Tensor | None = None
     _admitted: int | None = None
     _pulled: Pulled | None = None
+    _begun: bool = False
     _watch: Operation[Reply] | None = None
     asking: bool = False
 
     # ---- gradients
+
+    async def begin_step(self) -> None:
+        """Stand at the step boundary, where the work may end or be suspended; what follows is part of the next step.
+
+        A gradient begins its step itself. A method that has something to do before calls this first.
+        """
+        await self._stop_at_boundary()
+        self._begun = True
 
     async def gradient(self) -> torch.Tensor:
         """The mean gradient of this worker's next mini-batch at `params`; flat, the caller's own."""
@@ -183,7 +208,28 @@ class Worker:
         await self._stop_at_boundary()
         return self._done(await self.source.mean_gradient(self))
 
+    async def gradient_again(self, values: torch.Tensor) -> torch.Tensor:
+        """The gradient of the last mini-batch at `values`, with the same draws: no step of its own."""
+        return await self._aside(cast(DataSource, self.source).gradient_again(self, values))
+
+    async def gradient_at(self, values: torch.Tensor, indices: torch.Tensor, *, draw: int) -> torch.Tensor:
+        """The mean gradient at `values` over the samples `indices`, whoever's they are: no step either."""
+        return await self._aside(cast(DataSource, self.source).gradient_at(self, values, indices, draw=draw))
+
+    async def _aside(self, computing: Operation[Gradient]) -> torch.Tensor:
+        started = self.node.now()
+        gradient = await computing
+        self.meter.add("compute", started, self.node.now())
+        return gradient.values
+
+    async def stop_if_due(self) -> None:
+        """Stand at a step boundary before work that is no step: what follows is done whole."""
+        await self._stop_at_boundary()
+
     async def _stop_at_boundary(self) -> None:
+        if self._begun:
+            self._begun = False
+            return
         boundary = self.boundary
         if boundary.suspend is not None and boundary.suspend(self):
             raise Suspend
@@ -253,7 +299,8 @@ class Worker:
             self.heard = self.server.heard
             met = max((note["clock"] for note in self.heard), default=joined.clock * period)
             self.clock = self.entered = int(met)
-            self.adopt(await self.pull())
+            if self.shared is None:
+                self.adopt(await self.pull())
 
     async def rejoin(self, period: int = 1) -> None:
         """Come back after an eviction: as a newcomer, whose steps so far stay counted."""
@@ -297,6 +344,11 @@ class Worker:
         self._spare, self.params = self.params, pulled.values
         self._pulled = pulled
 
+    def look_at(self, pulled: Pulled) -> torch.Tensor:
+        """What was pulled, the method's to write to until it pulls again, in place of adopting it."""
+        self._pulled, self._spare = pulled, pulled.values
+        return pulled.values
+
     async def push(self, update: torch.Tensor, *, weight: float | None = None, note: Note | None = None) -> bool:
         """Give `update` to the server; returns once it is acknowledged. False if it comes too late to count.
 
@@ -320,6 +372,57 @@ class Worker:
         if self.server is not None:
             self.server.still_here()
 
+    # ---- over shared memory
+
+    async def read(self, *, alone: bool = False) -> None:
+        """Go on from the shared parameters: where they lie, changing, in a real run; as they are now in virtual time.
+
+        `alone`: a copy that nobody has half written, taken while nobody else reads or writes alone.
+        """
+        from dure.topology.client import Pulled
+
+        assert self.shared is not None
+        started = self.node.now()
+        spare = self._spare if self._spare is not None else self.params.clone()
+        values, version = await self.shared.read(spare, alone=alone)
+        before, self.params = self.params, values
+        self._spare = spare
+        if values is spare:
+            self._spare = None if before is self.shared.segment.values else before
+        self._pulled = Pulled(values, [version])
+        self.meter.add("communicate", started, self.node.now(), "read")
+
+    async def add(self, update: torch.Tensor, *, alone: bool = False) -> None:
+        """One step of the shared parameters against `update`, by the local optimizer's rule, its state our own."""
+        assert self.shared is not None
+        assert self._pulled is not None
+        started = self.node.now()
+        spec = self.optimizer.spec
+        lr = spec.lr if self.lr is None else self.lr
+        assert isinstance(lr, (int, float))
+        seen = self._pulled.versions[0]
+        if spec.name == "sgd" and not (spec.momentum or spec.weight_decay):
+            await self.shared.add(update, -lr, seen=seen, alone=alone)
+        else:
+            await self.shared.add(self._increment(update, lr), 1.0, seen=seen, alone=alone)
+        self.meter.add("communicate", started, self.node.now(), "add")
+
+    def _increment(self, update: torch.Tensor, lr: float) -> torch.Tensor:
+        """What the local optimizer adds to the parameters."""
+        if isinstance(update, Ghost):
+            return update
+        update = update.to_dense()
+        if self.optimizer.spec.weight_decay:
+            update = update.add(self.params, alpha=self.optimizer.spec.weight_decay)
+        step = torch.zeros_like(update)
+        self.optimizer.apply(step, update, step, lr=lr)
+        return step
+
+    async def arrive(self) -> None:
+        """Tell the clock that this worker's part of a phase is done; it was no update of the server's."""
+        assert self.server is not None
+        await self.server.arrive({"clock": float(self.clock)})
+
     # ---- over collectives
 
     @property
@@ -327,10 +430,10 @@ class Worker:
         """This worker's part of the group's batch."""
         return self.source.batch_size / self.total_weight
 
-    async def mean_params(self, share: float | None = None) -> None:
-        """Replace `params` by their mean over the group, weighted by batch size or `share`; merge the buffers."""
+    async def mean_params(self) -> None:
+        """Replace `params` by their mean over the group, weighted by batch size; merge the replica's buffers."""
         started = self.node.now()
-        self.params.copy_(await self.mean(self.params, share))
+        self.params.copy_(await self.mean(self.params))
         await self.mean_buffers()
         self.meter.add("communicate", started, self.node.now(), "all_reduce")
 

@@ -4,6 +4,13 @@
 |-------------|-------------|----------------------------------------------------|-----------------|
 | `bsp`       | `BSP`       | after every step                                   | collective, ps  |
 | `averaging` | `Averaging` | every `period` steps, on the mean of the models    | collective, ps  |
+| `easgd`     | `EASGD`     | every `period` steps, by a spring to a center      | ps, collective  |
+| `eamsgd`    | `EAMSGD`    | as `easgd`, with momentum at the workers           | ps, collective  |
+| `backup`    | `Backup`    | after every step, without the `backups` slowest    | ps              |
+| `k-sync`    | `KSync`     | after the first `k` workers                        | ps              |
+| `k-batch-sync` | `KBatchSync` | after the first `k` mini-batches                | ps              |
+| `k-async`   | `KAsync`    | after any `k` workers' updates, however stale      | ps              |
+| `k-batch-async` | `KBatchAsync` | after any `k` updates, however stale          | ps              |
 | `downpour`  | `Downpour`  | never; the server's model is everybody's rendezvous | ps              |
 | `ssp`       | `SSP`       | within `bound` clocks                              | ps              |
 
@@ -38,6 +45,60 @@ CATALOGUE = {
         "Su and Chen, Experiments on Parallel Training of Deep Neural Network using Model Averaging, 2015",
         combines=("collective", "ps"),
     ),
+    "easgd": Entry(
+        "dure.sync.easgd",
+        "EASGD",
+        "every worker its own model, on a spring to a center",
+        "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015",
+        combines=("ps", "collective"),
+    ),
+    "eamsgd": Entry(
+        "dure.sync.easgd",
+        "EAMSGD",
+        "elastic averaging with momentum at the workers",
+        "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015",
+        combines=("ps", "collective"),
+    ),
+    "backup": Entry(
+        "dure.sync.backup",
+        "Backup",
+        "every step, the mean gradient of all but the slowest few",
+        "Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016",
+        combines=("ps",),
+        because="it goes on without the slowest workers, and a collective needs all of them",
+    ),
+    "k-sync": Entry(
+        "dure.sync.k_sync",
+        "KSync",
+        "an update takes the first k workers; the others start over",
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
+        combines=("ps",),
+        because="it goes on without the slowest workers, and a collective needs all of them",
+    ),
+    "k-batch-sync": Entry(
+        "dure.sync.k_sync",
+        "KBatchSync",
+        "an update takes the first k mini-batches; the others start over",
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
+        combines=("ps",),
+        because="a fast worker gives several gradients to an update, and a collective takes one of each",
+    ),
+    "k-async": Entry(
+        "dure.sync.k_async",
+        "KAsync",
+        "an update takes any k workers' gradients, however stale",
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
+        combines=("ps",),
+        because="its workers are at different versions, and a collective needs all of them at the same one",
+    ),
+    "k-batch-async": Entry(
+        "dure.sync.k_async",
+        "KBatchAsync",
+        "an update takes any k gradients, however stale, and nobody waits",
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
+        combines=("ps",),
+        because="its workers push at different times, and a collective needs all of them at once",
+    ),
     "downpour": Entry(
         "dure.sync.downpour",
         "Downpour",
@@ -56,7 +117,7 @@ CATALOGUE = {
     ),
 }
 
-_STALE = ("downpour", "ssp")
+_STALE = ("downpour", "ssp", "k-async", "k-batch-async")
 
 REMEDIES = {
     "momentum-compensation": Entry(

@@ -1,0 +1,155 @@
+"""Elastic averaging SGD: every worker goes its own way, on a spring that ties it to a center.
+
+Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD", NeurIPS 2015, algorithms 1 and 2.
+
+    for t = 0, 1, 2, ...                              at every worker, each at its own pace
+        if t mod period = 0
+            d  <- elasticity (x - z)                  x as it is before this step's gradient
+            z  <- z + d
+        (v  <- momentum v;   x <- x + v               EAMSGD)
+        g  <- gradient of f at x
+        x  <- x - lr g                                (v <- v - lr g)
+        if t mod period = 0      x <- x - d           the same d on both sides
+
+| in the paper                 | here                                                                    |
+|------------------------------|-------------------------------------------------------------------------|
+| tau, p                       | `period`, the number of workers                                         |
+| alpha = eta rho              | `elasticity`; beta / p if left out, with the paper's beta = 0.9          |
+| delta                        | `momentum` of EAMSGD, in Nesterov's form                                |
+| center, asynchronous         | over servers: shards that add up what they are given                    |
+| center, synchronous          | over collectives: kept at every worker, all at time t on the right side |
+| x - eta g                    | a step of the job's optimizer; give it no momentum of its own            |
+
+The result is the center. Without gradients z plus the sum of all x never changes.
+
+A slow worker meets the center less often, and over servers nobody waits for it. A worker that dies leaves the center as
+it is; one that was paused comes back on its spring; a newcomer starts at the center, at rest. An update that is sent
+twice counts once. Over collectives everybody waits, and a death ends the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.optim import OptimizerSpec
+    from dure.sync.clock import Policy
+    from dure.worker import Worker
+
+BETA = 0.9
+"""How far the center goes towards the mean of the workers, where nothing else is asked for."""
+
+CENTER = "center"
+"""What a worker keeps the center under, over collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class EASGD:
+    """Elastic averaging: exchange a force with the center every `period` steps."""
+
+    period: int = 10
+    elasticity: float | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = CENTER
+
+    def __post_init__(self) -> None:
+        _check(self.period, self.elasticity)
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return replace(optimizer, name="add", momentum=0.0, nesterov=False, weight_decay=0.0)
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.begin_step()
+            force = await exchange(worker, self.period, self.elasticity)
+            try:
+                worker.step(await worker.gradient())
+            finally:
+                give_way(worker, force)
+
+
+@dataclass(frozen=True, slots=True)
+class EAMSGD:
+    """Elastic averaging with Nesterov's momentum at the workers, and none at the center."""
+
+    period: int = 10
+    elasticity: float | None = None
+    momentum: float = 0.9
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = CENTER
+
+    def __post_init__(self) -> None:
+        _check(self.period, self.elasticity)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}. Use 0 for EASGD.")
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return replace(optimizer, name="add", momentum=0.0, nesterov=False, weight_decay=0.0)
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.begin_step()
+            force = await exchange(worker, self.period, self.elasticity)
+            velocity = worker.keep("velocity")
+            velocity *= self.momentum
+            worker.params += velocity
+            before = worker.params.clone()
+            try:
+                worker.step(await worker.gradient())
+            finally:
+                velocity += worker.params - before
+                give_way(worker, force)
+
+
+async def exchange(worker: Worker, period: int, elasticity: float | None) -> torch.Tensor | None:
+    """Pull the center with the force `elasticity` (x - z), which is to be given way to; None between two meetings."""
+    if worker.group is not None and CENTER not in worker.kept:
+        worker.keep(CENTER).copy_(worker.params)
+    if worker.clock % period:
+        return None
+    alpha = BETA / worker.world_size if elasticity is None else elasticity
+    if worker.server is not None:
+        center = worker.look_at(await worker.pull())
+        force = (worker.params - center) * alpha
+        await worker.push(force)
+        return force
+    center = worker.keep(CENTER)
+    force = (worker.params - center) * alpha
+    center += await worker.mean(force, share=1.0)  # their sum: at every worker the same
+    return force
+
+
+def give_way(worker: Worker, force: torch.Tensor | None) -> None:
+    """Go towards the center by as much as it has come."""
+    if force is not None:
+        worker.params -= force
+
+
+def _check(period: int, elasticity: float | None) -> None:
+    if period < 1:
+        raise ValueError(f"period counts mini-batches and must be >= 1, got {period}. Use 1 to meet at every step.")
+    if elasticity is not None and not 0 <= elasticity <= 1:
+        raise ValueError(
+            f"elasticity must be from 0 to 1, got {elasticity}. Leave it out for 0.9 divided by the number of workers."
+        )
