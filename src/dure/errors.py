@@ -12,7 +12,8 @@ DureError
 ├── ReplicaError         a module's parameters left the flat buffer
 └── RemoteError          a call failed
     ├── Refused          the host refused it, and said why
-    │   └── Evicted      this incarnation is over: join again
+    │   ├── Evicted      this incarnation is over: join again
+    │   └── Superseded   the update comes too late to count
     ├── PeerLost         the other side is gone
     ├── CallTimeout      no answer in time
     └── DamagedFrame     bytes arrived that nobody sent like that
@@ -69,6 +70,10 @@ class Refused(RemoteError):
 
 class Evicted(Refused):
     """The others went on without this worker. It comes back by joining again, under a new incarnation."""
+
+
+class Superseded(Refused):
+    """The policy of admission has no use for this update: what it was computed on is over."""
 
 
 class PeerLost(RemoteError):

@@ -491,6 +491,7 @@ class Hub:
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
             return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0)
+        await self.node.call(Address(self._servers[0], "process"), "settle")  # the last to leave may close a group
         reports = []
         for name in self._servers:
             status = (await self.node.call(Address(name, "shard"), "status")).fields

@@ -9,55 +9,33 @@ from typing import Any
 
 import pytest
 
-from dure.sync.clock import Accept, Barrier, Bounded, Clocks, Close, Policy, Start, Verdict
-
-
-class KBatchAsync:
-    """Any K mini-batches make a version; nobody waits (Dutta et al. 2018). A last group closes short."""
-
-    may_refuse = False
-    floor = None
-
-    def __init__(self, k: int) -> None:
-        self.k, self.version, self.clocks, self.open = k, 0, Clocks(), list[tuple[int, int]]()
-
-    def join(self, worker: int) -> list[Verdict]:
-        self.clocks.join(worker)
-        return []
-
-    def leave(self, worker: int) -> list[Verdict]:
-        self.clocks.leave(worker)
-        return [] if len(self.clocks) or not self.open else self.close()
-
-    def ask(self, worker: int) -> list[Verdict]:
-        return [Start(worker, self.version)]
-
-    def offer(self, worker: int, base: int) -> list[Verdict]:
-        return [Accept(worker, self.version)]
-
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
-        self.clocks.advance(worker)
-        self.open.append((worker, seq))
-        return self.close() if len(self.open) == self.k else []
-
-    def close(self) -> list[Verdict]:
-        self.version, members, self.open = self.version + 1, tuple(sorted(self.open)), []
-        return [Close(self.version - 1, members)]
-
-    def state(self) -> dict[str, Any]:
-        return {"version": self.version, "clocks": self.clocks.state(), "open": self.open}
-
-    def restore(self, state: Any) -> None:
-        self.version, self.open = state["version"], [tuple(member) for member in state["open"]]
-        self.clocks.restore(state["clocks"])
-
+from dure.sync.clock import (
+    Abort,
+    Accept,
+    AnyOf,
+    Barrier,
+    Bounded,
+    Clocks,
+    Close,
+    FirstOf,
+    Policy,
+    Refuse,
+    Start,
+    Verdict,
+    most,
+)
 
 POLICIES = {
     "barrier": Barrier,
     "bounded 0": lambda: Bounded(0),
     "bounded 2": lambda: Bounded(2),
     "bounded inf": lambda: Bounded(math.inf),
-    "3-batch-async": lambda: KBatchAsync(3),
+    "backup": lambda: FirstOf(most, distinct=True),
+    "2-sync": lambda: FirstOf(lambda workers: 2, distinct=True),
+    "3-batch-sync": lambda: FirstOf(lambda workers: 3, distinct=False),
+    "3-async": lambda: AnyOf(lambda workers: 3, distinct=True),
+    "most-batch-async": lambda: AnyOf(most, distinct=False),
+    "3-batch-async": lambda: AnyOf(lambda workers: 3, distinct=False),
 }
 
 
@@ -70,6 +48,9 @@ class Run:
         self.idle: set[int] = set()
         self.waiting: set[int] = set()
         self.working: dict[int, int] = {}
+        self.offering: dict[int, int] = {}
+        self.accepted: dict[int, int] = {}
+        self.aborted: set[int] = set()
         self.seqs: dict[int, int] = {}
         self.unclosed: set[tuple[int, int]] = set()
         self.versions = 0
@@ -82,31 +63,54 @@ class Run:
 
     @property
     def live(self) -> set[int]:
-        return self.idle | self.waiting | set(self.working)
+        return self.idle | self.waiting | set(self.working) | set(self.offering) | set(self.accepted)
 
     def leave(self, worker: int) -> None:
         self.idle.discard(worker)
         self.waiting.discard(worker)
-        self.working.pop(worker, None)
+        for some in (self.working, self.offering, self.accepted):
+            some.pop(worker, None)
+        self.aborted.discard(worker)
         self.heed(self.policy.leave(worker))
 
     def step(self) -> None:
-        worker = self.random.choice(sorted(self.idle | set(self.working)))
+        worker = self.random.choice(sorted(self.idle | set(self.working) | set(self.accepted)))
         if worker in self.idle:
             self.idle.remove(worker)
             self.waiting.add(worker)
+            self.aborted.discard(worker)
             self.heed(self.policy.ask(worker))
-        else:
-            del self.working[worker]
+        elif worker in self.aborted and self.random.random() < 0.5:
+            del self.working[worker]  # else it has not heard, and offers what it has
             self.idle.add(worker)
-            seq = self.seqs[worker] = self.seqs.get(worker, 0) + 1
-            self.unclosed.add((worker, seq))
-            self.heed(self.policy.staged(worker, None, seq))
+        elif worker in self.working and self.policy.may_refuse:
+            self.offering[worker] = self.working.pop(worker)
+            self.heed(self.policy.offer(worker, self.offering[worker]))
+        else:
+            self.stage(worker)
+
+    def stage(self, worker: int) -> None:
+        self.working.pop(worker, None)
+        self.accepted.pop(worker, None)
+        self.idle.add(worker)
+        seq = self.seqs[worker] = self.seqs.get(worker, 0) + 1
+        self.unclosed.add((worker, seq))
+        self.heed(self.policy.staged(worker, None, seq))
 
     def heed(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
-            if isinstance(verdict, Close):
+            if isinstance(verdict, Accept):
+                assert verdict.group == self.versions == self.offering[verdict.worker]
+                self.accepted[verdict.worker] = self.offering.pop(verdict.worker)
+            elif isinstance(verdict, Refuse):
+                assert self.offering.pop(verdict.worker) < self.versions
+                self.idle.add(verdict.worker)
+            elif isinstance(verdict, Abort):
+                assert self.working[verdict.worker] == verdict.version == self.versions - 1
+                self.aborted.add(verdict.worker)
+            elif isinstance(verdict, Close):
                 assert verdict.group == self.versions
+                assert not self.accepted, "what was accepted counts"
                 assert list(verdict.members) == sorted(verdict.members)
                 assert verdict.members
                 self.unclosed -= set(verdict.members)
@@ -129,7 +133,7 @@ def test_somebody_can_always_go_on_and_everything_counts_once(name: str, seed: i
         run.join(worker)
     newcomers = 4
     for _ in range(300):
-        assert run.idle or run.working, "everybody waits"
+        assert run.idle or run.working or run.accepted, "everybody waits"
         run.step()
         if run.random.random() < 0.03 and len(run.live) > 1:
             run.leave(run.random.choice(sorted(run.live)))
@@ -150,16 +154,18 @@ def test_a_policy_goes_on_where_it_was_saved(name: str) -> None:
         run.join(worker)
     for _ in range(40):
         run.step()
-    for worker in sorted(run.waiting):
-        run.waiting.remove(worker)
-        run.idle.add(worker)
+    while run.accepted:
+        run.stage(min(run.accepted))
+    assert not run.offering
+    run.idle |= run.waiting | set(run.working)  # all ask again
+    run.waiting, run.working, run.aborted = set(), {}, set()
     again = POLICIES[name]()
     again.restore(json.loads(json.dumps(run.policy.state())))
     assert again.state() == run.policy.state()
     run.policy = again
     for _ in range(40):
         run.step()
-    assert run.versions > 10
+    assert run.versions > 5
 
 
 def test_barrier_closes_when_the_last_live_worker_has_staged() -> None:

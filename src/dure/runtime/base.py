@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -96,6 +97,18 @@ class Operation(Generic[T]):
             self._waiters = [callback]
         else:
             self._waiters.append(callback)
+
+    def resolve_with_first(self, operations: Sequence[Operation[Any]]) -> None:
+        """Finish with the one of `operations` that ends first; the others forget it."""
+
+        def won(operation: Operation[Any]) -> None:
+            self.resolve(operation)
+            for other, callback in callbacks:
+                other.forget(callback)
+
+        callbacks = [(each, partial(won, each)) for each in operations]
+        for operation, callback in callbacks:
+            operation.when_done(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
         """Undo `when_done`."""

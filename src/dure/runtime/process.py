@@ -174,8 +174,7 @@ class ProcessNode:
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
         winner: Operation[Any] = Operation(self.loop, " or ".join(each.label for each in operations))
-        for operation in operations:
-            operation.when_done(lambda o=operation: winner.resolve(o))  # type: ignore[misc]
+        winner.resolve_with_first(operations)
         if timeout is not None:
             self.loop.after(timeout, lambda: winner.resolve(None))
         return winner

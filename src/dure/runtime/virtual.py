@@ -218,15 +218,10 @@ class VirtualNode:
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
         kernel = self.runtime.kernel
         winner: Operation[Any] = Operation(kernel, " or ".join(o.label for o in operations))
-        timer = None if timeout is None else kernel.timer(kernel.now + timeout, winner.resolve)
-
-        def won(operation: Operation[Any]) -> None:
-            if timer is not None and not winner.done:
-                kernel.void(timer)
-            winner.resolve(operation)
-
-        for operation in operations:
-            operation.when_done(partial(won, operation))
+        winner.resolve_with_first(operations)
+        if timeout is not None:
+            timer = kernel.timer(kernel.now + timeout, winner.resolve)
+            winner.when_done(lambda: None if winner.result() is None else kernel.void(timer))
         return winner
 
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:

@@ -14,16 +14,22 @@ A *version* counts closed groups, and a *group* is the set of updates that one v
 (the first is 0) makes version v + 1. The shards apply groups in the order in which they were closed, whatever the
 order in which the data came.
 
-| policy    | a group is                        | a worker may start when                    | method |
-|-----------|-----------------------------------|--------------------------------------------|--------|
-| `Barrier` | one update of every live worker   | the group of its last update has closed    | BSP    |
-| `Bounded` | one update, in order of arrival   | nobody live is more than `lead` clocks behind | SSP |
+| policy    | a group is                       | a worker may start when                     | methods          |
+|-----------|----------------------------------|---------------------------------------------|------------------|
+| `Barrier` | one update of every live worker  | the group of its last update has closed     | BSP              |
+| `Bounded` | one update, in order of arrival  | nobody live is over `lead` clocks behind    | SSP              |
+| `FirstOf` | the newest version's first K     | the open group has a place for it           | K-sync, backup   |
+| `AnyOf`   | K updates of any version         | the open group has a (or another) place     | K-async          |
+
+A worker of `FirstOf` who is still at work when its version is over is told so (`Abort`), and those whose updates find
+no place are refused before a byte of them is sent. A K that can't be had any more closes short: a group is complete
+as soon as all who are left have given what they may.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +117,14 @@ class Clocks:
         self._top = max(self._top, clock + 1)
         self._drop(clock)
         return clock + 1
+
+    def advance_all(self) -> None:
+        """One more of everybody, who all stand at the same clock."""
+        for worker in self._of:
+            self._of[worker] += 1
+        self._at = {clock + 1: count for clock, count in self._at.items()}
+        self.minimum += 1
+        self._top = max(self._top + 1, self.minimum)
 
     def _drop(self, clock: int) -> None:
         self._at[clock] -= 1
@@ -290,3 +304,194 @@ class Bounded:
         self.version = int(state["version"])
         self.clocks.restore(state["clocks"])
         self._snapshot = int(state["snapshot"])
+
+
+def most(workers: int) -> int:
+    """All but one worker in twenty, or all but one: as many as to wait for where nothing else is said.
+
+    >>> [most(workers) for workers in (1, 2, 16, 100)]
+    [1, 1, 15, 95]
+    """
+    return max(1, workers - max(1, workers // 20))
+
+
+class FirstOf:
+    """The first K updates of the newest version make the next; whoever is still at work on it is stopped.
+
+    `quorum` gives K for a number of live workers. `distinct`: no worker has two updates in one group, and all clocks
+    are the version; otherwise a fast worker may give several, and clocks count mini-batches, wasted ones too.
+
+    An accepted offer holds one of the K places until it is staged, and counts unless its worker dies. While the places
+    are held, further offers wait: for one to become free, or for the group to close, when they are refused.
+    """
+
+    may_refuse = True
+    floor = None
+
+    def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
+        self.quorum = quorum
+        self.distinct = distinct
+        self.clocks = Clocks()
+        self.version = 0
+        self._members: list[tuple[int, int]] = []
+        self._spent: set[int] = set()  # who has no more to give to this group
+        self._working: set[int] = set()
+        self._accepted: set[int] = set()
+        self._offering: list[int] = []
+        self._asking: list[int] = []
+
+    def join(self, worker: int) -> list[Verdict]:
+        self.clocks.join(worker)
+        if any(member == worker for member, _ in self._members):  # from its life before
+            self._spent.add(worker)
+        return self._go_on()
+
+    def leave(self, worker: int) -> list[Verdict]:
+        self.clocks.leave(worker)
+        for waiting in (self._offering, self._asking):
+            if worker in waiting:
+                waiting.remove(worker)
+        for some in (self._spent, self._working, self._accepted):
+            some.discard(worker)
+        return self._go_on()
+
+    def ask(self, worker: int) -> list[Verdict]:
+        self._accepted.discard(worker)
+        self._working.discard(worker)
+        self._asking.append(worker)
+        return self._go_on()
+
+    def offer(self, worker: int, base: int) -> list[Verdict]:
+        if worker in self._accepted:
+            return [Accept(worker, self.version)]
+        if base != self.version or worker in self._spent:
+            return [Refuse(worker, f"version {base} was complete without it.")]
+        self._working.discard(worker)
+        self._offering.append(worker)
+        return self._go_on()
+
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+        self._accepted.discard(worker)
+        self._members.append((worker, seq))
+        if self.distinct:
+            self._spent.add(worker)
+        else:
+            self.clocks.advance(worker)
+        return self._go_on()
+
+    def _go_on(self) -> list[Verdict]:
+        """Give away the places that are free, and close the group if it is complete."""
+        verdicts: list[Verdict] = []
+        while self._offering and self._has_room():
+            worker = self._offering.pop(0)
+            self._accepted.add(worker)
+            verdicts.append(Accept(worker, self.version))
+        if self._has_room():
+            verdicts += self._start([worker for worker in self._asking if worker not in self._spent])
+        alone = len(self._spent) == len(self.clocks)
+        if self._members and not self._accepted and (alone or not self._has_room()):
+            verdicts += self._close()
+        return verdicts
+
+    def _has_room(self) -> bool:
+        return len(self._members) + len(self._accepted) < self.quorum(len(self.clocks))
+
+    def _start(self, workers: list[int]) -> list[Verdict]:
+        self._asking = [worker for worker in self._asking if worker not in workers]
+        self._working.update(workers)
+        return [Start(worker, self.version) for worker in workers]
+
+    def _close(self) -> list[Verdict]:
+        verdicts: list[Verdict] = [Close(self.version, tuple(sorted(self._members)))]
+        verdicts += [Refuse(worker, f"version {self.version} is complete without it.") for worker in self._offering]
+        verdicts += [Abort(worker, self.version) for worker in sorted(self._working)]
+        if self.distinct:
+            self.clocks.advance_all()
+        else:
+            for worker in (*self._offering, *sorted(self._working)):
+                self.clocks.advance(worker)
+        self.version += 1
+        self._members, self._offering = [], []
+        self._spent, self._working = set(), set()
+        return verdicts + self._start(sorted(self._asking))
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "clocks": self.clocks.state(), "members": self._members}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+        self.clocks.restore(state["clocks"])
+        self._members = _members(state["members"])
+        self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
+
+
+class AnyOf:
+    """Any K updates make a version, whatever versions they were computed on; nobody is refused or stopped.
+
+    `quorum` gives K for a number of live workers. `distinct`: a worker whose update is in the open group waits until it
+    closes; otherwise nobody waits.
+    """
+
+    may_refuse = False
+    floor = None
+
+    def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
+        self.quorum = quorum
+        self.distinct = distinct
+        self.clocks = Clocks()
+        self.version = 0
+        self._members: list[tuple[int, int]] = []
+        self._spent: set[int] = set()  # who has no more to give to this group
+        self._asking: list[int] = []
+
+    def join(self, worker: int) -> list[Verdict]:
+        self.clocks.join(worker)
+        if any(member == worker for member, _ in self._members):  # from its life before
+            self._spent.add(worker)
+        return []
+
+    def leave(self, worker: int) -> list[Verdict]:
+        self.clocks.leave(worker)
+        self._spent.discard(worker)
+        if worker in self._asking:
+            self._asking.remove(worker)
+        return self._close_if_complete()
+
+    def ask(self, worker: int) -> list[Verdict]:
+        if worker not in self._spent:
+            return [Start(worker, self.version)]
+        self._asking.append(worker)
+        return []
+
+    def offer(self, worker: int, base: int) -> list[Verdict]:
+        return [Accept(worker, self.version)]
+
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+        self.clocks.advance(worker)
+        self._members.append((worker, seq))
+        if self.distinct:
+            self._spent.add(worker)
+        return self._close_if_complete()
+
+    def _close_if_complete(self) -> list[Verdict]:
+        everybody = len(self.clocks)
+        if not self._members or (len(self._members) < self.quorum(everybody) and len(self._spent) < everybody):
+            return []
+        close = Close(self.version, tuple(sorted(self._members)))
+        released = sorted(self._asking)
+        self._members, self._asking, self._spent = [], [], set()
+        self.version += 1
+        return [close, *(Start(worker, self.version) for worker in released)]
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "clocks": self.clocks.state(), "members": self._members}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+        self.clocks.restore(state["clocks"])
+        self._members = _members(state["members"])
+        self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
+
+
+def _members(state: Any) -> list[tuple[int, int]]:
+    return [(int(worker), int(seq)) for worker, seq in state]

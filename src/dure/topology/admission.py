@@ -34,6 +34,8 @@ class ClockService:
     While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
     told, and whatever it still sends under its old incarnation is refused (`Evicted`).
 
+    `refused` counts the gradients that were for nothing: refused when they were offered, or aborted before.
+
     The version that a worker was started on is pinned, and so kept by the shards, until it stages an update, asks
     again or leaves.
     """
@@ -65,6 +67,7 @@ class ClockService:
         self._asking: dict[int, Operation[Reply]] = {}
         self._offering: dict[int, Operation[Reply]] = {}
         self._watching: dict[int, Operation[Reply]] = {}
+        self._aborted: dict[int, int] = {}
         self._open: dict[int, set[int]] = {}
         self._started: dict[int, int] = {}
         self._version = 0
@@ -120,6 +123,7 @@ class ClockService:
         waiting = self._asking.get(worker)
         if waiting is None:
             self._unpin(worker)
+            self._aborted.pop(worker, None)
             started = self._carry_out(self._ruled().ask(worker), worker)
             if started is not None:
                 return started
@@ -130,10 +134,13 @@ class ClockService:
 
     def _offer(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)
-        decided = self._carry_out(self._ruled().offer(worker, call.fields["base"]), worker)
-        if decided is not None:
-            return decided
-        waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
+        waiting = self._offering.get(worker)
+        if waiting is None:
+            decided = self._carry_out(self._ruled().offer(worker, call.fields["base"]), worker)
+            if decided is not None:
+                return decided
+            self._guard()
+            waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
         return waiting
 
     def _staged(self, call: Call) -> Reply:
@@ -148,8 +155,10 @@ class ClockService:
             self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
         return Reply()
 
-    def _watch(self, call: Call) -> Awaitable[Reply]:
+    def _watch(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)
+        if worker in self._aborted:
+            return Reply({"version": self._aborted[worker]})
         if worker not in self._watching:
             self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
         return self._watching[worker]
@@ -236,6 +245,7 @@ class ClockService:
         self.live.remove(worker)
         self._expected.discard(worker)
         self._unpin(worker)
+        self._aborted.pop(worker, None)
         for waiting in (self._asking, self._offering, self._watching):
             promise = waiting.pop(worker, None)
             if promise is not None:
@@ -261,9 +271,11 @@ class ClockService:
                 self._patience.begin(verdict.worker)
                 promise = self._asking.pop(verdict.worker, None)
             elif isinstance(verdict, Abort):
+                self.refused += 1
+                self._aborted[verdict.worker] = verdict.version
                 promise = self._watching.pop(verdict.worker, None)
             else:
-                self.refused += isinstance(verdict, Refuse)
+                self.refused += isinstance(verdict, Refuse) and verdict.worker not in self._aborted
                 promise = self._offering.pop(verdict.worker, None)
             reply = self._with_notes(_answer(verdict)) if isinstance(verdict, Start) else _answer(verdict)
             if promise is not None:

@@ -171,6 +171,12 @@ class ServerClient:
             await self._clock("staged", group=group, **mine, **said)
         return [reply.fields["version"] for reply in replies]
 
+    async def arrive(self, note: Mapping[str, float]) -> None:
+        """Tell the clock that this worker has done its part of what a group ends, with no update in it."""
+        self.seq += 1
+        mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
+        await self._clock("staged", group=None, note=note, **mine)
+
     def still_here(self) -> None:
         """Tell the clock, now and then, that this worker makes progress though it has pushed nothing for a while."""
         now = self.node.now()
@@ -179,7 +185,7 @@ class ServerClient:
             self.node.call(self.servers.clock, "progress", worker=self.worker, incarnation=self.incarnation)
 
     def watch(self) -> Operation[Reply]:
-        """Word, some time, that what this worker computes is in vain; `version` says on which. One is enough at a time."""
+        """Word, some time, that what this worker computes is in vain; `version` says on which."""
         return self.node.call(self._address("watch"), "watch", worker=self.worker, incarnation=self.incarnation)
 
     async def status(self) -> list[Mapping[str, Any]]:

@@ -21,6 +21,8 @@ class LoopSource:
     `batch_size` is this rank's weight. `exchange` makes the group's mean of a gradient, None in a world of one.
     """
 
+    can_stop = False
+
     def __init__(self, node: ProcessNode, replica: Replica, batch_size: int) -> None:
         self.batch_size = batch_size
         self.exchange: Exchange | None = None

@@ -1,0 +1,71 @@
+"""Synchronous SGD with backup workers: start a few more than are needed, and go on without the slowest.
+
+Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, algorithms 3 and 4.
+
+    for t = 0, 1, 2, ...                              at every one of N + b workers
+        w  <- version t
+        g  <- gradient of f at w on a batch of samples drawn from the whole set
+        push (g, t);   if version t is complete first: drop g
+                                                      at the server
+        wait for N gradients of version t
+        w  <- Opt(w, their mean);   version t + 1;   what comes later with tag t is dropped
+
+| in the paper                 | here                                                               |
+|------------------------------|--------------------------------------------------------------------|
+| N + b workers                | all live workers; N is what `backups`, b, leaves of them           |
+| a late gradient is dropped   | it is refused before its bytes are sent, and its worker is told to stop computing it |
+| tag t                        | the version that the gradient was computed on; the others are never counted |
+| samples from the whole set   | `sampling`: a split that the user chooses goes first                |
+
+One slow worker, or b of them, cost nothing but their own gradients. With ``backups=0`` it is BSP. A worker that dies or
+stands still is one backup fewer until it is missed; then N is one smaller. A newcomer begins at the newest version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.sync.clock import FirstOf, Policy, most
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """Synchronous SGD that waits for all but the slowest `backups` workers; one in twenty, or one, if left out."""
+
+    backups: int | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "server"
+    sampling: ClassVar[str] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.backups is not None and self.backups < 0:
+            raise ValueError(f"backups counts workers and must be >= 0, got {self.backups}. Use 0 to wait for all.")
+
+    def quorum(self, workers: int) -> int:
+        """N, the gradients of an update, with `workers` live ones."""
+        return most(workers) if self.backups is None else max(1, workers - self.backups)
+
+    def policy(self) -> Policy:
+        return FirstOf(self.quorum, distinct=True)
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            worker.follow(await worker.admission())
+            worker.adopt(await worker.pull())
+            gradient = await worker.gradient_unless_aborted()
+            if gradient is not None:
+                await worker.push(gradient)

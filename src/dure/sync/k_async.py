@@ -1,0 +1,107 @@
+"""K-async and K-batch-async SGD: an update needs K gradients of whatever version, and nobody starts over.
+
+Dutta, Joshi, Ghosh, Dube, Nagpurkar, "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
+Distributed SGD", AISTATS 2018.
+
+    for j = 0, 1, 2, ...                              at the server, with P workers
+        K-async:        wait until K workers have pushed a gradient; those K wait for the update
+        K-batch-async:  wait until K gradients have been pushed; whoever pushes goes on at the newest w at once
+        w_j+1  <- w_j - (lr / K) sum of the K gradients
+        the other workers go on with what they compute, at the older w that they have
+
+| in the paper               | here                                                                   |
+|----------------------------|------------------------------------------------------------------------|
+| K of P                     | `k`; all but one live worker in twenty (or but one) if left out        |
+| w - (lr / K) sum           | the job's optimizer on the mean of the K                               |
+| staleness, in updates      | unbounded; by K-batch-async (P - 1) / K on average                     |
+
+Nothing is thrown away: a slow worker's gradients come late, and count. ``k=1`` is asynchronous SGD; k-async with
+K = P is BSP. K-batch-async is the n-softsync of Zhang, Gupta, Lian, Liu (2016) with K = P / n; their rate by staleness
+is ``+staleness-lr``. A dead worker is not waited for; when fewer than K workers are left, K-async updates with what
+all of them give, and the last group of K-batch-async is as large as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.sync.clock import AnyOf, Policy, most
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class KAsync:
+    """Any `k` workers' gradients make an update, however stale; those `k` wait for it."""
+
+    k: int | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    sampling: ClassVar[str] = "whole"
+    stale_gradients: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
+
+    def quorum(self, workers: int) -> int:
+        """K, with `workers` live ones."""
+        return most(workers) if self.k is None else self.k
+
+    def policy(self) -> Policy:
+        return AnyOf(self.quorum, distinct=True)
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.admission()
+            worker.adopt(await worker.pull())
+            await worker.push(await worker.gradient())
+
+
+@dataclass(frozen=True, slots=True)
+class KBatchAsync:
+    """Any `k` mini-batches' gradients make an update, however stale; nobody waits."""
+
+    k: int | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    sampling: ClassVar[str] = "whole"
+    stale_gradients: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
+
+    def quorum(self, workers: int) -> int:
+        """K, with `workers` live ones."""
+        return most(workers) if self.k is None else self.k
+
+    def policy(self) -> Policy:
+        return AnyOf(self.quorum, distinct=False)
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.admission()
+            worker.adopt(await worker.pull())
+            await worker.push(await worker.gradient())

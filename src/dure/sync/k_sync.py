@@ -1,0 +1,111 @@
+"""K-sync and K-batch-sync SGD: an update needs K gradients of the newest version, and the rest start over.
+
+Dutta, Joshi, Ghosh, Dube, Nagpurkar, "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
+Distributed SGD", AISTATS 2018.
+
+    for j = 0, 1, 2, ...                              at the server, with P workers
+        K-sync:        wait until K workers have finished a mini-batch at w_j
+        K-batch-sync:  wait until K mini-batches at w_j are finished, several by one worker if it is fast
+        w_j+1  <- w_j - (lr / K) sum of the K gradients
+        the other workers stop what they compute, and start over at w_j+1
+
+| in the paper               | here                                                                   |
+|----------------------------|------------------------------------------------------------------------|
+| K of P                     | `k`; all but one live worker in twenty (or but one) if left out        |
+| stop and start over        | word from the clock (`Worker.gradient_unless_aborted`); on processes, refusal |
+| w - (lr / K) sum           | the job's optimizer on the mean of the K                               |
+
+No gradient is stale. With exponential times of mean 1 an update takes H_P - H_(P-K) by K-sync, K / P by K-batch-sync.
+``k-sync:k=P`` is BSP; k-batch-sync with K = P is not, unless all are equally fast. Slow workers are left out of
+K-sync's updates, so samples are drawn from the whole set. When fewer than K workers are left, K-sync updates with what
+all of them give; K-batch-sync goes on with several of each.
+
+A process can't stop a gradient half-way: it finishes it, and is refused before a byte of it is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.sync.clock import FirstOf, Policy, most
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class KSync:
+    """The first `k` workers make an update; the others start over with them."""
+
+    k: int | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "server"
+    sampling: ClassVar[str] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use as many as there are for BSP.")
+
+    def quorum(self, workers: int) -> int:
+        """K, with `workers` live ones."""
+        return most(workers) if self.k is None else self.k
+
+    def policy(self) -> Policy:
+        return FirstOf(self.quorum, distinct=True)
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            worker.follow(await worker.admission())
+            worker.adopt(await worker.pull())
+            gradient = await worker.gradient_unless_aborted()
+            if gradient is not None:
+                await worker.push(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class KBatchSync:
+    """The first `k` mini-batches make an update, whoever computed them; the others start over."""
+
+    k: int | None = None
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    sampling: ClassVar[str] = "whole"
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for the first that comes.")
+
+    def quorum(self, workers: int) -> int:
+        """K, with `workers` live ones."""
+        return most(workers) if self.k is None else self.k
+
+    def policy(self) -> Policy:
+        return FirstOf(self.quorum, distinct=False)
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.admission()
+            worker.adopt(await worker.pull())
+            gradient = await worker.gradient_unless_aborted()
+            if gradient is not None:
+                await worker.push(gradient)
