@@ -14,7 +14,7 @@ so the optimizer's own momentum becomes
 |--------------------------|------------------------------------------------------------------------------|
 | mu_target                | `target`; the job's own momentum unless given                                |
 | mu_L                     | the momentum of the servers' SGD, one buffer for all workers                 |
-| K, "compute groups"      | the run's workers; divided by k where k gradients make one update            |
+| K, "compute groups"      | the run's workers; divided by k where k of them make one update              |
 | then a grid over mu_L    | `target` is the knob                                                         |
 
 One worker keeps its momentum. The formula assumes workers of equal speed: one that is slower for good contributes

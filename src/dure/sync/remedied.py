@@ -107,7 +107,7 @@ def server_rule(method: Any, optimizer: OptimizerSpec, workers: int) -> Optimize
     for remedy in parts(method)[1]:
         if isinstance(remedy, Retuning):
             members = method.quorum(workers) if hasattr(method, "quorum") else 1
-            rule = remedy.retuned(rule, workers / members)
+            rule = remedy.retuned(rule, max(1.0, workers / members))
     return rule
 
 
