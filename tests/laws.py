@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -30,7 +31,7 @@ class Law:
 
     @property
     def method(self) -> str:
-        """The name in the catalogue."""
+        """The name in the catalogue; of a method from a file, the file's."""
         return self.strategy.split()[0].partition("+")[0].partition(":")[0]
 
     @property
@@ -42,15 +43,33 @@ class Law:
         return self.strategy
 
 
+POST_LOCAL = Path(__file__).parents[1] / "examples" / "03_post_local.py"
+
 LAWS = [
     Law("bsp collective", survives=False),
     Law("bsp ps:shards=2"),
+    Law("one-shot collective", survives=False),
+    Law("one-shot ps:shards=2"),
     Law("averaging:period=3 collective", survives=False),
     Law("averaging:period=3 ps:shards=2,split=layer"),
+    Law("averaging:period=6,schedule=decay,interval=6,weights=uniform ps", options={"optimizer": "momentum"}),
+    Law("averaging:period=6,schedule=adaptive,interval=6,weights=loss ps:shards=2", tensors=True),
+    Law("averaging:schedule=overhead,overhead=0.3,weights=fisher,state=average collective", survives=False),
+    Law("bmuf:period=4,momentum=0.5 collective", survives=False),
+    Law("bmuf:period=4,momentum=0.5,nesterov=true ps:shards=2"),
+    Law("bmuf:period=4,momentum=0.5,overlap=3,fragments=3 collective", survives=False),
+    Law("diloco:period=4 collective", survives=False, options={"lr": 0.003}),
+    Law("diloco:period=4 ps:shards=2", options={"lr": 0.003}),
     Law("easgd:period=4 collective", survives=False),
     Law("easgd:period=4 ps:shards=2"),
     Law("eamsgd:period=4 collective", survives=False),
     Law("eamsgd:period=4 ps:shards=2,split=layer"),
+    Law("backup ps:shards=2"),
+    Law("k-sync ps:shards=2"),
+    Law("k-batch-sync ps:shards=2"),
+    Law("k-async ps:shards=2"),
+    Law("k-batch-async ps:shards=2"),
     Law("ssp:bound=3 ps:shards=2", options={"lr": 0.05}),
     Law("downpour ps:shards=2", options={"lr": 0.05}),
+    Law(f"{POST_LOCAL}:PostLocal:switch=10,period=4 collective", survives=False),
 ]
