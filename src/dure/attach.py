@@ -66,6 +66,9 @@ def attach(
         PeerLost: another rank has failed before all were there.
     """
     strategy = Strategy.of(sync, topology, codec)
+    because = getattr(strategy.sync, "no_loop", "")
+    if because:
+        raise UsageError(f"{strategy.sync} does not run in a loop of one's own: {because}.")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
     replica = Replica(model)

@@ -3,9 +3,12 @@
 | name        | class       | replicas agree                                     | runs over       |
 |-------------|-------------|----------------------------------------------------|-----------------|
 | `bsp`       | `BSP`       | after every step                                   | collective, ps  |
+| `one-shot`  | `OneShot`   | once, at the end, on the mean of the models        | collective, ps  |
 | `averaging` | `Averaging` | every `period` steps, on the mean of the models    | collective, ps  |
 | `easgd`     | `EASGD`     | every `period` steps, by a spring to a center      | ps, collective  |
 | `eamsgd`    | `EAMSGD`    | as `easgd`, with momentum at the workers           | ps, collective  |
+| `bmuf`      | `BMUF`      | every `period` steps; the mean moves with momentum | collective, ps  |
+| `diloco`    | `DiLoCo`    | as `bmuf`, with AdamW at the workers               | collective, ps  |
 | `backup`    | `Backup`    | after every step, without the `backups` slowest    | ps              |
 | `k-sync`    | `KSync`     | after the first `k` workers                        | ps              |
 | `k-batch-sync` | `KBatchSync` | after the first `k` mini-batches                | ps              |
@@ -38,6 +41,13 @@ CATALOGUE = {
         "Valiant, A Bridging Model for Parallel Computation, CACM 1990",
         combines=("collective", "ps"),
     ),
+    "one-shot": Entry(
+        "dure.sync.one_shot",
+        "OneShot",
+        "everybody alone to the end, and then the mean of the models",
+        "Zinkevich et al., Parallelized Stochastic Gradient Descent, NeurIPS 2010",
+        combines=("collective", "ps"),
+    ),
     "averaging": Entry(
         "dure.sync.averaging",
         "Averaging",
@@ -58,6 +68,21 @@ CATALOGUE = {
         "elastic averaging with momentum at the workers",
         "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015",
         combines=("ps", "collective"),
+    ),
+    "bmuf": Entry(
+        "dure.sync.bmuf",
+        "BMUF",
+        "local steps, and a step of the mean model with momentum every few of them",
+        "Chen and Huo, Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-Block "
+        "Parallel Optimization and Blockwise Model-Update Filtering, ICASSP 2016",
+        combines=("collective", "ps"),
+    ),
+    "diloco": Entry(
+        "dure.sync.bmuf",
+        "DiLoCo",
+        "AdamW at the workers, and Nesterov's momentum from mean to mean",
+        "Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023",
+        combines=("collective", "ps"),
     ),
     "backup": Entry(
         "dure.sync.backup",

@@ -1,40 +1,94 @@
 """Periodic model averaging: run apart for a while, then meet in the middle.
 
 Su, Chen, "Experiments on Parallel Training of Deep Neural Network using Model Averaging", 2015;
-as local SGD in Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+as local SGD in Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019;
+its adaptive period in Wang, Joshi, "Adaptive Communication Strategies ... Local-Update SGD" (AdaComm), 2018.
 
     for t = 1, 2, 3, ...                              at every worker k
         w_k  <- Opt_k(w_k, gradient of f at w_k)
-        if t mod period = 0
-            w_k  <- sum of B_k w_k / sum of B_k       over all workers
+        if t - last meeting = period
+            w_k     <- sum of c_k w_k                 over all workers, sum of c_k = 1
+            period  <- the schedule's next one
 
-| in the paper                 | here                                                             |
-|------------------------------|------------------------------------------------------------------|
-| tau                          | `period`, in mini-batches                                        |
-| average over a parameter server | shards that store the weighted mean of what a round pushed       |
-| state of the local optimizer | momentum and Adam state stay with the worker, as they are         |
+| in the papers          | here                                                                             |
+|------------------------|----------------------------------------------------------------------------------|
+| tau                    | `period`, in mini-batches                                                        |
+| c_k                    | `weights`: of "samples" B_k, "uniform", by "loss", by "fisher"                   |
+|                        | "loss": exp(-L_k / `temperature`) / sum, L_k the round's mean loss               |
+|                        | "fisher": F_k / sum of F for each parameter, F_k the round's mean squared gradient |
+| average at a server    | shards store the weighted mean of what a round pushed                            |
+| state of the optimizer | `state`: "keep" momentum and moments as they are, "average" them too, "reset" them |
+| AdaComm's tau_l        | `schedule="adaptive"`: ceil(sqrt(F / F_0) `period`) |
+|                        | or, where that is no less than the last, `factor` times the last                 |
+| its gamma = 1/2, T_0   | `factor`; `interval`, in mini-batches and not seconds, so that a run can be repeated |
+| its rate eta_l         | constant, so that eta_0 / eta_l = 1                                               |
+| decaying tau           | `schedule="decay"`: `factor` times the last, every `interval`                     |
+| tau of measured times  | `schedule="overhead"`: the least for which meeting takes at most `overhead` of the time |
 
-``period=1`` with plain SGD is BSP.
+All workers derive the same period from the same numbers: what each says of its round travels with the round. F is
+the mean of all workers' losses in a round. ``period=1`` with plain SGD is BSP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.optim import OptimizerSpec
 from dure.runtime.base import EndOfWork
 from dure.sync.clock import Barrier, Policy
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.worker import Worker
+    from collections.abc import Sequence
+
+    import torch
+
+    from dure.worker import LocalOptimizer, Note, Worker
+
+LEAST_FISHER = 1e-12
+"""Added to every squared gradient: where nobody has seen one, the mean is the plain one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """When all meet, as all know it: they last met at clock `began` and will after `period` steps.
+
+    `rounds` have been; the first had the mean loss `first`; since `changed` the period is what it is. A step takes
+    `step` seconds at the slowest worker, a meeting `sync`, on average.
+    """
+
+    period: int
+    began: int = 0
+    rounds: int = 0
+    first: float = 0.0
+    changed: int = 0
+    step: float = 0.0
+    sync: float = 0.0
+
+    @property
+    def due(self) -> int:
+        return self.began + self.period
+
+    @classmethod
+    def of(cls, note: Note) -> Rhythm:
+        """That of a worker that said `note`."""
+        period, began, rounds, changed = (int(note[name]) for name in ("period", "began", "rounds", "changed"))
+        return cls(period, began, rounds, note["first"], changed, note["step"], note["sync"])
 
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Local SGD: average the models every `period` steps."""
+    """Local SGD: average the models every `period` steps, or as often as a `schedule` finds right."""
 
     period: int = 10
+    schedule: Literal["fixed", "decay", "overhead", "adaptive"] = "fixed"
+    factor: float = 0.5
+    interval: int = 100
+    overhead: float = 0.05
+    weights: Literal["samples", "uniform", "loss", "fisher"] = "samples"
+    temperature: float = 1.0
+    state: Literal["keep", "average", "reset"] = "keep"
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
     lockstep: ClassVar[bool] = True
@@ -43,31 +97,186 @@ class Averaging:
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ValueError(f"period counts mini-batches and must be >= 1, got {self.period}. Use 1 for every step.")
+        if self.interval < 1:
+            raise ValueError(
+                f"interval counts mini-batches and must be >= 1, got {self.interval}. Use 1 for each round."
+            )
+        if not 0 < self.factor <= 1:
+            raise ValueError(
+                f"factor shortens the period and must be in (0, 1], got {self.factor}. The paper's is 0.5."
+            )
+        if not 0 < self.overhead < 1:
+            raise ValueError(
+                f"overhead is a share of the time, in (0, 1), got {self.overhead}. Use 0.05 for 5 per cent."
+            )
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature divides a loss and must be > 0, got {self.temperature}. Use inf for equal weights."
+            )
+
+    def objection(self, topology: str) -> str:
+        if topology == "ps" and self.weights == "fisher":
+            return "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
+        if topology == "ps" and self.state == "average":
+            return "servers hold the model and no worker's optimizer state"
+        return ""
+
+    @property
+    def no_loop(self) -> str:
+        if self.schedule == "adaptive" or self.weights == "loss":
+            return "the loss stays in the loop, and this method needs it"
+        return "" if self.state == "keep" else "the state of the optimizer is the loop's own; use state=keep"
 
     def policy(self) -> Policy:
         return Barrier()
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return replace(optimizer, name="assign")
+        return OptimizerSpec("assign")
 
     @property
     def reduce(self) -> str:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
+        rhythm = self.enter(worker)
         try:
             while True:
-                worker.step(await worker.gradient())
-                if worker.clock % self.period == 0:
-                    await self.average(worker)
+                await self.step(worker)
+                if worker.clock >= rhythm.due:
+                    rhythm = await self.average(worker, rhythm)
         except EndOfWork:
-            if worker.clock % self.period != 0:
-                await self.average(worker)
+            if worker.clock != rhythm.began:
+                await self.average(worker, rhythm)
 
-    async def average(self, worker: Worker) -> None:
-        if worker.server is None:
-            await worker.mean_params()
+    def enter(self, worker: Worker) -> Rhythm:
+        """The rhythm in which the others are, or in which this worker was before a restart."""
+        rhythm = Rhythm(**worker.kept_plain.get("rhythm", {"period": self.period}))
+        if worker.heard:
+            rhythm = self.after(worker.heard)
+        if worker.clock == rhythm.began:
+            self.begin(worker, rhythm)
+        worker.met = rhythm.began
+        return rhythm
+
+    def begin(self, worker: Worker, rhythm: Rhythm) -> None:
+        """A new round."""
+        worker.met = rhythm.began
+        worker.kept_plain |= {"rhythm": asdict(rhythm), "loss": 0.0, "seconds": 0.0}
+        if self.weights == "fisher":
+            worker.keep("fisher").zero_()
+
+    async def step(self, worker: Worker) -> None:
+        """A local step, and what this round will be known by."""
+        started = worker.node.now()
+        gradient = await worker.gradient()
+        worker.kept_plain["seconds"] += worker.node.now() - started
+        worker.kept_plain["loss"] += worker.loss
+        if self.weights == "fisher":
+            self.weigh(worker, gradient)
+        worker.step(gradient)
+        worker.still_here()
+
+    def weigh(self, worker: Worker, gradient: torch.Tensor) -> None:
+        """Add to the diagonal of the Fisher information, as far as this round has seen it."""
+        fisher = worker.keep("fisher")
+        fisher += gradient * gradient
+
+    # ---- the meeting
+
+    async def average(self, worker: Worker, rhythm: Rhythm) -> Rhythm:
+        """Meet; when the next meeting is."""
+        kept, steps = worker.kept_plain, worker.clock - rhythm.began
+        note = {
+            **asdict(rhythm),
+            "clock": worker.clock,
+            "round loss": kept["loss"] / steps,
+            "round step": kept["seconds"] / steps,
+            "last sync": kept.get("sync", 0.0),
+        }
+        await (self.meet(worker, note) if worker.server is None else self.meet_at_servers(worker, note))
+        if self.state == "reset":
+            reset(worker.optimizer)
+        rhythm = self.after(worker.heard)
+        self.begin(worker, rhythm)
+        return rhythm
+
+    async def meet(self, worker: Worker, note: Note) -> None:
+        """Over collectives."""
+        if self.schedule in ("overhead", "adaptive") or self.weights == "loss":
+            await worker.tell(note)
         else:
-            await worker.push(worker.params)
-            await worker.admission()
-            worker.adopt(await worker.pull())
+            worker.heard = [note]
+        started = worker.node.now()
+        if self.weights == "fisher":
+            weight = worker.keep("fisher") + LEAST_FISHER
+            worker.params.copy_(await worker.mean(worker.params * weight, 1.0) / await worker.mean(weight, 1.0))
+        else:
+            worker.params.copy_(await worker.mean(worker.params, self.share(worker, note)))
+        if self.state == "average":
+            for vector in worker.optimizer.state()[0].values():
+                vector.copy_(await worker.mean(vector))
+        await worker.mean_buffers()
+        worker.kept_plain["sync"] = worker.node.now() - started
+        worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
+
+    def share(self, worker: Worker, note: Note) -> float:
+        """c_k."""
+        if self.weights == "loss":
+            exponents = [-each["round loss"] / self.temperature for each in worker.heard]
+            largest = max(exponents)
+            mine = math.exp(-note["round loss"] / self.temperature - largest)
+            return mine / sum(math.exp(exponent - largest) for exponent in exponents)
+        return worker.share if self.weights == "samples" else 1 / worker.world_size
+
+    async def meet_at_servers(self, worker: Worker, note: Note) -> None:
+        """Over servers, which divide by the sum of the weights."""
+        weight: float | None = None if self.weights == "samples" else 1.0
+        if self.weights == "loss":
+            weight = max(math.exp(-note["round loss"] / self.temperature), 1e-300)
+        started = worker.node.now()
+        await worker.push(worker.params, weight=weight, note=note)
+        pushed = worker.node.now()
+        await worker.admission()
+        admitted = worker.node.now()
+        worker.adopt(await worker.pull())
+        worker.kept_plain["sync"] = pushed - started + worker.node.now() - admitted
+
+    # ---- the schedule
+
+    def after(self, notes: Sequence[Note]) -> Rhythm:
+        """The rhythm after a round in which the workers said `notes`: the same at all of them."""
+        last = Rhythm.of(notes[0])
+        clock = int(max(note["clock"] for note in notes))
+        loss = math.fsum(note["round loss"] for note in notes) / len(notes)
+        step, sync = (max(note[name] for note in notes) for name in ("round step", "last sync"))
+        now = replace(
+            last,
+            began=clock,
+            rounds=last.rounds + 1,
+            first=last.first if last.rounds else loss,
+            step=last.step + (step - last.step) / (last.rounds + 1),
+            sync=last.sync + (sync - last.sync) / max(last.rounds, 1),
+        )
+        period = self.next_period(now, loss)
+        return replace(now, period=period, changed=clock if period != last.period else last.changed)
+
+    def next_period(self, rhythm: Rhythm, loss: float) -> int:
+        """The period, given that of the last round."""
+        last = rhythm.period
+        if self.schedule == "overhead" and rhythm.rounds > 1 and rhythm.step > 0:
+            return max(1, math.ceil(rhythm.sync * (1 - self.overhead) / (self.overhead * rhythm.step)))
+        if self.schedule not in ("decay", "adaptive") or rhythm.began - rhythm.changed < self.interval:
+            return last
+        if self.schedule == "adaptive" and rhythm.first > 0:
+            wanted = math.ceil(math.sqrt(loss / rhythm.first) * self.period)
+            if wanted < last:
+                return max(1, wanted)
+        return max(1, int(self.factor * last))
+
+
+def reset(optimizer: LocalOptimizer) -> None:
+    """Forget all steps so far."""
+    vectors, _ = optimizer.state()
+    for vector in vectors.values():
+        vector.zero_()
+    optimizer.restore(vectors, {"steps": 0})

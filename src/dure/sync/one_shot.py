@@ -1,0 +1,65 @@
+"""One-shot averaging (SimuParallelSGD): everybody alone to the end, then the mean.
+
+Zinkevich, Weimer, Smola, Li, "Parallelized Stochastic Gradient Descent", NeurIPS 2010, algorithm 3.
+
+    for t = 1, ..., T                                 at every worker k, on data of its own
+        w_k  <- Opt_k(w_k, gradient of f at w_k)
+    v  <- sum of B_k w_k / sum of B_k                 over all workers, once
+
+| in the paper                  | here                                                                |
+|-------------------------------|---------------------------------------------------------------------|
+| T = m / k examples, shuffled  | the worker's share of the data, in an order of its own; its `steps` |
+| w_0 = 0 everywhere            | the job's initial model, the same everywhere                        |
+| constant rate, one example    | the job's optimizer and mini-batches; nothing of its state is shared |
+| v = (1/k) sum of w_k          | weighted by batch size, where workers differ                        |
+
+It is `averaging` with a period of the whole run. One slow worker delays the end, and nothing else. Over servers one
+that has died is left out of the mean; one that comes late begins at the beginning, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.optim import OptimizerSpec
+from dure.runtime.base import EndOfWork
+from dure.sync.clock import Barrier, Policy
+
+if TYPE_CHECKING:
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class OneShot:
+    """Independent runs, averaged once at their end."""
+
+    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "mean"
+    alone: ClassVar[bool] = True
+
+    def policy(self) -> Policy:
+        return Barrier()
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return OptimizerSpec("assign")
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        if worker.heard:
+            return  # the others have met, without this one
+        try:
+            while True:
+                worker.step(await worker.gradient())
+                worker.still_here()
+        except EndOfWork:
+            if worker.server is None:
+                await worker.mean_params()
+            else:
+                await worker.push(worker.params, note={"clock": worker.clock})
+                await worker.admission()
+                worker.adopt(await worker.pull())
