@@ -291,12 +291,14 @@ class Worker:
     async def join(self, *, newcomer: bool, period: int = 1) -> None:
         """Enter the servers' clock, each tick of which is `period` mini-batches; a newcomer, where the slowest is.
 
-        Where the others say at which `clock` they have met, that is where.
+        That is where the others have met, if they say at which `clock`.
         """
         assert self.server is not None
         joined = await self.server.join()
         if newcomer:
             self.heard = self.server.heard
+            if self.boundary.alone and not self.heard:
+                return  # nobody has met yet: its own run begins, or goes on, as it is
             met = max((note["clock"] for note in self.heard), default=joined.clock * period)
             self.clock = self.entered = int(met)
             if self.shared is None:
