@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure import own_file
 from dure.data.dataset import Data
 from dure.data.location import data_root as find_root
 from dure.data.split import Sampler, Split, parse_split
@@ -130,8 +130,8 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     location, folder = _locate(name_or_path)
     target, _, function_name = location.rpartition(":")
     given = {key: value for key, value in overrides.items() if value is not None}
-    with _ImportsFrom(folder):
-        module = importlib.import_module(target) if folder is None else _run_file(Path(target))
+    with nullcontext() if folder is None else own_file.imports_beside(Path(target)):
+        module = importlib.import_module(target) if folder is None else own_file.run(target)
         function = _function(module, function_name, name_or_path)
         parameters = set(inspect.signature(function).parameters)
         own = {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
@@ -160,32 +160,6 @@ def _locate(text: str) -> tuple[str, Path | None]:
     raise UsageError(
         f"no job is called {text!r}: there are {names(BUILT_IN)}, and FILE.py:FUNCTION.{nearest(text, BUILT_IN)}"
     )
-
-
-class _ImportsFrom:
-    """While open, modules beside a job's file can be imported, as when the file is run as a script."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = None if folder is None else str(folder)
-
-    def __enter__(self) -> None:
-        if self.folder is not None:
-            sys.path.insert(0, self.folder)
-
-    def __exit__(self, *_: object) -> None:
-        if self.folder is not None and self.folder in sys.path:
-            sys.path.remove(self.folder)
-
-
-def _run_file(path: Path) -> ModuleType:
-    name = f"dure_job_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} cannot be imported as Python. Write FILE.py:FUNCTION.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:

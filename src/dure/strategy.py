@@ -16,22 +16,23 @@ What is left out has its default: BSP, over the topology that the method prefers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dure import own_file
+from dure.catalogue import Entry
 from dure.codec.fp32 import Float32
-from dure.errors import StrategyError
+from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
 from dure.sync.remedied import parts
 from dure.text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
-from dure.topology.spec import Collective, ParameterServer
+from dure.topology.spec import Collective, ParameterServer, SharedMemory
 
 if TYPE_CHECKING:
-    from dure.catalogue import Entry
     from dure.sync.base import Sync
 
-Topology = Collective | ParameterServer
+Topology = Collective | ParameterServer | SharedMemory
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",
@@ -63,7 +64,7 @@ class Strategy:
         name = name_of("topology", self.topology)
         if name not in self.sync.topologies:
             entry = catalogue("sync").get(name_of("sync", self.sync))
-            because = entry.because if entry else f"it runs over {names(self.sync.topologies)}"
+            because = (entry and entry.because) or f"it runs over {names(self.sync.topologies)}"
         else:
             objection = getattr(self.sync, "objection", None)
             because = objection(name) if objection is not None else ""
@@ -113,7 +114,13 @@ def catalogue(axis: str) -> Mapping[str, Entry]:
 
 
 def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
-    """The axis (or `REMEDY`) and the entry of `name`, on `axis` if it is given. Raises `StrategyError`."""
+    """The axis (or `REMEDY`) and the entry of `name`, on `axis` if it is given. Raises `StrategyError`.
+
+    A method in a user's own file is `FILE.py:CLASS`.
+    """
+    own = own_file.split(name)
+    if own is not None:
+        return "sync", _own_method(name, *own)
     for candidate in (*AXES, REMEDY):
         if name in catalogue(candidate):
             if axis not in (None, candidate):
@@ -123,6 +130,21 @@ def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
     known = "; ".join(f"{a} has {names(catalogue(a))}" for a in axes)
     near = nearest(name, [member for a in axes for member in catalogue(a)])
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
+
+
+def _own_method(name: str, file: str, member: str) -> Entry:
+    try:
+        kind = own_file.kind(file, member)
+    except UsageError as error:
+        raise StrategyError(f"{name}: {error}") from error
+    lacks = [part for part in ("topologies", "lockstep", "delivers", "work") if not hasattr(kind, part)]
+    if lacks or not is_dataclass(kind):
+        raise StrategyError(
+            f"{name} is no method: a method is a dataclass with topologies, lockstep, delivers and work; this lacks "
+            f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
+        )
+    runs_over: tuple[str, ...] = vars(kind).get("topologies", ())
+    return Entry(kind.__module__, member, "a method of your own", kind.__doc__ or "", combines=runs_over)
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:
@@ -179,12 +201,12 @@ def _make(call: Call, axis: str | None) -> Any:
 
 
 def name_of(axis: str, member: Any) -> str:
-    """The name of an object in the catalogue of `axis`; a class from elsewhere goes by its own name."""
+    """The name of an object in the catalogue of `axis`, or its file and class; any other goes by its class alone."""
     kind = type(parts(member)[0])
     for name, entry in catalogue(axis).items():
         if (entry.module, entry.member) == (kind.__module__, kind.__qualname__):
             return name
-    return kind.__name__
+    return own_file.text_of(kind) or kind.__name__
 
 
 def member_text(axis: str, member: Any) -> str:

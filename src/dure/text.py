@@ -41,12 +41,16 @@ def parse_calls(text: str) -> tuple[Call, ...]:
 
     >>> parse_calls("downpour:n_push=2+dc-asgd:lambda=0.04")
     (Call(name='downpour', given={'n_push': '2'}), Call(name='dc-asgd', given={'lambda': '0.04'}))
+    >>> parse_calls("lab/mine.py:Mine:period=8")
+    (Call(name='lab/mine.py:Mine', given={'period': '8'}),)
     """
     return tuple(_parse_call(part) for part in re.split(r"\+(?=[a-z])", text))
 
 
 def _parse_call(text: str) -> Call:
-    name, colon, rest = text.partition(":")
+    file, _, after = text.rpartition(".py:")  # a user's own member goes by FILE.py:NAME
+    head, colon, rest = after.partition(":")
+    name = f"{file}.py:{head}" if file else head
     given: dict[str, str] = {}
     for item in rest.split(",") if colon else ():
         key, equals, value = (part.strip() for part in item.partition("="))
