@@ -177,6 +177,32 @@ class ServerClient:
         mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
         await self._clock("staged", group=None, note=note, **mine)
 
+    async def stage(self, update: torch.Tensor) -> int:
+        """Leave `update` with the shards, for whoever commands them (`vectors`); the number that it has there.
+
+        Raises `Refused` if a shard refuses it (NaN, a past incarnation); then none has it.
+        """
+        self.seq += 1
+        parts, shards = self._parts(update), self.servers.shards
+        mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
+        terms: dict[str, Any] = {"base": None, "weight": 1.0, "ordered": True, "lr": None, "timeout": self.timeout}
+        try:
+            await self._every(lambda shard: self.node.call(shards[shard], "push", *parts[shard], **terms, **mine))
+        except Refused:
+            await self._withdraw(mine)
+            raise
+        return self.seq
+
+    async def fetch(self, into: torch.Tensor, name: str) -> None:
+        """The shards' vector called `name` (`vectors`), received into `into`. Raises `Refused` if there is none."""
+        parts, shards, timing_only = self._parts(into), self.servers.shards, self.servers.timing_only
+
+        def start(shard: int) -> Operation[Reply]:
+            destination = () if timing_only else parts[shard]
+            return self.node.call(shards[shard], "fetch", into=destination, timeout=self.timeout, name=name)
+
+        await self._every(start)
+
     def still_here(self) -> None:
         """Tell the clock, now and then, that this worker makes progress though it has pushed nothing for a while."""
         now = self.node.now()

@@ -38,6 +38,7 @@ from dure.topology.client import Joined, Pulled, ServerClient, Servers
 from dure.topology.corrections import Corrections, Member
 from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
+from dure.topology.vectors import Vectors
 
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
 
@@ -67,6 +68,7 @@ class Shard:
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
     | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
     | `status` |                                                         |         | counters                      |
+    | `order`, `fetch` | of its named vectors (`vectors.Vectors`)        |         |                               |
 
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
@@ -120,6 +122,8 @@ class Shard:
             "leave": self._leave,
             "status": self._status,
         }
+        self.vectors = Vectors(self, values.nbytes)
+        self._methods |= self.vectors.methods
 
     @property
     def version(self) -> int:
@@ -336,6 +340,31 @@ class Shard:
         if self.log is not None:
             self.log.append((worker, incarnation, seq))
 
+    # ---- for who commands the vectors
+
+    def take_staged(self, worker: int, seq: int) -> Buffer:
+        """What a worker has pushed under `seq` and nobody has applied: the caller's from now on."""
+        staged = self._staged.pop((worker, seq), None)
+        if staged is None:
+            raise Refused(f"update {seq} of worker {worker} is not staged at {self.node.name}.")
+        return staged.buffer
+
+    def publish(self, buffer: Buffer) -> None:
+        """Make `buffer`, held once for this, the next version."""
+        self.applied += 1
+        self.staleness[0] = self.staleness.get(0, 0) + 1
+        self._swap(buffer)
+
+    async def in_turn(self, work: Apply) -> Any:
+        """Do `work` when it is its turn; its value."""
+        if self._busy:
+            await self._turn()
+        self._busy = True
+        try:
+            return await self.node.compute(work)
+        finally:
+            self._next()
+
     # ---- one at a time, first come first served
 
     async def _turn(self) -> None:
@@ -441,6 +470,8 @@ class Shard:
             "staged": [[*key, *staged[1:]] for key, staged in sorted(self._staged.items())],
             "log": self.log,
         }
+        named, plain["vectors"] = self.vectors.state()
+        tensors |= {f"vector.{name}": vector for name, vector in named.items()}
         if self.corrections is not None:
             more, plain["remedies"] = self.corrections.state()
             if self.optimizer is not None:
@@ -465,6 +496,8 @@ class Shard:
         for worker, seq, weight, base, lr, incarnation in plain["staged"]:
             buffer = self._refill(tensors, f"staged.{worker}.{seq}")
             self._staged[worker, seq] = _Staged(buffer, weight, base, lr, incarnation)
+        named = {name[7:]: vector for name, vector in tensors.items() if name.startswith("vector.")}
+        self.vectors.restore(named, plain["vectors"])
         if self.corrections is not None:
             self.corrections.restore(tensors, plain["remedies"], self._holding(tensors))
 

@@ -1,0 +1,188 @@
+"""Sandblaster L-BFGS: a coordinator commands vectors on shards, replicas evaluate small portions of a large batch.
+
+Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2 and algorithm 7.2;
+Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5.
+
+    for k = 0, 1, 2, ...                                       at the coordinator
+        p  <- g                                                every vector stays on its shards
+        for i = newest, ..., oldest                            of at most m pairs (s, y)
+            a_i  <- s_i'p / y_i's_i;     p  <- p - a_i y_i
+        p  <- gamma p                                          gamma = s'y / y'y of the newest pair
+        for i = oldest, ..., newest
+            c    <- y_i'p / y_i's_i;     p  <- p + (a_i - c) s_i
+        p  <- -p
+        t       by a line search: each trial is an evaluation at x = w + t p, of loss, g_x and g_x'p
+        s, y  <- x - w, g_x - g;         kept if s'y > EPSILON |s| |y|
+        w, g  <- x, g_x
+
+    for every portion that the coordinator gives               at every replica
+        fetch x, if it is another than before
+        sum  <- sum + gradient of the portion at x;            push the sum now and then
+
+| in the paper                          | here                                                              |
+|---------------------------------------|-------------------------------------------------------------------|
+| coordinator                           | `coordinate`, beside the clock on server 0                        |
+| operations on named vectors           | commands of `topology/vectors.py`                                 |
+| portions, load balancing, backup tasks | `topology/portions.py`: a portion is a mini-batch                 |
+| gradients sent after a few portions   | `push_every`                                                      |
+| line search                           | `search`: strong Wolfe, backtracking or exact                     |
+| the whole batch                       | all samples, or `batch` of them; both gradients of y are of the same batch |
+
+The job's optimizer and its rate play no part. A run has as many mini-batches to spend as with any other method,
+`steps` times the workers, and ends before the evaluation that would begin beyond.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dure import line_search
+from dure.errors import DivergedError
+from dure.line_search import Trial
+from dure.topology.portion_client import Sums
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.sync.clock import Policy
+    from dure.topology.coordinator import Command, Coordinator
+    from dure.worker import Worker
+
+EPSILON = 1e-10
+"""A pair is kept if s'y is more than this times |s| |y|: if the function curves upwards there."""
+
+LONGEST = 1e6
+"""The longest first trial of a line search."""
+
+
+@dataclass(frozen=True, slots=True)
+class LBFGS:
+    """Distributed batch optimisation with L-BFGS."""
+
+    m: int = 10
+    search: Literal["wolfe", "backtracking", "exact"] = "wolfe"
+    batch: int = 0
+    push_every: int = 8
+    gamma: bool = True
+    iterations: float = math.inf
+
+    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    lockstep: ClassVar[bool] = True
+    delivers: ClassVar[str] = "server"
+
+    def __post_init__(self) -> None:
+        if self.m < 0:
+            raise ValueError(f"m counts pairs of vectors and must be >= 0, got {self.m}. Use 0 for steepest descent.")
+        if self.batch < 0:
+            raise ValueError(f"batch counts samples and must be >= 0, got {self.batch}. Use 0 for all of them.")
+        if self.push_every < 1:
+            raise ValueError(f"push_every counts portions and must be >= 1, got {self.push_every}. Use 1 for each.")
+        if not self.iterations >= 1:
+            raise ValueError(f"iterations must be >= 1, got {self.iterations}. Leave it out to go on to the end.")
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return replace(optimizer, name="assign")
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    # ---- the replicas
+
+    async def work(self, worker: Worker) -> None:
+        errands = worker.errands
+        assert errands is not None
+        while True:
+            errand = await errands.ask(worker)
+            sums = Sums(worker.params)
+            for indices, draw in errand.portions(errands.batches):
+                sums.add(await worker.evaluate(indices, draw=draw), len(indices))
+            await errands.push(worker, errand, sums)
+
+    # ---- the coordinator
+
+    async def coordinate(self, lead: Coordinator) -> None:
+        kept = lead.kept
+        kept.setdefault("iteration", 0)
+        pairs: list[dict[str, Any]] = kept.setdefault("pairs", [])
+        await lead.order(("model", "w"))
+        while kept["iteration"] < self.iterations:
+            await lead.boundary()
+            if self.batch or "loss" not in kept:
+                kept["loss"], _ = await lead.evaluate("w", "g", batch=kept["iteration"])
+                if not math.isfinite(kept["loss"]):
+                    raise DivergedError(f"the loss at the point where the search begins is {kept['loss']}.")
+            slope = await self.direction(lead, pairs)
+            trial = await self.line(lead, slope) if slope < 0 or lead.timing_only else None
+            if trial is not None:
+                await self.accept(lead, pairs, trial)
+            elif pairs:
+                pairs.clear()  # what was remembered misleads: begin anew, with steepest descent
+            elif not self.batch:
+                return  # no lower place is within reach of the numbers
+            else:
+                kept["iteration"] += 1
+
+    async def direction(self, lead: Coordinator, pairs: list[dict[str, Any]]) -> float:
+        """By the two loops, p = -H g; returns g'p. Each command waits for the dot product before it, so they go together."""
+        a = []
+        then: list[Command] = [("copy", "p", "g")]
+        for pair in reversed(pairs):
+            (sp,) = await lead.order(*then, ("dot", pair["s"], "p"))
+            a.append(sp / pair["sy"])
+            then = [("axpy", "p", -a[-1], pair["y"])]
+        if pairs and self.gamma:
+            then.append(("scale", "p", pairs[-1]["sy"] / pairs[-1]["yy"]))
+        for pair in pairs:
+            (yp,) = await lead.order(*then, ("dot", pair["y"], "p"))
+            then = [("axpy", "p", a.pop() - yp / pair["sy"], pair["s"])]
+        (slope,) = await lead.order(*then, ("scale", "p", -1.0), ("dot", "g", "p"))
+        return slope
+
+    async def line(self, lead: Coordinator, slope: float) -> Trial | None:
+        """The step along p; x and h are then the new point and its gradient."""
+
+        async def attempt(step: float) -> Trial:
+            go: Command = ("combine", "x", 1.0, "w", step, "p")
+            batch = lead.kept["iteration"]
+            loss, dots = await lead.evaluate("x", "h", batch=batch, first=[go], then=[("dot", "h", "p")])
+            return Trial(step, loss, dots[0] if dots else math.nan)
+
+        if lead.timing_only:
+            return await attempt(1.0)
+        first = self.first_step(lead.kept, slope)
+        search = getattr(line_search, self.search)
+        found: Trial | None = await search(attempt, Trial(0.0, lead.kept["loss"], slope), first)
+        return found
+
+    def first_step(self, kept: dict[str, Any], slope: float) -> float:
+        """1 where curvature is known; else what made the last decrease, or at first a move of length 1."""
+        if kept["pairs"]:
+            return 1.0
+        if kept.get("decrease", 0.0) > 0:
+            return min(2.0 * float(kept["decrease"]) / -slope, LONGEST)
+        return min(1.0, 1.0 / math.sqrt(-slope))
+
+    async def accept(self, lead: Coordinator, pairs: list[dict[str, Any]], trial: Trial) -> None:
+        """Remember s and y, and go on from x."""
+        kept = lead.kept
+        if self.m:
+            await self.remember(lead, pairs)
+        moved: list[Command] = [("copy", "w", "x"), ("copy", "g", "h"), ("publish", "w")]
+        await lead.order(*moved, *(("free", name) for name in "xhp"))
+        kept["iteration"] += 1
+        kept["decrease"], kept["loss"] = kept["loss"] - trial.loss, trial.loss
+
+    async def remember(self, lead: Coordinator, pairs: list[dict[str, Any]]) -> None:
+        slots = {pair["s"] for pair in pairs}
+        free = next(slot for slot in range(self.m + 1) if f"s{slot}" not in slots)
+        s, y = f"s{free}", f"y{free}"
+        make: list[Command] = [("combine", s, 1.0, "x", -1.0, "w"), ("combine", y, 1.0, "h", -1.0, "g")]
+        sy, ss, yy = await lead.order(*make, ("dot", s, y), ("dot", s, s), ("dot", y, y))
+        if sy > EPSILON * math.sqrt(ss * yy):
+            pairs.append({"s": s, "y": y, "sy": sy, "yy": yy})
+            del pairs[: -self.m]
