@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from dure.runtime.process_group import ProcessGroup
     from dure.task import Task
     from dure.topology.admission import ClockService
+    from dure.topology.coordinator import Coordinator
     from dure.topology.parameter_server import Shard
+    from dure.topology.shared_memory import SharedShard
     from dure.worker import Worker
 
 HUB = Address("hub", "hub")
@@ -159,24 +161,33 @@ class ServerLife(Life):
         super().__init__(task, node)
         self.terms = terms
         self.clock: ClockService | None = None
+        self.coordinator: Coordinator | None = None
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         number, terms = self.node.rank, self.terms
-        self.shard: Shard = self.task.shard(self.node, number, log=terms.log)
+        self.shard: Shard | SharedShard = self.task.shard(self.node, number, log=terms.log)
         if number == 0:
             self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
+            self.coordinator = self.task.coordinator(self.node)
         if parts:
             self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
             if self.clock is not None:
                 self.clock.restore(parts["clock"].plain)
+            if self.coordinator is not None:
+                self.coordinator.restore(parts["coordinator"].plain)
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             self.node.serve("clock", self.clock)
+        if self.coordinator is not None:
+            self.node.serve("coordinator", self.coordinator)
         control = Control(bye=self.bye.resolve, settle=self._settle, save=self._save, lost=self._worker_lost)
         self.node.serve("process", control)
         await self.register(where)
-        await self.node.call(HUB, "ready")
+        go = await self.node.call(HUB, "ready")
+        if self.coordinator is not None:
+            leading = self.coordinator.lead(self.task.sync.coordinate, go.fields["seconds"])
+            self.node.spawn(leading, "the coordinator")
         await self.bye
 
     def _worker_lost(self, name: str) -> None:
@@ -190,12 +201,16 @@ class ServerLife(Life):
     async def _settle(self) -> None:
         if self.clock is not None:
             await self.clock.settled()
+        if self.coordinator is not None:
+            await self.coordinator.settled()
 
     def _save(self, draft: str) -> None:
         tensors, plain = self.shard.state()
         checkpoint.write_part(Path(draft), f"shard-{self.node.rank}", Part(tensors, plain))
         if self.clock is not None:
             checkpoint.write_part(Path(draft), "clock", Part({}, self.clock.state()))
+        if self.coordinator is not None:
+            checkpoint.write_part(Path(draft), "coordinator", Part({}, self.coordinator.state()))
 
 
 class WorkerLife(Life):
@@ -211,17 +226,27 @@ class WorkerLife(Life):
         self._said = 0.0
         self._role: Strand[None] | None = None
 
+    def _control(self) -> Control:
+        handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
+        return Control(bye=self.bye.resolve, **handlers)
+
+    def _meet(self, name: str, place: Sequence[Any]) -> None:
+        """Another worker is there, or there again."""
+        self.node.directory[name] = (place[0], place[1])
+
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         node, task = self.node, self.task
-        self.node.serve("process", Control(bye=self.bye.resolve, suspend=self._suspend_now, evaluate=self._evaluate))
+        self.node.serve("process", self._control())
         reply = await self.register(where)
         if task.needs_everybody:
             node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
         self.worker = worker = task.worker(node, node.rank, node.meter)
+        if task.shares_memory:
+            await self._map_memory()
         worker.on_step = self._on_step
         resumed = self._restore(parts)
         self.next_snapshot = (max(worker.clock - 1, 0) // task.eval_every + 1) * task.eval_every
-        if worker.server is not None and not resumed:
+        if not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
         go = await node.call(HUB, "ready")
         node.begin(go.fields["seconds"])
@@ -230,6 +255,15 @@ class WorkerLife(Life):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
+
+    async def _map_memory(self) -> None:
+        """See the memory that the first server owns, and have gradients computed on what lies there."""
+        where = await self.node.call(Address("server 0", "shard"), "where")
+        segment = self.task.segment_at(where.fields["path"])
+        self.worker.shared = self.task.access(self.node, self.node.rank, segment)
+        assert self.node.evaluator is not None
+        self.node.evaluator.sparse = getattr(self.task.sync, "sparse", False)
+        self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
 
     def _restore(self, parts: dict[str, Part]) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
@@ -259,8 +293,7 @@ class WorkerLife(Life):
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
-        if worker.server is not None:
-            await worker.server.leave()
+        await worker.leave()
         seconds = node.now()
         counts = self._counts()
         await self._send_spans()
@@ -298,11 +331,13 @@ class WorkerLife(Life):
             self.node.spawn(self._snapshot(values, buffers, said), f"a snapshot of {self.node.name}")
 
     async def _snapshot(self, values: torch.Tensor, buffers: list[torch.Tensor], said: dict[str, Any]) -> None:
-        """Have the model graded: the worker's as it was at this step, or the servers' as soon as they send it."""
+        """Have the model graded: the worker's as it was at this step, or what servers or peers have as they send it."""
         server = self.worker.server
         with suppress(RemoteError):  # what is wrong with a server or the hub is heard of elsewhere
             if server is not None:
                 values = (await server.pull(values)).values
+            elif self.worker.peer is not None:
+                values = await self.worker.peer.mean()
             await self.node.call(HUB, "snapshot", values, *buffers, **said)
 
     def _counts(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -124,6 +124,15 @@ class Replica:
                 f"got values of shape {tuple(values.shape)} and {values.dtype}."
             )
         self.params.copy_(values)
+
+    def move_to(self, values: Tensor) -> None:
+        """Have the parameters lie in the flat `values`, as they are there; gradients stay where they were."""
+        if values.data_ptr() == self.params.data_ptr():
+            return
+        self.params = values
+        for slot in self._slots:
+            slot.parameter.data = values[slot.layer.start : slot.layer.stop].view(slot.layer.shape)
+        self._slots = tuple(replace(slot, values=slot.parameter.data) for slot in self._slots)
 
     def zero_grad(self) -> None:
         """Zero `grads` in place; the module's gradients stay views of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dure.runtime.gradients import Gradient, GradientWork
@@ -34,6 +35,17 @@ class JobSource:
         self.share = share
         self.seed = seed
         self._flops = flops
+        self._last: GradientWork | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many there are altogether."""
+        return len(self.job.train)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over this worker's samples, or those of all who share its stream, so far."""
+        return 0.0 if self.sampler is None else self.sampler.epoch
 
     def gradient(self, worker: Worker) -> Operation[Gradient]:
         return worker.node.compute(self._next(worker))
@@ -41,6 +53,11 @@ class JobSource:
     def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
         assert worker.group is not None
         return worker.group.mean_gradient(self._next(worker), self.share)
+
+    def gradient_again(self, worker: Worker, values: torch.Tensor) -> Operation[Gradient]:
+        """Start the gradient of the mini-batch that was last begun, at `values`, with the same random draws."""
+        assert self._last is not None
+        return worker.node.compute(replace(self._last, values=values))
 
     def gradient_at(
         self, worker: Worker, values: torch.Tensor, indices: torch.Tensor, *, draw: int
@@ -76,7 +93,7 @@ class JobSource:
         if self.sampler is not None:
             indices = self.sampler.next()
             inputs, targets = self.job.train.batch(indices)
-        return GradientWork(
+        self._last = GradientWork(
             rank=worker.rank,
             step=worker.clock,
             values=worker.params,
@@ -86,3 +103,4 @@ class JobSource:
             flops=self._flops,
             buffers=worker.buffers,
         )
+        return self._last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -11,24 +12,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.data.split import IID
+from dure.data.batches import Batches
 from dure.errors import UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec
 from dure.replica import Replica
 from dure.runtime.base import Address, Ghost, Node
+from dure.runtime.memory import Memory
 from dure.runtime.meter import Meter
 from dure.source import JobSource
 from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
+from dure.topology.coordinator import Coordinator, Limits
 from dure.topology.corrections import Corrections
+from dure.topology.gossip import Peer
+from dure.topology.graph import build
 from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
+from dure.topology.portion_client import PortionClient
+from dure.topology.portions import Portions
 from dure.topology.sharding import Ranges, size, split
-from dure.topology.spec import Collective, ParameterServer
+from dure.topology.shared_memory import Access, Layout, Segment, SharedShard
+from dure.topology.spec import Collective, Gossip, ParameterServer, SharedMemory
 from dure.worker import Boundary, Worker
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from dure.config import TrainConfig
     from dure.job import Job
 
@@ -68,14 +79,30 @@ class Task:
 
     @property
     def servers(self) -> int:
-        """How many shards there are; 0 over collectives."""
+        """How many shards there are; 0 over collectives, and 1 who owns it where memory is shared."""
         topology = self.strategy.topology
-        return topology.shards if isinstance(topology, ParameterServer) else 0
+        return topology.shards if isinstance(topology, ParameterServer) else int(self.shares_memory)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers are on one machine and the model is in its memory."""
+        return isinstance(self.strategy.topology, SharedMemory)
 
     @property
     def needs_everybody(self) -> bool:
         """Whether every operation needs every worker, as the engine's collectives do: then a death ends the run."""
         return isinstance(self.strategy.topology, Collective)
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether the method is led by a coordinator, which hands out the work (`topology.coordinator`)."""
+        return hasattr(self.sync, "coordinate")
+
+    @cached_property
+    def graph(self) -> nx.Graph | None:
+        """Who is whose neighbor, in gossip."""
+        topology = self.strategy.topology
+        return build(topology, self.workers) if isinstance(topology, Gossip) else None
 
     @property
     def lockstep(self) -> bool:
@@ -111,9 +138,10 @@ class Task:
     @cached_property
     def ranges(self) -> list[Ranges]:
         """The flat ranges that each shard holds."""
-        topology = self.strategy.topology
+        topology, replica = self.strategy.topology, self.replica
+        if self.shares_memory:
+            return [[(0, replica.numel)]]
         assert isinstance(topology, ParameterServer)
-        replica = self.replica
         return split(replica.layers, replica.numel, topology.shards, by=topology.split)
 
     @cached_property
@@ -163,6 +191,11 @@ class Task:
         )
         if self.servers:
             worker.server = self.client(node, rank)
+            worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
+        elif self.graph is not None:
+            seed, lives = self.config.seed, node.incarnation
+            worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
+            node.serve("peer", worker.peer)
         elif self.needs_everybody:
             worker.group = node.group(range(self.workers))
         return worker
@@ -186,8 +219,10 @@ class Task:
         )
         return ServerClient(node, rank, servers)
 
-    def shard(self, node: Node, number: int, *, log: bool = False) -> Shard:
+    def shard(self, node: Node, number: int, *, log: bool = False) -> Shard | SharedShard:
         """Shard `number`, with its slice of the initial values. `log` keeps what it has applied."""
+        if self.shares_memory:
+            return self._owner(node)
         ranges = self.ranges[number]
         initial = self.initial
         if isinstance(initial, Ghost):
@@ -197,6 +232,29 @@ class Task:
         only = self.config.timing_only
         corrections = Corrections.of(self.sync)
         return Shard(node, values, self.server_rule, ranges=ranges, timing_only=only, log=log, corrections=corrections)
+
+    @property
+    def _layout(self) -> Layout:
+        vectors = getattr(self.sync, "vectors", ())
+        return Layout(self.replica.numel, self.replica.dtype, self.workers, vectors)
+
+    def _owner(self, node: Node) -> SharedShard:
+        """The owner of the memory that workers share: between processes the system's, else this process's own."""
+        if self.config.virtual:
+            return SharedShard(node, Segment(self._layout, timing_only=self.config.timing_only), self.initial)
+        memory = Memory(self._layout.nbytes)
+        return SharedShard(node, Segment(self._layout, memory.bytes, memory), self.initial, path=memory.path)
+
+    def segment_at(self, path: str) -> Segment:
+        """What another process of this machine owns."""
+        memory = Memory.of(path)
+        return Segment(self._layout, memory.bytes, memory)
+
+    def access(self, node: Node, rank: int, segment: Segment) -> Access:
+        """What worker `rank` reads and writes the shared memory through."""
+        topology = self.strategy.topology
+        locks = topology.locks if isinstance(topology, SharedMemory) and topology.mode == "atomic" else 0
+        return Access(node, rank, segment, owner=self._shards[0], locks=locks)
 
     @property
     def server_rule(self) -> OptimizerSpec:
@@ -210,6 +268,21 @@ class Task:
         present = [rank for rank in range(self.workers) if rank not in (self.absent if absent is None else absent)]
         policy, reduce = self.sync.policy(), self.sync.reduce
         return ClockService(node, policy, self._shards, workers=present, reduce=reduce, evict_seconds=evict_seconds)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """What a coordinator hands out; a portion is a mini-batch of the job."""
+        job, sync = self.job, self.sync
+        return Batches(len(job.train), portion=job.batch_size, size=sync.batch, seed=self.config.seed)
+
+    def coordinator(self, node: Node) -> Coordinator | None:
+        """The coordinator, where the method is led by one."""
+        if not self.coordinated:
+            return None
+        portions = Portions(self.workers, self.sync.push_every)
+        limits = Limits(self.steps * self.workers, self.config.seconds or math.inf)
+        only = self.config.timing_only
+        return Coordinator(node, self._shards, self.batches, portions, limits=limits, timing_only=only)
 
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""

@@ -22,6 +22,7 @@ from dure.runtime.base import Strand, Suspend
 from dure.runtime.gradients import Evaluator
 from dure.runtime.network import Network
 from dure.runtime.virtual import VirtualNode, VirtualRuntime
+from dure.topology.shared_memory import SharedShard
 from dure.worker import work_through
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dure.runtime.gradients import Gradient
     from dure.task import Task
     from dure.topology.admission import ClockService
+    from dure.topology.coordinator import Coordinator
     from dure.topology.parameter_server import Shard
     from dure.worker import Worker
 
@@ -58,6 +60,8 @@ class VirtualRun:
         self.watch = watch
         config = task.config
         self.evaluator = None if config.timing_only else Evaluator(task.job, exact=config.exact)
+        if self.evaluator is not None:
+            self.evaluator.sparse = getattr(task.sync, "sparse", False)
         self.examiner = None if config.timing_only else Examiner(task.job)
         self.history: list[Row] = []
         self.spans: list[Any] = []
@@ -94,12 +98,15 @@ class Segment:
         self.last_end = self.started
         self.last_loss = float("nan")
         self.workers: dict[int, Worker] = {}
+        self.retired = {} if state is None else {r: state[f"retired-{r}"] for r in plain["retired"]}
         self.first = task.workers  # the lowest rank among them
         self.steps = [0] * task.workers
         self.row_every = task.eval_every * task.workers
         self.roles: dict[int, Strand[None]] = {}
         self.durations: dict[int, Durations] = {}
         hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
+        if task.shares_memory:
+            hosts = dict.fromkeys(hosts, 0)
         self.runtime = VirtualRuntime(
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts),
@@ -108,8 +115,9 @@ class Segment:
             start=self.started,
             trace=task.config.trace,
         )
-        self.shards: list[Shard] = []
+        self.shards: list[Shard | SharedShard] = []
         self.clock: ClockService | None = None
+        self.coordinator: Coordinator | None = None
         self._build(state)
         self._schedule_events()
 
@@ -130,6 +138,13 @@ class Segment:
             if state is not None:
                 self.clock.restore(state["clock"].plain)
             self.runtime.nodes["server 0"].serve("clock", self.clock)
+        self.coordinator = task.coordinator(self.runtime.nodes["server 0"]) if task.servers else None
+        if self.coordinator is not None:
+            if state is not None:
+                self.coordinator.restore(state["coordinator"].plain)
+            self.runtime.nodes["server 0"].serve("coordinator", self.coordinator)
+            leading = self.coordinator.lead(task.sync.coordinate, self.started)
+            self.runtime.nodes["server 0"].spawn(leading, "the coordinator")
         absent = self.whole.cluster.absent - self.joined
         for rank in range(task.workers):
             self.runtime.node(f"worker {rank}", rank)
@@ -137,6 +152,8 @@ class Segment:
         for rank in range(task.workers):
             if rank not in self.crashed and rank not in self.finished and rank not in absent:
                 self._start_worker(rank, state)
+            else:
+                self.runtime.nodes[f"worker {rank}"].alive = False
 
     def _draw_durations(self, rank: int) -> None:
         durations = self.whole.cluster.durations(rank, self.task.config.seed)
@@ -146,6 +163,8 @@ class Segment:
     def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.task.worker(node, rank, node.meter)
+        if self.shards and isinstance(self.shards[0], SharedShard):
+            worker.shared = self.task.access(node, rank, self.shards[0].segment)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
         if self.checkpoint_step:
@@ -165,11 +184,10 @@ class Segment:
     # ---- what a worker does
 
     async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
-        if worker.server is not None and join:
+        if join:
             await worker.join(newcomer=newcomer, period=self.task.period)
         await work_through(self.task.sync, worker, self.task.period)
-        if worker.server is not None:
-            await worker.server.leave()
+        await worker.leave()
 
     def _ended(self, rank: int) -> None:
         role = self.roles[rank]
@@ -309,13 +327,22 @@ class Segment:
                     values[start:stop] = shard.values[position : position + stop - start]
                     position += stop - start
             return values
-        what = self.task.sync.delivers
-        living = [w.delivering(what) for r, w in sorted(self.workers.items()) if r not in self.crashed]
-        return torch.stack(living).mean(dim=0) if what == "mean" else living[0]
+        models = [tensors["params"] for tensors in self._models()]
+        return torch.stack(models).mean(dim=0) if self.task.sync.delivers == "mean" else models[0]
+
+    def _models(self) -> list[dict[str, torch.Tensor]]:
+        """What each worker delivers, in rank order, those apart that have crashed."""
+        models = {rank: dict(part.tensors) for rank, part in self.retired.items()}
+        for rank, worker in self.workers.items():
+            if rank not in self.crashed:
+                models[rank] = {"params": worker.delivering(self.task.sync.delivers)}
+                if worker.buffers is not None:
+                    models[rank]["buffers"] = worker.buffers
+        return [models[rank] for rank in sorted(models)]
 
     def _buffers(self) -> torch.Tensor | None:
-        living = [w.buffers for r, w in sorted(self.workers.items()) if r not in self.crashed and w.buffers is not None]
-        return self.task.merge_buffers(living) if living else None
+        found = [tensors["buffers"] for tensors in self._models() if "buffers" in tensors]
+        return self.task.merge_buffers(found) if found else None
 
     def _bytes_sent(self) -> int:
         return sum(node.payload_sent for name, node in self.runtime.nodes.items() if name.startswith("worker"))
@@ -342,16 +369,18 @@ class Segment:
 
     def _state(self) -> State:
         living = {r: w for r, w in self.workers.items() if r not in self.crashed and r not in self.finished}
+        retired = self._retired()
         run = {
             "totals": self.totals.state(),
             "crashed": sorted(self.crashed),
             "joined": sorted(self.joined),
             "finished": sorted(self.finished),
+            "retired": sorted(retired),
             "done": self.done,
             "checkpoint": self.checkpoint_step,
             "history": self.whole.history,
         }
-        state: State = {"run": Part({}, run)}
+        state: State = {"run": Part({}, run)} | {f"retired-{rank}": part for rank, part in retired.items()}
         for rank, worker in living.items():
             tensors, plain = worker.state()
             plain["drawn"] = self.durations[rank].drawn
@@ -361,7 +390,20 @@ class Segment:
             state[f"shard-{number}"] = Part(tensors, plain)
         if self.clock is not None:
             state["clock"] = Part({}, self.clock.state())
+        if self.coordinator is not None:
+            state["coordinator"] = Part({}, self.coordinator.state())
         return state
+
+    def _retired(self) -> dict[int, Part]:
+        """The models of those who are through, where they are part of what is delivered."""
+        if self.shards or self.task.config.timing_only:
+            return {}
+        retired = dict(self.retired)
+        for rank in self.finished & self.workers.keys():
+            worker = self.workers[rank]
+            tensors = {"params": worker.params} if worker.buffers is None else worker.state()[0]
+            retired[rank] = Part({name: tensors[name].clone() for name in ("params", "buffers") if name in tensors}, {})
+        return retired
 
     def outcome(self) -> Outcome:
         """How the run ended."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dure.runtime.meter import Meter
     from dure.sync.base import Sync
     from dure.topology.client import Pulled, ServerClient
+    from dure.topology.gossip import Peer
+    from dure.topology.portion_client import PortionClient
     from dure.topology.shared_memory import Access
 
 
@@ -50,7 +52,16 @@ class GradientSource(Protocol):
 
 
 class DataSource(GradientSource, Protocol):
-    """A source that owns its data, and so can give other gradients than the next."""
+    """A source that owns its data, and so can give other gradients than the next.
+
+    `samples` are there altogether; `epoch` counts passes over this worker's.
+    """
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def epoch(self) -> float: ...
 
     def gradient_again(self, worker: Worker, values: torch.Tensor) -> Operation[Gradient]:
         """Start the gradient of the mini-batch that was last begun, at `values`."""
@@ -131,7 +142,9 @@ class Worker:
     boundary: Boundary
     server: ServerClient | None = None
     group: Group | None = None
+    peer: Peer | None = None
     shared: Access | None = None
+    errands: PortionClient | None = None
     total_weight: float = 1.0
     buffers: torch.Tensor | None = None
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
@@ -208,6 +221,16 @@ class Worker:
         await self._stop_at_boundary()
         return self._done(await self.source.mean_gradient(self))
 
+    @property
+    def samples(self) -> int:
+        """How many samples all workers have together."""
+        return cast(DataSource, self.source).samples
+
+    @property
+    def epoch(self) -> float:
+        """Passes over this worker's samples so far."""
+        return cast(DataSource, self.source).epoch
+
     async def gradient_again(self, values: torch.Tensor) -> torch.Tensor:
         """The gradient of the last mini-batch at `values`, with the same draws: no step of its own."""
         return await self._aside(cast(DataSource, self.source).gradient_again(self, values))
@@ -215,6 +238,17 @@ class Worker:
     async def gradient_at(self, values: torch.Tensor, indices: torch.Tensor, *, draw: int) -> torch.Tensor:
         """The mean gradient at `values` over the samples `indices`, whoever's they are: no step either."""
         return await self._aside(cast(DataSource, self.source).gradient_at(self, values, indices, draw=draw))
+
+    async def evaluate(self, indices: torch.Tensor, *, draw: int) -> Gradient:
+        """The mean gradient at `params` over the samples `indices`, as a step of this worker.
+
+        Whoever hands out the work says when it ends. A loss that is no number is for the caller to deal with.
+        """
+        started = self.node.now()
+        gradient = await cast(DataSource, self.source).gradient_at(self, self.params, indices, draw=draw)
+        self.meter.add("compute", started, self.node.now())
+        self._count(gradient)
+        return gradient
 
     async def _aside(self, computing: Operation[Gradient]) -> torch.Tensor:
         started = self.node.now()
@@ -232,6 +266,8 @@ class Worker:
             return
         boundary = self.boundary
         if boundary.suspend is not None and boundary.suspend(self):
+            if self.peer is not None:
+                await self.peer.settled()
             raise Suspend
         if boundary.steps is not None and self.clock >= boundary.steps:
             raise EndOfWork
@@ -254,13 +290,17 @@ class Worker:
                 f"the loss became {gradient.loss} at worker {self.rank}, step {self.clock}: "
                 f"the training diverged. Try a learning rate below {self.optimizer.spec.lr:g}."
             )
+        self._count(gradient)
+        return gradient.values
+
+    def _count(self, gradient: Gradient) -> None:
+        """A step is done."""
         self.clock += 1
         self.loss = gradient.loss
         if gradient.buffers is not None:
             self.buffers = gradient.buffers
         if self.on_step is not None:
             self.on_step(self, gradient)
-        return gradient.values
 
     # ---- the replica
 
@@ -284,16 +324,20 @@ class Worker:
 
     def delivering(self, what: str) -> torch.Tensor:
         """What a method that `delivers` this has for its result here: kept under that name, or the parameters."""
-        return self.kept.get(what, self.params)
+        values = self.kept.get(what, self.params)
+        return values if self.shared is None else values.clone()  # what others write to cannot be sent
 
-    # ---- over a server
+    # ---- coming and going
 
     async def join(self, *, newcomer: bool, period: int = 1) -> None:
         """Enter the servers' clock, each tick of which is `period` mini-batches; a newcomer, where the slowest is.
 
-        That is where the others have met, if they say at which `clock`.
+        That is where the others have met, if they say at which `clock`. In gossip it is where a neighbor is.
         """
-        assert self.server is not None
+        if self.peer is not None and newcomer:
+            self.clock = self.entered = await self.peer.join() or 0
+        if self.server is None:
+            return
         joined = await self.server.join()
         if newcomer:
             self.heard = self.server.heard
@@ -311,6 +355,15 @@ class Worker:
         self._admitted = self._watch = None
         await self.join(newcomer=True, period=period)
         self.entered = self.clock - done
+
+    async def leave(self) -> None:
+        """Have nobody wait for this worker any more."""
+        if self.server is not None:
+            await self.server.leave()
+        if self.peer is not None:
+            await self.peer.leave()
+
+    # ---- over a server
 
     async def admission(self) -> int:
         """Wait until the clock lets this worker start its next step; the version that it starts on."""
@@ -420,6 +473,14 @@ class Worker:
         self.optimizer.apply(step, update, step, lr=lr)
         return step
 
+    async def contribute(self, total: torch.Tensor, weight: float) -> None:
+        """Give a weighted sum to the mean over all workers that the end of this phase makes."""
+        assert self.shared is not None
+        assert self.server is not None
+        started = self.node.now()
+        await self.shared.contribute(total, weight, incarnation=self.server.incarnation)
+        self.meter.add("communicate", started, self.node.now(), "contribute")
+
     async def arrive(self) -> None:
         """Tell the clock that this worker's part of a phase is done; it was no update of the server's."""
         assert self.server is not None
@@ -477,6 +538,7 @@ class Worker:
         plain["optimizer"] = counts
         plain["kept"] = self.kept_plain
         plain["client"] = self.server.state() if self.server is not None else None
+        plain["peer"] = self.peer.state() if self.peer is not None else None
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}, plain
 
     def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
@@ -493,6 +555,8 @@ class Worker:
         self.clock, self.entered = int(plain["clock"]), int(plain["entered"])
         if self.server is not None:
             self.server.restore(plain["client"])
+        if self.peer is not None:
+            self.peer.restore(plain["peer"])
         if plain["versions"] is not None:
             self._pulled = Pulled(self.params, list(plain["versions"]))
 

@@ -117,20 +117,29 @@ class _Decision:
 class Evaluator:
     """Computes gradients of `job.loss` at any flat parameters, with one module that it keeps to itself.
 
+    `sparse` gives the gradient of a model with sparse gradients (`nn.Embedding(sparse=True)`) as a flat sparse tensor,
+    coalesced, for receivers who write only what it names.
     `exact=True` computes one at a time on one thread. No call disturbs PyTorch's global random state.
     """
 
     def __init__(self, job: _Job, *, exact: bool = False) -> None:
         self.job = job
         self.exact = exact
+        self.sparse = False
         self.replica = Replica(self._build(0))
         self._fresh_buffers = self.replica.buffers_flat()
+        self._home = self.replica.params
+        self._in_place: dict[int, Tensor] = {}
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
 
     def initial_values(self, seed: int) -> Tensor:
         """The flat parameters of a model that is freshly made under `seed`."""
         return Replica(self._build(seed)).params
+
+    def read_in_place(self, *vectors: Tensor) -> None:
+        """Compute gradients at these flat vectors where they lie, without a copy: others may write there meanwhile."""
+        self._in_place = {vector.data_ptr(): vector for vector in vectors}
 
     def evaluate(self, works: Sequence[GradientWork]) -> list[Gradient]:
         """The gradient of each work, in order.
@@ -233,7 +242,10 @@ class Evaluator:
         with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
             loss = self._loss(work)
             gradients = torch.autograd.grad(loss.reshape(()), replica.parameters, allow_unused=True)
-        values = torch.cat([_flat(g, p) for g, p in zip(gradients, replica.parameters, strict=True)])
+        if self.sparse and any(g is not None and g.is_sparse for g in gradients):
+            values = _flat_sparse(gradients, replica)
+        else:
+            values = torch.cat([_flat(g, p) for g, p in zip(gradients, replica.parameters, strict=True)])
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         return Gradient(values, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
 
@@ -241,8 +253,7 @@ class Evaluator:
         """The forward pass of `work`, with its parameters and its buffers."""
         assert work.inputs is not None
         replica = self.replica
-        if work.values.data_ptr() != replica.params.data_ptr():
-            replica.load(work.values)
+        self._stand_on(work.values)
         if self._fresh_buffers.numel():
             replica.load_buffers(self._fresh_buffers if work.buffers is None else work.buffers)
         loss: Tensor = self.job.loss(replica.module(work.inputs), work.targets)  # type: ignore[arg-type]
@@ -252,6 +263,19 @@ class Evaluator:
                 "Write loss=lambda outputs, targets: (...).mean()."
             )
         return loss
+
+    def _stand_on(self, values: Tensor) -> None:
+        """Have the module's parameters be `values`: by copying, but for those that are read in place."""
+        replica = self.replica
+        place = values.data_ptr()
+        if place == replica.params.data_ptr():
+            return
+        if self._in_place:
+            there = self._in_place.get(place)
+            replica.move_to(self._home if there is None else there)
+            if there is not None:
+                return
+        replica.load(values)
 
     def _build(self, seed: int) -> nn.Module:
         with _drawing(seed, torch.device("cpu")):
@@ -305,6 +329,25 @@ def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter).reshape(-1)
     return (gradient.to_dense() if gradient.layout != torch.strided else gradient).reshape(-1)
+
+
+def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor:
+    """Only the numbers that the gradient may differ from zero in: rows of sparse parameters, all of the others."""
+    indices, values = [], []
+    for gradient, layer in zip(gradients, replica.layers, strict=True):
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            rows, width = gradient.indices()[0], layer.numel // layer.shape[0]
+            indices.append((layer.start + rows.unsqueeze(1) * width + torch.arange(width)).reshape(-1))
+            values.append(gradient.values().reshape(-1))
+        else:
+            indices.append(torch.arange(layer.start, layer.stop))
+            values.append(gradient.reshape(-1))
+    return torch.sparse_coo_tensor(
+        torch.cat(indices).unsqueeze(0), torch.cat(values), (replica.numel,), is_coalesced=True, check_invariants=False
+    )
 
 
 def _mix(work: GradientWork) -> int:

@@ -16,6 +16,11 @@
 | `k-batch-async` | `KBatchAsync` | after any `k` updates, however stale          | ps              |
 | `downpour`  | `Downpour`  | never; the server's model is everybody's rendezvous | ps              |
 | `ssp`       | `SSP`       | within `bound` clocks                              | ps              |
+| `hogwild`   | `Hogwild`   | always: there is one model, in shared memory       | shared          |
+| `hogbatch`  | `HogBatch`  | as `hogwild`, but for what is not yet written      | shared          |
+| `asysvrg`   | `AsySVRG`   | as `hogwild`, and all at once every epoch          | shared          |
+| `ad-psgd`   | `ADPSGD`    | with one neighbor at a time, beside the gradients  | gossip          |
+| `lbfgs`     | `LBFGS`     | at every point: they evaluate parts of one gradient | ps             |
 
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
 (`base.Sync`). To add one: a file here, a row in `CATALOGUE`, a page in `docs/methods`.
@@ -139,6 +144,46 @@ CATALOGUE = {
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013",
         combines=("ps",),
         because="its workers are at different clocks, and a collective needs all of them at the same one",
+    ),
+    "hogwild": Entry(
+        "dure.sync.hogwild",
+        "Hogwild",
+        "write to the model in shared memory, without locks",
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011",
+        combines=("shared",),
+        because="its workers write to one model, in the memory of one machine",
+    ),
+    "hogbatch": Entry(
+        "dure.sync.hogwild",
+        "HogBatch",
+        "hogwild that writes once for several mini-batches",
+        "Sallinen et al., High Performance Parallel Stochastic Gradient Descent in Shared Memory, IPDPS 2016",
+        combines=("shared",),
+        because="its workers write to one model, in the memory of one machine",
+    ),
+    "asysvrg": Entry(
+        "dure.sync.asysvrg",
+        "AsySVRG",
+        "hogwild with variance reduction, at a constant rate",
+        "Zhao and Li, Fast Asynchronous Parallel Stochastic Gradient Descent, AAAI 2016",
+        combines=("shared",),
+        because="its workers write to one model, in the memory of one machine",
+    ),
+    "ad-psgd": Entry(
+        "dure.sync.ad_psgd",
+        "ADPSGD",
+        "average with one neighbor at a time, and never stop for it",
+        "Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018",
+        combines=("gossip",),
+        because="its workers meet in pairs, each at its own time, and have no server between them",
+    ),
+    "lbfgs": Entry(
+        "dure.sync.lbfgs",
+        "LBFGS",
+        "one coordinator, many small portions of a large batch",
+        "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012",
+        combines=("ps",),
+        because="its vectors live on servers, where a coordinator commands them",
     ),
 }
 

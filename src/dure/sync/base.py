@@ -45,6 +45,8 @@ class Sync(Protocol):
     # A method may also have, where it needs them:
     #   alone: ClassVar[bool]                 over collectives too, each worker ends in its own time
     #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
+    #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
+    #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory
     #   no_loop: str                          why `dure.attach` cannot run it; "" where it can
     #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
 

@@ -4,8 +4,11 @@
 |--------------|-------------------|----------------------------------------------------------------|
 | `collective` | `Collective`      | among the workers: all_reduce, broadcast                       |
 | `ps`         | `ParameterServer` | between each worker and `shards` servers that hold the model   |
+| `shared`     | `SharedMemory`    | nowhere: every worker reads and writes one machine's memory    |
+| `gossip`     | `Gossip`          | between neighbors in a graph: pairs average their models        |
 
-`spec` declares the choices; `sharding` cuts the flat parameters; `parameter_server` is the shard itself.
+`spec` declares the choices; `sharding` cuts the flat parameters; `parameter_server` is the shard itself, and
+`shared_memory` what stands in its place where memory is shared.
 """
 
 from dure.catalogue import Entry
@@ -24,5 +27,17 @@ CATALOGUE = {
         "ParameterServer",
         "servers hold the model in shards; each worker talks to them",
         "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
+    ),
+    "shared": Entry(
+        "dure.topology.spec",
+        "SharedMemory",
+        "one machine's memory holds the model; workers write to it without asking",
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011",
+    ),
+    "gossip": Entry(
+        "dure.topology.spec",
+        "Gossip",
+        "every worker has its own model and averages it with one neighbor at a time",
+        "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018",
     ),
 }

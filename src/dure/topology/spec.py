@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+GRAPHS = ("ring", "exponential", "random-regular", "complete")
+"""Graphs that gossip knows by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -28,3 +31,41 @@ class ParameterServer:
             raise ValueError(f"shards counts servers and must be >= 1, got {self.shards}. Use 1 for a single server.")
         if self.split not in ("memory", "layer"):
             raise ValueError(f'split must be "memory" or "layer", got {self.split!r}.')
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """One machine, whose memory holds the model; every worker reads and writes it where it lies.
+
+    `mode="racy"` writes without locks: what two workers add to a number at the same moment may lose one of the two.
+    `"atomic"` loses nothing: each of `locks` equal ranges of the model has a lock of its own, held while it is written
+    to; with one, updates are written one after another.
+    """
+
+    mode: Literal["racy", "atomic"] = "racy"
+    locks: int = 64
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("racy", "atomic"):
+            raise ValueError(f'mode must be "racy" or "atomic", got {self.mode!r}.')
+        if self.locks < 1:
+            raise ValueError(f"locks counts ranges of the model and must be >= 1, got {self.locks}. Use 1 for one.")
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip:
+    """Every worker has a model of its own and talks to its neighbors in `graph`, one at a time.
+
+    `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", or a file: an edge
+    list, or GraphML if its name ends so (`topology.graph`).
+    """
+
+    graph: str = "exponential"
+    degree: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.degree < 2:
+            raise ValueError(f"degree counts neighbors and must be >= 2, got {self.degree}. Use 2 for rings.")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}. Use 0 for the usual one.")

@@ -1,0 +1,130 @@
+"""AsySVRG: variance-reduced SGD in shared memory, without locks and with a constant rate.
+
+Zhao, Li, "Fast Asynchronous Parallel Stochastic Gradient Descent: A Lock-Free Approach with Convergence
+Guarantee", AAAI 2016; SVRG is of Johnson and Zhang, NeurIPS 2013.
+
+    for t = 0, 1, 2, ...                              at all threads
+        F      <- (1/N) sum over i of the gradient of f_i at w_t        in parallel;   barrier
+        u      <- w_t, in shared memory
+        p M times altogether, by whichever thread is free
+            u^   <- u                                 as it is, perhaps half written by others
+            i    <- a random example
+            v    <- gradient of f_i at u^  -  gradient of f_i at w_t  +  F
+            u    <- u - eta v
+        barrier;   w_(t+1) <- u
+
+| in the paper                  | here                                                                            |
+|-------------------------------|---------------------------------------------------------------------------------|
+| example i                     | a mini-batch of the run; steps and samples count these, not those of F          |
+| p M = 2 N                     | `inner` passes over the data, drawn from a counter that all share               |
+| F in parallel                 | portions of `portion` samples, taken by whoever is free                         |
+| barriers                      | two ticks of the clock per epoch: even ones begin F, odd ones the inner loop    |
+| w_(t+1): current or averaged  | the current u                                                                   |
+| no lock, lock on write, on both | `lock`                                                                        |
+| eta                           | the job's rate                                                                  |
+
+With one worker it is SVRG. A slow worker delays the others by one portion or one step at each barrier, as it takes
+fewer of them. One that dies while F is made takes the portions that it has done with it, and F is, for that one
+epoch, the mean over the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from dure.data.split import Whole
+from dure.runtime.base import EndOfWork
+from dure.sync.clock import Barrier, Policy
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.worker import Worker
+
+_PORTIONS, _SAMPLES = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class AsySVRG:
+    """Asynchronous stochastic variance-reduced gradient on shared memory."""
+
+    inner: float = 2.0
+    lock: Literal["none", "write", "readwrite"] = "none"
+    portion: int = 128
+
+    topologies: ClassVar[tuple[str, ...]] = ("shared",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    vectors: ClassVar[tuple[str, ...]] = ("snapshot", "mean")
+    sampling: ClassVar[Whole] = Whole()
+    no_loop: ClassVar[str] = "it needs the gradient of all data, of which a loop of one's own sees a part"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.inner < float("inf"):
+            raise ValueError(f"inner counts passes over the data per epoch and must be > 0, got {self.inner}. Use 2.")
+        if self.portion < 1:
+            raise ValueError(f"portion counts samples and must be >= 1, got {self.portion}. Use 128.")
+        if self.lock not in ("none", "write", "readwrite"):
+            raise ValueError(f'lock must be "none", "write" or "readwrite", got {self.lock!r}.')
+
+    def policy(self) -> Policy:
+        return Barrier()
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            phase = await worker.admission()
+            await worker.stop_if_due()
+            if phase % 2 == 0:
+                await self.full_gradient(worker, phase)
+            else:
+                await self.inner_loop(worker)
+            await worker.arrive()
+
+    async def full_gradient(self, worker: Worker, phase: int) -> None:
+        """This worker's part of F at w_t, given to the mean."""
+        assert worker.shared is not None
+        snapshot, samples = worker.shared.vector("snapshot"), worker.samples
+        total, kept = worker.keep("total"), worker.kept_plain
+        if kept.get("phase") != phase:
+            total.zero_()
+            kept.update(phase=phase, weight=0)
+        try:
+            while True:
+                await worker.stop_if_due()
+                start = worker.shared.claim(_PORTIONS, self.portion, limit=samples)
+                if start is None:
+                    break
+                indices = torch.arange(start, min(start + self.portion, samples))
+                gradient = await worker.gradient_at(snapshot, indices, draw=start)
+                total += gradient * len(indices)
+                kept["weight"] += len(indices)
+                worker.still_here()
+        except EndOfWork:
+            await worker.contribute(total, kept["weight"])
+            raise
+        await worker.contribute(total, kept["weight"])
+        kept["phase"] = None
+
+    async def inner_loop(self, worker: Worker) -> None:
+        """Updates of u, until all workers together have made as many as belong to an epoch."""
+        shared, limit = worker.shared, round(self.inner * worker.samples)
+        assert shared is not None
+        snapshot, mean = shared.vector("snapshot"), shared.vector("mean")
+        while True:
+            await worker.read(alone=self.lock == "readwrite")
+            await worker.stop_if_due()
+            if shared.claim(_SAMPLES, worker.source.batch_size, limit=limit) is None:
+                return
+            gradient = await worker.gradient()
+            gradient = gradient - await worker.gradient_again(snapshot) + mean
+            await worker.add(gradient, alone=self.lock != "none")
+            worker.still_here()

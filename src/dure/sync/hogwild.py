@@ -1,0 +1,169 @@
+"""Hogwild! and HogBatch: write to the model in shared memory, and ask nobody.
+
+Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NeurIPS 2011;
+Sallinen et al., "High Performance Parallel Stochastic Gradient Descent in Shared Memory", IPDPS 2016.
+
+    forever                                           at every core, without a lock
+        sample an example e
+        g      <- gradient of f_e at x                x as it is, perhaps half written by others
+        x_v    <- x_v - gamma g_v                     for every v that e touches: component-wise adds
+    after each epoch   gamma <- decay gamma
+
+    HogBatch:   G <- the gradients of several examples, summed up privately;   x_v <- x_v - gamma G_v   once
+
+| in the paper             | here                                                                          |
+|--------------------------|-------------------------------------------------------------------------------|
+| example e                | the run's mini-batch: the paper's is `--batch-size 1`                         |
+| support of e             | what a sparse gradient names (`nn.Embedding(sparse=True)`); else all of x     |
+| one random v, scaled     | all v of e, as practical code has it                                          |
+| 0.9 after each epoch     | `decay`, per pass of a worker over its samples; 1 keeps gamma constant        |
+| b examples of HogBatch   | `batch` mini-batches; their mean, or with `scale="sum"` their sum             |
+| component-wise atomic add | `shared:mode=atomic`; `racy` (default) may lose one of two simultaneous adds |
+| SGD                      | the job's optimizer, whose state is each worker's own, as in PyTorch's example |
+
+A slow worker makes fewer updates, and staler ones; nobody waits. A worker that dies loses at most one update, or a
+part of one, and leaves no lock behind. HogBatch workers write out of step: worker k's first batch is k shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from dure.runtime.base import EndOfWork, Ghost
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.sync.clock import Policy
+    from dure.worker import Worker
+
+_NO_LOOP = "its workers write to one memory, in which a model of one's own does not lie"
+
+
+@dataclass(frozen=True, slots=True)
+class Hogwild:
+    """Lock-free SGD on shared memory."""
+
+    decay: float = 1.0
+
+    topologies: ClassVar[tuple[str, ...]] = ("shared",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    sparse: ClassVar[bool] = True
+    no_loop: ClassVar[str] = _NO_LOOP
+
+    def __post_init__(self) -> None:
+        _check_decay(self.decay)
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.begin_step()
+            await worker.read()
+            gradient = await worker.gradient()
+            _decay(worker, self.decay)
+            await worker.add(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class HogBatch:
+    """Hogwild! that writes once for several mini-batches."""
+
+    batch: int = 4
+    scale: Literal["mean", "sum"] = "mean"
+    decay: float = 1.0
+
+    topologies: ClassVar[tuple[str, ...]] = ("shared",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "server"
+    sparse: ClassVar[bool] = True
+    no_loop: ClassVar[str] = _NO_LOOP
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch counts mini-batches per write and must be >= 1, got {self.batch}. 1 is hogwild.")
+        if self.scale not in ("mean", "sum"):
+            raise ValueError(f'scale must be "mean" or "sum", got {self.scale!r}.')
+        _check_decay(self.decay)
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "sum"
+
+    async def work(self, worker: Worker) -> None:
+        try:
+            while True:
+                await worker.begin_step()
+                if not worker.kept_plain.get("accrued"):
+                    await worker.read()
+                _accrue(worker, await worker.gradient())
+                if (worker.clock + worker.rank) % self.batch == 0:
+                    await self.write(worker)
+        except EndOfWork:
+            if worker.kept_plain.get("accrued"):
+                await self.write(worker)
+
+    async def write(self, worker: Worker) -> None:
+        total, count = _accrued(worker)
+        if self.scale == "mean" and count > 1:
+            total = total / count
+        _decay(worker, self.decay)
+        await worker.add(total)
+        _clear(worker)
+
+
+def _accrue(worker: Worker, gradient: torch.Tensor) -> None:
+    """Add to what this worker has not written yet: declared state, a sparse sum by its indices and values."""
+    count = worker.kept_plain.get("accrued", 0)
+    worker.kept_plain["accrued"] = count + 1
+    if isinstance(gradient, Ghost) or not gradient.is_sparse:
+        total = worker.keep("accrued")
+        total += gradient
+        return
+    if count:
+        gradient = (_sparse(worker) + gradient).coalesce()
+    worker.kept["touched"], worker.kept["sparse"] = gradient.indices()[0], gradient.values()
+
+
+def _accrued(worker: Worker) -> tuple[torch.Tensor, int]:
+    """What is not written yet, and of how many mini-batches."""
+    count = worker.kept_plain["accrued"]
+    return _sparse(worker) if "touched" in worker.kept else worker.keep("accrued"), count
+
+
+def _clear(worker: Worker) -> None:
+    worker.kept_plain["accrued"] = 0
+    if "touched" not in worker.kept:
+        worker.keep("accrued").zero_()
+
+
+def _sparse(worker: Worker) -> torch.Tensor:
+    indices, values = worker.kept["touched"].unsqueeze(0), worker.kept["sparse"]
+    return torch.sparse_coo_tensor(indices, values, worker.params.shape, is_coalesced=True, check_invariants=False)
+
+
+def _check_decay(decay: float) -> None:
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay multiplies the rate after each epoch and must be > 0 and <= 1, got {decay}. Use 0.9.")
+
+
+def _decay(worker: Worker, decay: float) -> None:
+    if decay < 1:
+        worker.lr = worker.optimizer.spec.lr * decay ** int(worker.epoch)
