@@ -12,6 +12,7 @@ DureError
 ├── ReplicaError         a module's parameters left the flat buffer
 └── RemoteError          a call failed
     ├── Refused          the host refused it, and said why
+    │   ├── Busy         not now: ask again, or another
     │   ├── Evicted      this incarnation is over: join again
     │   └── Superseded   the update comes too late to count
     ├── PeerLost         the other side is gone
@@ -66,6 +67,10 @@ class RemoteError(DureError):
 
 class Refused(RemoteError):
     """The host refused the call, and said why."""
+
+
+class Busy(Refused):
+    """The host is in the middle of something else. It may be asked again, and another may be asked now."""
 
 
 class Evicted(Refused):

@@ -214,9 +214,16 @@ class Hub:
         self.present.add(call.caller)
         self._look_who_is_here()
         await self._registering
+        if newcomer and self.task.graph is not None:
+            self._introduce(call.caller)
         store = None if self.store is None else [self.store.host, self.store.port]
         directory = {name: list(place) for name, place in self.places.items()}
         return Reply({"directory": directory, "store": store, "newcomer": newcomer})
+
+    def _introduce(self, newcomer: str) -> None:
+        """Tell the workers where a newcomer is, who may want to call it."""
+        for name in self._living() & self.ready - {newcomer}:
+            self.node.call(Address(name, "process"), "meet", name=newcomer, place=list(self.places[newcomer]))
 
     def _look_who_is_here(self) -> None:
         """Go on once nobody is missing, the dead apart."""

@@ -180,6 +180,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(task: Task, cluster: Cluster | None) -> None:
+    _ = task.graph  # must be one
     if cluster is not None and task.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):

@@ -300,6 +300,11 @@ class Node(Protocol):
     rank: int
     rng: np.random.Generator
 
+    @property
+    def incarnation(self) -> int:
+        """How many lives this node has had before this one."""
+        ...
+
     def compute(self, work: Work) -> Operation[Any]:
         """Do `work` on this node; its value."""
         ...

@@ -109,6 +109,10 @@ class ProcessNode:
         self.serve("outbox", self._outbox)
         self._began = time.monotonic()
 
+    @property
+    def incarnation(self) -> int:
+        return self.identity.incarnation
+
     def begin(self, seconds: float = 0.0) -> None:
         """`seconds` of the run have passed by now."""
         self._began = time.monotonic() - seconds

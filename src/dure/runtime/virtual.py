@@ -179,6 +179,7 @@ class VirtualNode:
         self.strands: list[Strand[Any]] = []
         self._most_strands = 64
         self.alive = True
+        self.incarnation = 0
         self.paused_until = 0.0
         self.slowness = 1.0
         self.payload_sent = 0
@@ -266,6 +267,7 @@ class VirtualNode:
     def revive(self) -> None:
         """A new incarnation: what the one before was doing is forgotten."""
         self.alive = True
+        self.incarnation += 1
         self.paused_until = 0.0
         self.slowness = 1.0
         self.strands.clear()

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
+from dure.errors import Busy, CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
 from dure.runtime.base import Reply
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.pump import Timer
 
-_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, Evicted, CallTimeout, DamagedFrame)}
+_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, Busy, Evicted, CallTimeout, DamagedFrame)}
 
 
 class Pending:

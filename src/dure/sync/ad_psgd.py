@@ -1,0 +1,62 @@
+"""AD-PSGD: nobody in the middle; average with one neighbor at a time, and never stop for it.
+
+Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018.
+
+    at every worker i, two strands that share x_i
+        compute         x' <- x_i;   g <- gradient of f at x';   x_i <- x_i - lr g
+        communicate     pick a neighbor j;   x_i, x_j <- (x_i + x_j) / 2, atomically
+
+| in the paper                    | here                                                               |
+|---------------------------------|--------------------------------------------------------------------|
+| W_k, doubly stochastic          | an exchange of two models (`topology.gossip`); the graph is the topology's |
+| no deadlock, bipartite graph    | any graph: who is busy lets lower ranks wait and sends higher ones on |
+| averaging thread                | an averaging begins with every gradient, unless the last is still under way |
+| gradient step                   | one of the worker's optimizer, whose state is never averaged        |
+| result                          | the mean of all x_i                                                 |
+
+An update moves the mean by lr / K: K updates are about one step of BSP. One worker alone is serial SGD.
+
+A slow worker delays nobody; its neighbors average with a model that lags. A dead one is left out, and the graph is knit
+together around it; one that is paused is left alone until it is heard of again. A newcomer begins as a copy of a
+neighbor. A worker that has done its steps averages no more; the others go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from dure.optim import OptimizerSpec
+    from dure.sync.clock import Policy
+    from dure.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class ADPSGD:
+    """Gossip: gradients and averagings with neighbors, side by side."""
+
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    lockstep: ClassVar[bool] = False
+    delivers: ClassVar[str] = "mean"
+    no_loop: ClassVar[str] = "its neighbors average with a model at any time, also while backward() uses it"
+
+    def policy(self) -> Policy | None:
+        return None
+
+    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        return optimizer
+
+    @property
+    def reduce(self) -> str:
+        return "mean"
+
+    async def work(self, worker: Worker) -> None:
+        assert worker.peer is not None
+        while True:
+            await worker.begin_step()
+            worker.peer.average()
+            await worker.node.sleep(0.0)  # a turn for what others ask
+            gradient = await worker.gradient()
+            worker.params = worker.params.clone()  # what is on its way to others stays what it was
+            worker.step(gradient)

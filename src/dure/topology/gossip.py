@@ -1,0 +1,386 @@
+"""Gossip: pairs of neighbors average their models, without a server, a barrier or a deadlock.
+
+    active worker i                                       passive worker j
+      meet (number, its x) ---------------------------->  m = (x_i + x_j) / 2;  x_j = m
+      x_i += m - x as it was sent   <-- m ---------------
+      settle (number) --------------------------------->  it counts
+      <-------------------------------------- it stood --
+
+An averaging is atomic: between `meet` and its answer a worker takes part in no other. Whoever is asked meanwhile tells
+the caller to wait if the caller's rank is below its own, and refuses it otherwise: then every chain of waiting workers
+climbs in rank and ends at one who waits for nobody, whatever the graph. A refused one asks another neighbor.
+
+Gradients do not stop for it: what a worker has learned between `meet` and its answer stays, since the difference is
+added. So the sum of all models is what it was, averaging by averaging; and one counts on both sides or on neither:
+
+| what goes wrong                          | active                     | passive                              |
+|------------------------------------------|----------------------------|--------------------------------------|
+| the passive dies before it answers       | nothing has changed        |                                      |
+| the active dies before it has settled    |                            | takes the difference back            |
+| the passive dies before it has settled   | takes the difference back  |                                      |
+| no answer for long                       | gives up, and says so      | takes the difference back if there is one |
+| `meet` arrives twice                     |                            | answers the same again               |
+
+A neighbor that is gone is left out, and the graph knit together around it (`graph.knit`); one that is heard of again is
+a neighbor again. A worker that is through averages no more, so that what it has delivered stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from dure.errors import Busy, CallTimeout, Refused, RemoteError
+from dure.runtime.base import Address, Call, Cancelled, Ghost, Node, Operation, Reply, TensorSpec
+from dure.topology.graph import knit
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+PATIENCE = 100
+"""Steps of one's own after which an averaging that is still not answered is given up."""
+
+_STREAM = 8
+
+
+class Model(Protocol):
+    """What is averaged: a worker. `params` is replaced, never written to."""
+
+    params: torch.Tensor
+    clock: int
+
+
+class Turn:
+    """One worker's part in keeping averagings atomic and free of deadlock: whom it asks, and what it answers."""
+
+    __slots__ = ("asking", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.asking: int | None = None
+
+    def answer(self, caller: int) -> str:
+        """To a caller: "meet", or "wait" (until one's own question has been answered), or "refuse"."""
+        if self.asking is None:
+            return "meet"
+        return "wait" if caller < self.rank else "refuse"
+
+
+class _Met(NamedTuple):
+    """An averaging that its active side has not settled: `mean` has taken the place of `before`."""
+
+    number: Sequence[int]
+    before: torch.Tensor
+    mean: torch.Tensor
+
+
+class Peer:
+    """A worker among its neighbors: a service that they call, and what the worker averages with them through.
+
+    `absent` are not there at first. `incarnation` numbers this worker's lives, `seed` decides whom it asks when.
+
+    | method   | fields         | tensors | reply                                                     |
+    |----------|----------------|---------|-----------------------------------------------------------|
+    | `meet`   | number         | model   | the mean of both; later, or `Busy`, if it is in the middle of another |
+    | `settle` | number, stands |         | `stood`: whether the averaging of that number had counted so far      |
+    | `copy`   |                |         | clock and model                                           |
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        model: Model,
+        graph: nx.Graph,
+        *,
+        seed: int,
+        incarnation: int = 0,
+        absent: Collection[int] = (),
+    ) -> None:
+        self.node = node
+        self.model = model
+        self.graph = graph
+        self.rank = node.rank
+        self.turn = Turn(node.rank)
+        self.averaged = 0
+        self.refused = 0
+        self._seed = seed
+        self._incarnation = incarnation
+        self._number = 0
+        self._away = set(absent) - {self.rank}
+        self._through: set[int] = set()
+        self._knitted: tuple[set[int], list[int]] = set(), sorted(graph.neighbors(self.rank))
+        self._leaving = False
+        self._begun = 0
+        self._averaging: Operation[None] | None = None
+        self._meeting: Operation[Reply] | None = None
+        self._settling: list[Operation[None]] = []
+        self._waiting: list[tuple[Call, Operation[Reply]]] = []
+        self._met: dict[int, _Met] = {}
+        self._last: dict[int, Sequence[int]] = {}
+        self._all_settled: Operation[None] | None = None
+        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+            "meet": self._meet,
+            "settle": self._settle,
+            "copy": self._copy,
+        }
+
+    # ---- what the worker does
+
+    def average(self) -> None:
+        """Begin to average with a neighbor, beside what the worker does, unless that is still under way."""
+        if self._averaging is None or self._averaging.done:
+            self._begun = self.model.clock
+            work = self._average_with_somebody()
+            self._averaging = self.node.spawn(work, f"worker {self.rank} averaging")
+        elif self._meeting is not None and self.model.clock - self._begun >= PATIENCE:
+            self._meeting.cancel()
+
+    async def join(self) -> int | None:
+        """Begin as a copy of a neighbor, at its clock; None if nobody is there."""
+        while neighbors := self._neighbors():
+            into = _room(self.model.params)
+            try:
+                reply = await self.node.call(_address(neighbors[0]), "copy", into=_tensors(into))
+            except RemoteError:
+                self._away.add(neighbors[0])
+                continue
+            self.model.params = into
+            clock: int = reply.fields["clock"]
+            return clock
+        return None
+
+    async def settled(self) -> None:
+        """Once no averaging that this worker has begun is under way."""
+        if self._averaging is not None:
+            await self._averaging
+        for settling in self._settling:
+            await settling
+
+    async def leave(self) -> None:
+        """Average no more: from now on the model stays as it is."""
+        self._leaving = True
+        for _, promise in self._waiting:
+            promise.fail(self._refusal())
+        self._waiting.clear()
+        await self.settled()
+        if self._met:
+            self._all_settled = self.node.promise(f"those who have averaged with worker {self.rank} to settle")
+            await self._all_settled
+
+    async def mean(self) -> torch.Tensor:
+        """The mean of the models of all who can be reached, one's own too."""
+        total, number = self.model.params.clone(), 1
+        for rank in sorted(set(self.graph) - self._away - {self.rank}):
+            into = _room(self.model.params)
+            try:
+                await self.node.call(_address(rank), "copy", into=_tensors(into))
+            except RemoteError:
+                continue
+            total += into
+            number += 1
+        total /= number
+        return total
+
+    # ---- the active side
+
+    def _neighbors(self) -> list[int]:
+        """Those who are there, in an order that depends on the seed, the worker and its clock."""
+        gone = self._away | self._through
+        if gone != self._knitted[0]:
+            self._knitted = gone, sorted(knit(self.graph, gone).neighbors(self.rank))
+        around = self._knitted[1]
+        order = np.random.default_rng((self._seed, self.rank, self.model.clock, _STREAM)).permutation(len(around))
+        return [around[place] for place in order]
+
+    async def _average_with_somebody(self) -> None:
+        for neighbor in self._neighbors():
+            if await self._average_with(neighbor):
+                return
+
+    async def _average_with(self, neighbor: int) -> bool:
+        """Whether it came to anything, so that nobody else needs to be asked now."""
+        self._number += 1
+        number, sent, mean = [self._incarnation, self._number], self.model.params, _room(self.model.params)
+        self.turn.asking = neighbor
+        self._meeting = self.node.call(_address(neighbor), "meet", sent, into=_tensors(mean), number=number)
+        came = False
+        try:
+            await self._meeting
+            came = True
+        except Busy:
+            self.refused += 1
+        except (Cancelled, CallTimeout):
+            self._away.add(neighbor)
+            self._see_to(self._withdraw(neighbor, number))
+        except Refused:
+            self._through.add(neighbor)
+        except RemoteError:
+            self._away.add(neighbor)
+        self._meeting = None
+        if came:
+            self._replace(sent, mean)
+            self.averaged += 1
+            self._see_to(self._confirm(neighbor, number, sent, mean))
+        self.turn.asking = None
+        self._meet_those_who_wait()
+        return came
+
+    def _see_to(self, settling: Coroutine[Any, Any, None]) -> None:
+        """Settle an averaging, while others go on."""
+        self._settling = [each for each in self._settling if not each.done]
+        self._settling.append(self.node.spawn(settling, f"worker {self.rank} settling"))
+
+    async def _withdraw(self, neighbor: int, number: Sequence[int]) -> None:
+        with suppress(RemoteError):  # then it is gone
+            await self._tell(neighbor, number, stands=False)
+
+    async def _confirm(self, neighbor: int, number: Sequence[int], sent: torch.Tensor, mean: torch.Tensor) -> None:
+        """Have the averaging count on the other side too; if it does not, take it back."""
+        while True:
+            try:
+                reply = await self._tell(neighbor, number, stands=True)
+                stood = reply.fields["stood"]
+            except CallTimeout:
+                continue
+            except RemoteError:
+                stood = False
+            break
+        if not stood:
+            self._replace(mean, sent)
+            self.averaged -= 1
+
+    def _tell(self, neighbor: int, number: Sequence[int], *, stands: bool) -> Operation[Reply]:
+        return self.node.call(_address(neighbor), "settle", number=list(number), stands=stands)
+
+    def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Add the difference from `old` to `new`; what has been learned since `old` stays."""
+        if self.model.params is old:
+            self.model.params = new
+        else:
+            changed = new - old
+            changed += self.model.params
+            self.model.params = changed
+
+    # ---- the passive side: a service
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Refused(f'a peer has no method "{call.method}"; it has {", ".join(self._methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        if method != "meet":
+            return ()
+        params = self.model.params
+        return (TensorSpec(str(params.dtype).removeprefix("torch."), params.numel()),)
+
+    def lost(self, name: str) -> None:
+        """A node is gone: what it had begun and not settled never was."""
+        kind, _, number = name.partition(" ")
+        if kind == "worker" and number.isdigit():
+            rank = int(number)
+            self._away.add(rank)
+            self._drop_waiting(lambda call: call.caller == name)
+            self._end(rank, stands=False)
+
+    def _meet(self, call: Call) -> Reply | Awaitable[Reply]:
+        rank, number = _rank(call.caller), list(call.fields["number"])
+        self._away.discard(rank)
+        self._through.discard(rank)
+        met = self._met.get(rank)
+        if met is not None and met.number == number:
+            return Reply(tensors=_tensors(met.mean))
+        if number <= list(self._last.get(rank, ())):
+            raise Refused(f"averaging {number} of worker {rank} is over.")
+        if self._leaving:
+            raise self._refusal()
+        answer = self.turn.answer(rank)
+        if answer == "refuse":
+            raise Busy(f"worker {self.rank} is averaging with worker {self.turn.asking}: ask another, or again.")
+        if answer == "wait":
+            promise: Operation[Reply] = self.node.promise(f"its turn to average with worker {self.rank}")
+            self._waiting.append((call, promise))
+            return promise
+        self._end(rank, stands=False)  # if a past life of its has left something behind
+        return self._mean_with(call.tensors, rank, number)
+
+    def _mean_with(self, tensors: Sequence[torch.Tensor], rank: int, number: Sequence[int]) -> Reply:
+        before = self.model.params
+        mean = before + tensors[0]
+        mean *= 0.5
+        self.model.params = mean
+        self._met[rank] = _Met(number, before, mean)
+        self._last[rank] = number
+        return Reply(tensors=_tensors(mean))
+
+    def _meet_those_who_wait(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call, promise in waiting:
+            try:
+                promise.resolve(self._meet(call))
+            except Refused as error:
+                promise.fail(error)
+
+    def _settle(self, call: Call) -> Reply:
+        rank, number = _rank(call.caller), list(call.fields["number"])
+        self._drop_waiting(lambda c: c.caller == call.caller and list(c.fields["number"]) == number)
+        met = self._met.get(rank)
+        stood = met is not None and met.number == number
+        if stood:
+            self._end(rank, stands=call.fields["stands"])
+        self._last[rank] = max(list(self._last.get(rank, ())), number)
+        return Reply({"stood": stood})
+
+    def _drop_waiting(self, which: Callable[[Call], bool]) -> None:
+        """Answer those whose averaging is off."""
+        dropped = [(call, promise) for call, promise in self._waiting if which(call)]
+        self._waiting = [(call, promise) for call, promise in self._waiting if not which(call)]
+        for _, promise in dropped:
+            promise.fail(Busy("the averaging was given up."))
+
+    def _end(self, rank: int, *, stands: bool) -> None:
+        """What was open with `rank` counts, or never was."""
+        met = self._met.pop(rank, None)
+        if met is not None and not stands:
+            self._replace(met.mean, met.before)
+        if self._all_settled is not None and not self._met:
+            self._all_settled.resolve()
+
+    def _copy(self, call: Call) -> Reply:
+        self._away.discard(_rank(call.caller))
+        return Reply({"clock": self.model.clock}, _tensors(self.model.params))
+
+    def _refusal(self) -> Refused:
+        return Refused(f"worker {self.rank} is through: its model is delivered.")
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What survives a restart, plain values, while nothing is under way."""
+        gone = {"away": sorted(self._away), "through": sorted(self._through)}
+        return {**gone, "averaged": self.averaged, "refused": self.refused}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._away, self._through = set(state["away"]), set(state["through"])
+        self.averaged, self.refused = state["averaged"], state["refused"]
+
+
+def _address(rank: int) -> Address:
+    return Address(f"worker {rank}", "peer")
+
+
+def _rank(caller: str) -> int:
+    return int(caller.rpartition(" ")[2])
+
+
+def _room(like: torch.Tensor) -> torch.Tensor:
+    return like if isinstance(like, Ghost) else torch.empty_like(like)
+
+
+def _tensors(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (values,)
