@@ -475,7 +475,8 @@ class Shard:
         if self.corrections is not None:
             more, plain["remedies"] = self.corrections.state()
             if self.optimizer is not None:
-                tensors |= more
+                saved = {f"read.{version}" for version in (self.version, *kept)}
+                tensors |= {name: tensor for name, tensor in more.items() if name not in saved}
         return tensors, plain
 
     def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
