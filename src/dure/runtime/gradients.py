@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dure.errors import UsageError
 from dure.replica import Replica
@@ -130,6 +130,7 @@ class Evaluator:
         self._fresh_buffers = self.replica.buffers_flat()
         self._home = self.replica.params
         self._in_place: dict[int, Tensor] = {}
+        self._may_draw = _may_draw(self.replica, job.loss)
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
 
@@ -159,6 +160,10 @@ class Evaluator:
                     results[index] = Gradient(row, loss, samples)
         return [results[index] for index in range(len(works))]
 
+    def one(self, work: GradientWork) -> Gradient:
+        """The gradient of `work`, as `evaluate` gives it."""
+        return self._evaluate_alone(work) if self._alone else self.evaluate([work])[0]
+
     def batches(self, works: Sequence[GradientWork]) -> bool:
         """Whether, by the rule, some of these would be computed together."""
         return any(decision.stacked is not None for decision, _ in self._groups(works))
@@ -169,11 +174,11 @@ class Evaluator:
         `values` of the result is `replica.grads` itself.
         """
         replica = self.replica
-        with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
+        with self._solo(work):
             loss = self._loss(work)
-            torch.autograd.backward(loss.reshape(()) * share)  # backward(share) would import all of sympy
+            torch.autograd.backward(loss * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(replica.grads, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
+        return Gradient(replica.grads, loss.item(), len(work.targets), buffers)  # type: ignore[arg-type]
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -239,18 +244,22 @@ class Evaluator:
 
     def _evaluate_alone(self, work: GradientWork) -> Gradient:
         replica = self.replica
-        with _one_thread(self.exact), _drawing(_mix(work), replica.device), torch.enable_grad():
+        parameters = replica.parameters
+        with self._solo(work):
             loss = self._loss(work)
-            gradients = torch.autograd.grad(loss.reshape(()), replica.parameters, allow_unused=True)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         if self.sparse and any(g is not None and g.is_sparse for g in gradients):
             values = _flat_sparse(gradients, replica)
         else:
-            values = torch.cat([_flat(g, p) for g, p in zip(gradients, replica.parameters, strict=True)])
+            values = torch.cat([_flat(g, p) for g, p in zip(gradients, parameters, strict=True)])
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(values, float(loss.detach()), len(work.targets), buffers)  # type: ignore[arg-type]
+        return Gradient(values, loss.item(), len(work.targets), buffers)  # type: ignore[arg-type]
+
+    def _solo(self, work: GradientWork) -> _Solo:
+        return _Solo(self.exact, _mix(work) if self._may_draw else None, self.replica.device)
 
     def _loss(self, work: GradientWork) -> Tensor:
-        """The forward pass of `work`, with its parameters and its buffers."""
+        """The forward pass of `work`, with its parameters and its buffers: a tensor of no dimensions."""
         assert work.inputs is not None
         replica = self.replica
         self._stand_on(work.values)
@@ -262,7 +271,7 @@ class Evaluator:
                 f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. "
                 "Write loss=lambda outputs, targets: (...).mean()."
             )
-        return loss
+        return loss.reshape(()) if loss.dim() else loss
 
     def _stand_on(self, values: Tensor) -> None:
         """Have the module's parameters be `values`: by copying, but for those that are read in place."""
@@ -278,7 +287,7 @@ class Evaluator:
         replica.load(values)
 
     def _build(self, seed: int) -> nn.Module:
-        with _drawing(seed, torch.device("cpu")):
+        with _Solo(False, seed, torch.device("cpu")):
             return self.job.model()
 
 
@@ -356,30 +365,49 @@ def _mix(work: GradientWork) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-@contextmanager
-def _drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """PyTorch's generators seeded with `seed`, and afterwards as they were."""
-    if device.type != "cpu":
-        with torch.random.fork_rng([device], device_type=device.type):
-            torch.manual_seed(seed)
-            yield
-        return
-    state = torch.get_rng_state()  # a fiftieth of what fork_rng costs
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+def _may_draw(replica: Replica, loss: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether a forward pass may draw random numbers. PyTorch's own layers and losses are known; others may."""
+    modules = list(replica.module.modules())
+    foreign = any(not type(each).__module__.startswith("torch.nn.modules.") or _has_hooks(each) for each in modules)
+    return replica.is_stochastic or foreign or getattr(loss, "__module__", "") != functional.__name__
 
 
-@contextmanager
-def _one_thread(wanted: bool) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    if not wanted or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class _Solo:
+    """Around one computation: gradients are on, PyTorch's generators are seeded with `seed` if there is one, and one
+    thread is used if `exact`; afterwards all is as it was. A class, since three generators here take a tenth of a
+    small model's step.
+    """
+
+    __slots__ = ("_device", "_exact", "_fork", "_grad", "_seed", "_state", "_threads")
+
+    def __init__(self, exact: bool, seed: int | None, device: torch.device) -> None:
+        self._exact = exact
+        self._seed = seed
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads() if self._exact else 1
+        if self._threads != 1:
+            torch.set_num_threads(1)
+        self._grad = torch.is_grad_enabled()
+        if not self._grad:
+            torch.set_grad_enabled(True)
+        if self._seed is None:
+            return
+        if self._device.type == "cpu":
+            self._state = torch.get_rng_state()  # a fiftieth of what fork_rng costs
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
+            self._fork.__enter__()
+            torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._seed is not None and self._device.type == "cpu":
+            torch.set_rng_state(self._state)
+        elif self._seed is not None:
+            self._fork.__exit__(*error)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._threads != 1:
+            torch.set_num_threads(self._threads)

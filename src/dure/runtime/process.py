@@ -124,7 +124,7 @@ class ProcessNode:
         with self.wire.in_background():
             if isinstance(work, GradientWork):
                 assert self.evaluator is not None
-                value = self.evaluator.evaluate([work])[0]
+                value = self.evaluator.one(work)
             else:
                 value = work.run()
         operation.resolve(value)
