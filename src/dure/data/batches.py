@@ -30,13 +30,18 @@ class Batches:
         self._order = torch.arange(samples)
 
     @property
+    def change(self) -> bool:
+        """Whether one batch differs from the next."""
+        return self.size < self.samples
+
+    @property
     def count(self) -> int:
         """Portions of a batch."""
         return -(-self.size // self.portion)
 
     def indices(self, batch: int, portion: int) -> torch.Tensor:
         """The samples of one portion of one batch."""
-        if self.size < self.samples:
+        if self.change:
             turn, place = divmod(batch, self.samples // self.size)
             self._shuffle(turn)
         else:

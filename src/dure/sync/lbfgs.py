@@ -112,8 +112,10 @@ class LBFGS:
         await lead.order(("model", "w"))
         while kept["iteration"] < self.iterations:
             await lead.boundary()
-            if self.batch or "loss" not in kept:
-                kept["loss"], _ = await lead.evaluate("w", "g", batch=kept["iteration"])
+            batch = kept["iteration"] if lead.batches.change else 0
+            if kept.get("batch") != batch:
+                kept["batch"] = batch
+                kept["loss"], _ = await lead.evaluate("w", "g", batch=batch)
                 if not math.isfinite(kept["loss"]):
                     raise DivergedError(f"the loss at the point where the search begins is {kept['loss']}.")
             slope = await self.direction(lead, pairs)
@@ -122,13 +124,13 @@ class LBFGS:
                 await self.accept(lead, pairs, trial)
             elif pairs:
                 pairs.clear()  # what was remembered misleads: begin anew, with steepest descent
-            elif not self.batch:
+            elif not lead.batches.change:
                 return  # no lower place is within reach of the numbers
             else:
                 kept["iteration"] += 1
 
     async def direction(self, lead: Coordinator, pairs: list[dict[str, Any]]) -> float:
-        """By the two loops, p = -H g; returns g'p. Each command waits for the dot product before it, so they go together."""
+        """The two loops: p = -H g; returns g'p. A command waits for the dot product before it, so they go together."""
         a = []
         then: list[Command] = [("copy", "p", "g")]
         for pair in reversed(pairs):
@@ -148,7 +150,7 @@ class LBFGS:
 
         async def attempt(step: float) -> Trial:
             go: Command = ("combine", "x", 1.0, "w", step, "p")
-            batch = lead.kept["iteration"]
+            batch = lead.kept["batch"]
             loss, dots = await lead.evaluate("x", "h", batch=batch, first=[go], then=[("dot", "h", "p")])
             return Trial(step, loss, dots[0] if dots else math.nan)
 

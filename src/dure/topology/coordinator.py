@@ -15,7 +15,8 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2.
 
 A sum counts if none of its portions has been counted before, so each portion counts once, on all shards alike, however
 often it was evaluated. Sums for an earlier point never count. A worker that dies takes only what it has not
-reported with it: others do that again.
+reported with it: others do that again. One that stands still is waited for only at a checkpoint and at the end, and
+there not for long (`patience`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.errors import DureError, Evicted, Refused
-from dure.runtime.base import Address, Call, EndOfWork, Node, Operation, Reply, TensorSpec
+from dure.runtime.base import Address, Call, EndOfWork, Operation, Reply, TensorSpec
+from dure.topology.patience import EVICT_SECONDS, Patience
 from dure.topology.portions import Portions, Run
 
 if TYPE_CHECKING:
     from dure.data.batches import Batches
+    from dure.topology.admission import ClockService
 
 Command = tuple[Any, ...]
 """A command to the shards (`vectors`): its name and its arguments."""
@@ -39,10 +42,14 @@ COORDINATOR = Address("server 0", "coordinator")
 
 
 class Limits(NamedTuple):
-    """When the work ends: after so many portions, all workers together, or so many seconds."""
+    """When the work ends: after so many portions, all workers together, or so many seconds.
+
+    At a checkpoint and at the end, a worker that shows no progress for `evict_seconds` is left behind.
+    """
 
     portions: int
     seconds: float = math.inf
+    evict_seconds: float = EVICT_SECONDS
 
 
 class Coordinator:
@@ -60,16 +67,16 @@ class Coordinator:
 
     def __init__(
         self,
-        node: Node,
-        shards: Sequence[Address],
+        clock: ClockService,
         batches: Batches,
         portions: Portions,
         *,
         limits: Limits,
         timing_only: bool = False,
     ) -> None:
-        self.node = node
-        self.shards = tuple(shards)
+        self.node = node = clock.node
+        self.clock = clock
+        self.shards = clock.shards
         self.batches = batches
         self.portions = portions
         self.limits = limits
@@ -87,6 +94,7 @@ class Coordinator:
         self._present: dict[int, int] = {}
         self._fenced: dict[int, int] = {}
         self._outstanding: list[Operation[Reply]] = []
+        self._patience = Patience(node.now, limits.evict_seconds)
         self._due = self._past_the_first = False
         self._resumed: Operation[None] | None = None
         self._told: set[int] = set()
@@ -105,14 +113,18 @@ class Coordinator:
         except DureError as error:
             final = {"failed": str(error)}
         self._task, self._final = None, final
+        self._told.clear()
         self._answer_all()
+        await self._wait_for_all()
 
     async def boundary(self) -> None:
         """Between two iterations: where all state is declared. Waits while a checkpoint is taken."""
         if self._due and self._past_the_first:
-            self._resumed = self.node.promise("the checkpoint to be complete")
+            resumed = self._resumed = self.node.promise("the checkpoint to be complete")
             self._answer_all()
-            await self._resumed
+            await self._wait_for_all()
+            await resumed
+            self._told.clear()
         self._past_the_first = True
 
     async def order(self, *commands: Command) -> list[float]:
@@ -164,14 +176,14 @@ class Coordinator:
         if incarnation < self._fenced.get(worker, 0):
             raise Evicted(f"worker {worker} is not in under incarnation {incarnation}: join first.")
         self._present[worker] = incarnation
+        self._patience.step(worker)
         if fields["report"] is not None and self._reports.get(worker) != (incarnation, fields["report"]):
             self._reports[worker] = (incarnation, fields["report"])
             self._take(worker, **fields["report"])
-        self._due = self._due or fields["due"]
-        if self._resumed is not None and worker in self._told and not fields["due"]:
+        if self._resumed is not None and worker in self._told:
             self._resumed.resolve()  # it comes back: the checkpoint is complete
             self._resumed, self._due = None, False
-            self._told.clear()
+        self._due = self._due or fields["due"]
         waiting = self._asking.get(worker)
         if waiting is None:
             waiting = self._asking[worker] = self.node.promise(f"something for worker {worker} to do")
@@ -207,12 +219,23 @@ class Coordinator:
         if kind != "worker" or not rank.isdigit():
             return
         worker = int(rank)
+        self._remove(worker)
+        self._answer_all()
+
+    def _remove(self, worker: int) -> None:
         self.portions.leave(worker)
         self._fenced[worker] = self._present.pop(worker, -1) + 1
         waiting = self._asking.pop(worker, None)
         if waiting is not None:
             waiting.fail(Evicted(f"worker {worker} is gone."))
-        self._answer_all()
+
+    async def _wait_for_all(self) -> None:
+        """Until everybody has been told what is next, but for those who have stopped: they are left behind."""
+        while missing := [worker for worker in sorted(self.clock.live) if worker not in self._told]:
+            for worker in self._patience.late(missing):
+                self._remove(worker)
+                self.clock.evict(worker)
+            await self.node.sleep(self._patience.wait(missing) or 0.01, background=True)
 
     # ---- checkpoints
 
@@ -245,7 +268,13 @@ class Coordinator:
         if self._resumed is not None:
             self._told.add(worker)
             return {"suspend": True}
-        if self._task is None or self._complete.done:
+        if self._final is not None:
+            self._told.add(worker)
             return self._final
+        if self._task is None or self._complete.done:
+            return None
         run = self.portions.give(worker, self.node.now())
-        return None if run is None else {**self._task, "run": run}
+        if run is None:
+            return None
+        self._patience.begin(worker)
+        return {**self._task, "run": run}
