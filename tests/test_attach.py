@@ -95,7 +95,7 @@ def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
     assert close(ranks[0]["groups"][strategy], wanted)
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "ssp:bound=2", "averaging:period=4"])
+@pytest.mark.parametrize("strategy", ["downpour", "ssp:bound=2", "averaging:period=4", attached.REMEDIED])
 def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
     (accuracy, params), (_, same) = (rank["learns"][strategy] for rank in ranks)
     assert accuracy > 0.9

@@ -20,6 +20,7 @@ from dure.data import load_digits
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
+REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps")
 
 
@@ -98,7 +99,7 @@ def case_groups():
 def case_learns():
     data = load_digits()
     found = {}
-    for strategy in ("downpour", "ssp:bound=2", "averaging:period=4"):
+    for strategy in ("downpour", "ssp:bound=2", "averaging:period=4", REMEDIED):
         module = model(RANK)
         with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
             sampler = replica.sampler(data.train.inputs)
