@@ -136,7 +136,9 @@ async def exchange(worker: Worker, period: int, elasticity: float | None) -> tor
         return force
     center = worker.keep(CENTER)
     force = (worker.params - center) * alpha
+    started = worker.node.now()
     center += await worker.mean(force, share=1.0)  # their sum: at every worker the same
+    worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
     return force
 
 

@@ -1,0 +1,55 @@
+"""Runs whose workers start at places of their own, and whose models a test can see afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from support.runs import bowls, resolved
+
+from dure.runtime.cluster import Cluster
+from dure.strategy import Strategy
+from dure.virtual_run import Segment, VirtualRun, Watch
+
+
+class Scattered:
+    """A method whose workers begin at `starts`; in all else it is `method`."""
+
+    def __init__(self, method: Any, starts: Sequence[float]) -> None:
+        self.method = method
+        self.starts = starts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.method, name)
+
+    async def work(self, worker: Any) -> None:
+        if worker.group is not None:
+            worker.keep("center").copy_(worker.params)
+        worker.params.fill_(self.starts[worker.rank])
+        await self.method.work(worker)
+
+
+def scattered(
+    strategy: str,
+    starts: Sequence[float],
+    cluster: Cluster,
+    *,
+    steps: int,
+    lr: float = 0.0,
+    curvature: float = 1.0,
+    place: float = 0.0,
+) -> tuple[float, list[float], Segment]:
+    """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, where the center is at `place`."""
+    job = bowls([(curvature, 0.0)] * len(starts), lr=lr, start=place)
+    task, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000)
+    moved = Strategy(Scattered(task.sync, starts), task.strategy.topology)  # type: ignore[arg-type]
+    object.__setattr__(task, "strategy", moved)
+    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    segment.run()
+    models = [float(segment.workers[rank].params) for rank in range(len(starts))]
+    return float(segment.delivered()), models, segment
+
+
+def total(center: float, models: Sequence[float]) -> float:
+    return center + float(torch.tensor(models, dtype=torch.float64).sum())
