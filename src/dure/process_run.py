@@ -502,7 +502,8 @@ class Hub:
         reports = []
         for name in self._servers:
             status = (await self.node.call(Address(name, "shard"), "status")).fields
-            totals.count("per_shard", name, applied=status["applied"], refused=status["refused"])
+            said = {key: status[key] for key in ("applied", "refused", "written") if key in status}
+            totals.count("per_shard", name, **said)
             staleness = {int(behind): count for behind, count in status["staleness"].items()}
             reports.append((staleness, status["applied"], status["refused"]))
         totals.count_updates(reports)

@@ -138,7 +138,7 @@ class Segment:
             if state is not None:
                 self.clock.restore(state["clock"].plain)
             self.runtime.nodes["server 0"].serve("clock", self.clock)
-        self.coordinator = task.coordinator(self.runtime.nodes["server 0"]) if task.servers else None
+        self.coordinator = task.coordinator(self.clock) if self.clock is not None else None
         if self.coordinator is not None:
             if state is not None:
                 self.coordinator.restore(state["coordinator"].plain)
@@ -410,6 +410,8 @@ class Segment:
         task, totals = self.task, self.totals
         for number, shard in enumerate(self.shards):
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
+            if isinstance(shard, SharedShard):
+                totals.count("per_shard", f"server {number}", written=shard.segment.written)
         if self.shards:
             totals.count_updates([(shard.staleness, shard.applied, shard.refused) for shard in self.shards])
             totals.counts["updates_refused"] += self.clock.refused if self.clock is not None else 0

@@ -35,12 +35,11 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         if sys.platform != "linux":
             raise DureError("processes share memory under Linux only. Train in virtual time, or over ps.")
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if nbytes > there:  # the system would give them, and kill whoever writes to what is missing
+            raise DureError(f"{nbytes:,} bytes of memory to share are more than this machine has, {there:,}.")
         self._file = os.memfd_create("dure", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self._file, 0, max(nbytes, 1))  # else what is missing shows as a fault at some write
-        except OSError as error:
-            os.close(self._file)
-            raise DureError(f"there are no {nbytes:,} bytes of memory to share: {error.strerror}.") from error
+        os.ftruncate(self._file, max(nbytes, 1))
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._map()
 
