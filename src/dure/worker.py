@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from dure.errors import CallTimeout, DivergedError, Evicted, Superseded
+from dure.errors import CallTimeout, DivergedError, Evicted, Superseded, UsageError
 from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
 
@@ -101,6 +101,11 @@ def _first(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
     return snapshots[0]
 
 
+def _writes(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory has been written to, as PyTorch counts."""
+    return 0 if isinstance(tensor, Ghost) else tensor._version
+
+
 @dataclass(slots=True)
 class Boundary:
     """What decides at a step boundary whether a worker goes on.
@@ -159,6 +164,7 @@ class Worker:
     met: int | None = None
     heard: list[Note] = field(default_factory=list)
     _spare: torch.Tensor | None = None
+    _lent: tuple[Pulled, int] | None = None
     _admitted: int | None = None
     _pulled: Pulled | None = None
     _begun: bool = False
@@ -394,10 +400,38 @@ class Worker:
         self.meter.add("communicate", started, self.node.now(), "pull")
         return pulled
 
+    async def refresh(self) -> None:
+        """Go on from what the server has, as `adopt(await pull())` does, for a method that never writes to `params`.
+
+        They may be the server's own, lent without being copied.
+        """
+        assert self.server is not None
+        if not self.server.lends:
+            self.adopt(await self.pull())
+            return
+        started = self.node.now()
+        borrowed = await self.server.borrow(self._admitted, to_work=True)
+        self.meter.add("communicate", started, self.node.now(), "pull")
+        self.adopt(borrowed)
+        self._lent = (borrowed, _writes(borrowed.values))
+
     def adopt(self, pulled: Pulled) -> None:
         """Go on from what was pulled."""
-        self._spare, self.params = self.params, pulled.values
+        if self._lent is None:
+            self._spare = self.params
+        else:
+            self._give_back(*self._lent)
+        self.params = pulled.values
         self._pulled = pulled
+
+    def _give_back(self, borrowed: Pulled, writes: int) -> None:
+        self._lent = None
+        if _writes(borrowed.values) != writes:
+            raise UsageError(
+                f"a method wrote to the parameters that worker {self.rank} had from refresh(), which may be the "
+                "server's own. Write worker.adopt(await worker.pull()) in its place."
+            )
+        borrowed.release()
 
     def look_at(self, pulled: Pulled) -> torch.Tensor:
         """What was pulled, the method's to write to until it pulls again, in place of adopting it."""

@@ -63,6 +63,7 @@ class TestNode:
     """The primitives that a server and its clients use."""
 
     __test__ = False
+    lends = False
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world

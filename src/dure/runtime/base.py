@@ -294,11 +294,18 @@ class Group(Protocol):
 
 
 class Node(Protocol):
-    """The handful of operations through which a role or a service touches the world."""
+    """The handful of operations through which a role or a service touches the world.
+
+    Where a node `lends`, a call with `into=None` gives the reply's own tensors, to be read until its `release` is
+    called.
+    """
 
     name: str
     rank: int
     rng: np.random.Generator
+
+    @property
+    def lends(self) -> bool: ...
 
     @property
     def incarnation(self) -> int:
@@ -314,7 +321,7 @@ class Node(Protocol):
         service: Address,
         method: str,
         *tensors: torch.Tensor,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = (),
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:

@@ -238,7 +238,6 @@ class Network:
                 SharingQueue(kernel, bandwidth, _INGRESS, self._left),
             )
             self._processors[machine] = Processor(cluster.cores_of(machine))
-        self._lookup: dict[tuple[str | int, str | int], Pair] = {}
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._gone: set[int] = set()
         self._life = [0] * len(hosts)  # rises when a node crashes: what was sent to the one before vanishes
@@ -251,14 +250,13 @@ class Network:
         self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int = HEADER
     ) -> None:
         """Send `nbytes` bytes and a header; `deliver` is called when they have arrived, or never."""
-        try:
-            pair = self._lookup[src, dst]
-        except KeyError:
-            pair = self._connect(src, dst)
-        if self._gone and pair.src in self._gone:
-            return
-        wire = nbytes + header
+        self.carry(self.route(src, dst), nbytes + header, deliver)
+
+    def carry(self, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+        """As `send`, for `wire` bytes with the header, by a `route` that is known."""
         node = pair.src
+        if self._gone and node in self._gone:
+            return
         self.messages[node] += 1
         if pair.local:
             self.bytes_local[node] += wire
@@ -342,7 +340,8 @@ class Network:
         latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
         return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma)
 
-    def _connect(self, src: str | int, dst: str | int) -> Pair:
+    def route(self, src: str | int, dst: str | int) -> Pair:
+        """The connection from `src` to `dst`: always the same one."""
         key = (self.node(src), self.node(dst))
         pair = self._pairs.get(key)
         if pair is None:
@@ -357,7 +356,6 @@ class Network:
                 pair.latency = self.cluster.latency(here, there)
                 pair.start = pair.latency + self._alpha
                 pair.stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
-        self._lookup[src, dst] = pair
         return pair
 
     def _left(self, transfer: Transfer) -> None:

@@ -81,6 +81,8 @@ class ProcessNode:
     `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
     """
 
+    lends = False
+
     def __init__(
         self,
         identity: Identity,
@@ -135,10 +137,11 @@ class ProcessNode:
         service: Address,
         method: str,
         *tensors: torch.Tensor,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = (),
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
+        assert into is not None, "bytes from another process need somewhere to go"
         operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
         if service.node == self.name:
             self._call_myself(operation, service.service, Call(self.name, method, fields, tensors), into)

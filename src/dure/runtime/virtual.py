@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dure.runtime.cluster import Cluster
     from dure.runtime.compute import Durations
     from dure.runtime.gradients import Evaluator
-    from dure.runtime.network import Network
+    from dure.runtime.network import Network, Pair
 
 T = TypeVar("T")
 
@@ -79,17 +79,19 @@ class Kernel(Loop):
 
     def _run(self) -> None:
         heap, weather, ready, void = self._heap, self._weather, self.ready, self._void
+        events = 0
         while True:
             while ready:
                 ready.popleft()()
             if not heap:
-                return
+                break
             if void and heap[0][1] in void:
                 void.remove(heappop(heap)[1])
                 continue
-            self.events += 1
+            events += 1
             self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
             callback()
+        self.events += events
 
     def next_weather(self) -> bool:
         """Go on to the weather, since nothing else is left to happen; False if there is none."""
@@ -130,11 +132,11 @@ class Computation(Operation[Any]):
     __slots__ = ("evaluated", "finish", "node", "timer", "value", "work")
 
     def __init__(self, node: VirtualNode, work: Work, finish: float) -> None:
-        super().__init__(node.runtime.kernel, "its computation")
+        Operation.__init__(self, node.kernel, "its computation")
         self.node = node
         self.work = work
         self.finish = finish
-        self.timer = node.runtime.kernel.timer(finish, self.due)
+        self.timer = node.kernel.timer(finish, self.due)
         self.evaluated = False
         self.value: Any = None
 
@@ -168,10 +170,14 @@ class VirtualNode:
     `payload_sent` and `payload_received` are bytes of tensors, headers apart, as a real run counts them.
     """
 
+    lends = True
+
     def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
         self.runtime = runtime
+        self.kernel = runtime.kernel
         self.name = name
         self.rank = rank
+        self.routes: dict[str, Pair] = {}  # to those whom it has met
         self.rng = np.random.default_rng([runtime.seed, rank, 7])
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
@@ -189,8 +195,10 @@ class VirtualNode:
 
     def compute(self, work: Work) -> Operation[Any]:
         runtime = self.runtime
-        seconds = runtime.seconds_of(self, work)
-        operation = Computation(self, work, max(runtime.kernel.now, self.paused_until) + seconds)
+        begin = self.kernel.now
+        if begin < self.paused_until:
+            begin = self.paused_until
+        operation = Computation(self, work, begin + runtime.seconds_of(self, work))
         if runtime.evaluator is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
@@ -201,7 +209,7 @@ class VirtualNode:
         service: Address,
         method: str,
         *tensors: torch.Tensor,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = (),
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
@@ -241,14 +249,23 @@ class VirtualNode:
         return operation
 
     def now(self) -> float:
-        return self.runtime.kernel.now
+        return self.kernel.now
 
     def promise(self, label: str) -> Operation[Any]:
-        return Operation(self.runtime.kernel, label)
+        return Operation(self.kernel, label)
 
     def serve(self, name: str, service: Service) -> Address:
         self.services[name] = service
         return Address(self.name, name)
+
+    def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
+        """Send `peer` tensors of `nbytes` bytes; `deliver` is called when they have arrived."""
+        network = self.runtime.network
+        route = self.routes.get(peer.name)
+        if route is None:
+            route = self.routes[peer.name] = network.route(self.name, peer.name)
+        self.payload_sent += nbytes
+        network.carry(route, nbytes + header, deliver)
 
     # ---- events of the cluster
 
@@ -308,24 +325,22 @@ class RemoteCall(Operation[Reply]):
 
     __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_source", "_target")
 
-    def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor]) -> None:
+    def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
         runtime = source.runtime
-        kernel = runtime.kernel
-        super().__init__(kernel)
+        Operation.__init__(self, source.kernel)
         self._source = source
         self._service = service.service
         self._call = call
         self._into = into
         self._target = target = runtime.nodes[service.node]
         if not target.alive:
-            kernel.at(kernel.now + runtime.detection, self._lost)
+            source.kernel.at(source.kernel.now + runtime.detection, self._lost)
         elif target is source:
             self._arrive()
         else:
             runtime.in_flight[self] = service
             nbytes = self._nbytes = _weight(call.tensors) if call.tensors else 0
-            source.payload_sent += nbytes
-            runtime.network.send(source.name, target.name, nbytes, self._arrive, HEADER + FIELD * len(call.fields))
+            source.post(target, nbytes, HEADER + FIELD * len(call.fields), self._arrive)
 
     @property
     def label(self) -> str:
@@ -364,16 +379,14 @@ class RemoteCall(Operation[Reply]):
             self._deliver()
             return
         nbytes = self._nbytes = _weight(reply.tensors) if reply.tensors else 0
-        target.payload_sent += nbytes
-        size = HEADER + FIELD * len(reply.fields)
-        target.runtime.network.send(target.name, source.name, nbytes, self._deliver, size)
+        target.post(source, nbytes, HEADER + FIELD * len(reply.fields), self._deliver)
 
     def _answer_error(self, error: Exception) -> None:
         source, target = self._source, self._target
         if source is target:
             self.fail(error)
         else:
-            target.runtime.network.send(target.name, source.name, 0, partial(self._finish_with, error), HEADER)
+            target.post(source, 0, HEADER, partial(self._finish_with, error))
 
     def _finish_with(self, error: Exception) -> None:
         self._source.runtime.in_flight.pop(self, None)
@@ -384,14 +397,14 @@ class RemoteCall(Operation[Reply]):
         if source.paused_until and source.is_paused():
             source.when_awake(self._deliver)
             return
-        source.runtime.in_flight.pop(self, None)
         if source is not self._target:
+            source.runtime.in_flight.pop(self, None)
             source.payload_received += self._nbytes
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
                     destination.copy_(tensor)
-        if reply.release is not nothing:
+        if reply.release is not nothing and (self._into is not None or self.done):
             reply.release()
         self.resolve(reply)
 
@@ -428,16 +441,15 @@ class Mailbox:
     def send(self, node: VirtualNode, tensor: torch.Tensor) -> Operation[None]:
         operation: Operation[None] = Operation(self.runtime.kernel, f"its message to {self.target}")
         kept = tensor if isinstance(tensor, Ghost) else tensor.clone()
-
-        node.payload_sent += tensor.nbytes
+        target = self.runtime.nodes[self.target]
 
         def deliver() -> None:
-            self.runtime.nodes[self.target].payload_received += kept.nbytes
+            target.payload_received += kept.nbytes
             self.arrived.append(kept)
             operation.resolve()
             self._match()
 
-        self.runtime.network.send(self.source, self.target, tensor.nbytes, deliver, HEADER)
+        node.post(target, tensor.nbytes, HEADER, deliver)
         return operation
 
     def recv(self, node: VirtualNode, into: torch.Tensor) -> Operation[torch.Tensor]:

@@ -65,7 +65,7 @@ class Backup:
     async def work(self, worker: Worker) -> None:
         while True:
             worker.follow(await worker.admission())
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)

@@ -52,5 +52,5 @@ class BSP:
                 worker.step(await worker.mean_gradient())
         while True:
             await worker.admission()
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             await worker.push(await worker.gradient())

@@ -67,7 +67,7 @@ class Downpour:
         try:
             while True:
                 if worker.clock % self.n_fetch == 0:
-                    worker.adopt(await worker.pull())
+                    await self.fetch(worker)
                 gradient = await worker.gradient()
                 if self.local_lr:
                     worker.params.add_(gradient, alpha=-self.local_lr)
@@ -81,6 +81,12 @@ class Downpour:
         except EndOfWork:
             if worker.clock % self.n_push != 0:
                 await self.push(worker)
+
+    async def fetch(self, worker: Worker) -> None:
+        if self.local_lr:
+            worker.adopt(await worker.pull())
+        else:
+            await worker.refresh()
 
     async def push(self, worker: Worker) -> None:
         accrued = worker.keep("accrued")

@@ -66,7 +66,7 @@ class KAsync:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.admission()
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             await worker.push(await worker.gradient())
 
 
@@ -103,5 +103,5 @@ class KBatchAsync:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.admission()
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             await worker.push(await worker.gradient())

@@ -67,7 +67,7 @@ class KSync:
     async def work(self, worker: Worker) -> None:
         while True:
             worker.follow(await worker.admission())
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)
@@ -105,7 +105,7 @@ class KBatchSync:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.admission()
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)

@@ -58,5 +58,5 @@ class SSP:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.admission()
-            worker.adopt(await worker.pull())
+            await worker.refresh()
             await worker.push(await worker.gradient())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dure.errors import CallTimeout, Refused, RemoteError, Superseded
-from dure.runtime.base import Address, Ghost, Node, Operation, Reply
+from dure.runtime.base import Address, Ghost, Node, Operation, Reply, nothing
 from dure.topology.sharding import Ranges, pieces
 
 PROGRESS_SECONDS = 1.0
@@ -37,10 +37,11 @@ class Servers(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Parameters and the version of each shard's part of them."""
+    """Parameters and the version of each shard's part of them. What is lent is read until it is released."""
 
     values: torch.Tensor
     versions: list[int]
+    release: Callable[[], None] = nothing
 
 
 class Joined(NamedTuple):
@@ -123,6 +124,19 @@ class ServerClient:
 
         replies = await self._every(start)
         return Pulled(into, [reply.fields["version"] for reply in replies])
+
+    @property
+    def lends(self) -> bool:
+        """Whether parameters can be borrowed: one shard holds them all, and in the same memory."""
+        return len(self.servers.shards) == 1 and self.node.lends
+
+    async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
+        """As `pull`, but the shard's own memory, not a copy: to be read, and released."""
+        told = {"worker": self.worker, "incarnation": self.incarnation} if to_work and self.servers.look_back else {}
+        shard, call, timeout = self.servers.shards[0], self.node.call, self.timeout
+        (reply,) = await self._every(lambda _: call(shard, "pull", into=None, timeout=timeout, version=version, **told))
+        (values,) = reply.tensors
+        return Pulled(values, [reply.fields["version"]], reply.release)
 
     async def push(
         self,
