@@ -68,7 +68,7 @@ class Shard:
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
     | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
     | `status` |                                                         |         | counters                      |
-    | `order`, `fetch` | of its named vectors (`vectors.Vectors`)        |         |                               |
+    | `order`, `stage`, `fetch` | on its named vectors (`vectors.Vectors`) |       |                               |
 
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
@@ -147,7 +147,7 @@ class Shard:
         return method(call)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
-        return self._specs if method == "push" else ()
+        return self._specs if method in ("push", "stage") else ()
 
     # ---- updates come in
 
@@ -204,7 +204,9 @@ class Shard:
         try:
             gradient = call.tensors[0] if copied is None else copied.tensor
             fresh = self.pool.take()
-            prepare = self._correcting([(fields["worker"], fields["seq"], fields.get("base"), gradient)])
+            prepare = nothing
+            if corrections is not None:
+                prepare = self._correcting([(fields["worker"], fields["seq"], fields.get("base"), gradient)])
             await self.node.compute(self._step(gradient, fresh, fields.get("lr"), prepare=prepare))
             self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
             self._swap(fresh)
@@ -249,7 +251,9 @@ class Shard:
         self._busy = True
         try:
             fresh = self.pool.take()
-            correct = self._correcting([(worker, seq, each.base, each.buffer.tensor) for worker, seq, each in members])
+            correct = nothing
+            if self.corrections is not None:
+                correct = self._correcting([(w, seq, each.base, each.buffer.tensor) for w, seq, each in members])
             await self._apply_group([staged for _, _, staged in members], fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base)
@@ -308,8 +312,7 @@ class Shard:
 
     def _correcting(self, updates: Sequence[tuple[int, int, int | None, torch.Tensor]]) -> Callable[[], None]:
         """What corrects these updates (worker, seq, base, gradient) in place, as they are about to be applied."""
-        if self.corrections is None:
-            return nothing
+        assert self.corrections is not None
         version = self.version
         members = [Member(w, seq, 0 if base is None else version - base, each) for w, seq, base, each in updates]
         return partial(self.corrections.correct, members, self.values)
@@ -342,12 +345,10 @@ class Shard:
 
     # ---- for who commands the vectors
 
-    def take_staged(self, worker: int, seq: int) -> Buffer:
-        """What a worker has pushed under `seq` and nobody has applied: the caller's from now on."""
-        staged = self._staged.pop((worker, seq), None)
-        if staged is None:
-            raise Refused(f"update {seq} of worker {worker} is not staged at {self.node.name}.")
-        return staged.buffer
+    def received(self, call: Call) -> Buffer:
+        """A copy of the slice that a worker sends. Raises `Refused` for one that would spoil what it is added to."""
+        self._check(call.fields["worker"], call.fields["seq"], 1.0, call.tensors)
+        return self._copy(call.tensors)
 
     def publish(self, buffer: Buffer) -> None:
         """Make `buffer`, held once for this, the next version."""
