@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 
     from dure.worker import LocalOptimizer, Note, Worker
 
+_CHOICES = {
+    "schedule": ("fixed", "decay", "overhead", "adaptive"),
+    "weights": ("samples", "uniform", "loss", "fisher"),
+    "state": ("keep", "average", "reset"),
+}
+
 LEAST_FISHER = 1e-12
 """Added to every squared gradient: where nobody has seen one, the mean is the plain one."""
 
@@ -95,6 +101,9 @@ class Averaging:
     delivers: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
+        for name, right in _CHOICES.items():
+            if getattr(self, name) not in right:
+                raise ValueError(f'{name} must be one of {", ".join(right)}, got "{getattr(self, name)}".')
         if self.period < 1:
             raise ValueError(f"period counts mini-batches and must be >= 1, got {self.period}. Use 1 for every step.")
         if self.interval < 1:

@@ -58,7 +58,7 @@ class BMUF:
     period: int = 10
     momentum: float = 0.9
     zeta: float = 1.0
-    nesterov: bool = False
+    nesterov: bool = True
     overlap: int = 0
     fragments: int = 1
 
