@@ -8,10 +8,10 @@ hub                        writes its own part  ------------------> commit -> go
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dure import checkpoint
 from dure.checkpoint import Part
@@ -67,7 +67,7 @@ class CheckpointRound:
         self,
         suspend: Callable[[], Awaitable[None]],
         save_servers: Callable[[Path], Awaitable[None]],
-        hub_part: Callable[[], Mapping[str, Any]],
+        hub_part: Callable[[], Part],
     ) -> None:
         """The round, from the first worker's stop on."""
         with self._noting_problems():
@@ -76,7 +76,7 @@ class CheckpointRound:
         await self.all_stopped
         with self._noting_problems():
             await save_servers(self.draft)
-            checkpoint.write_part(self.draft, "run", Part({}, hub_part()))
+            checkpoint.write_part(self.draft, "run", hub_part())
         await self.all_written
         with self._noting_problems():
             if self.problem is None:

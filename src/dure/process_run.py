@@ -329,9 +329,10 @@ class Hub:
         for name in self._servers:
             await self.node.call(Address(name, "process"), "save", draft=str(draft))
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self) -> checkpoint.Part:
+        """What the hub has, and the models of those who are through where no server has them."""
         assert self.round is not None
-        return {
+        plain = {
             "checkpoint": self.round.step,
             "history": self.history,
             "totals": self.totals.state(),
@@ -339,6 +340,12 @@ class Hub:
             "progress": self.progress,
             "finished": self.finished,
         }
+        tensors = {}
+        for name, (values, buffers) in self.delivered.items() if not self._servers else ():
+            tensors[name] = values
+            if buffers is not None:
+                tensors[f"{name} buffers"] = buffers
+        return checkpoint.Part(tensors, plain)
 
     def _living(self) -> set[str]:
         gone = self.dead.keys() | self.finished.keys() | self.evicted
@@ -427,7 +434,7 @@ class Hub:
     def run(self, resume: Path | None = None) -> Outcome:
         """Start everybody, and wait until the work is done."""
         if resume is not None:
-            self._resume(checkpoint.load(resume).parts["run"].plain)
+            self._resume(checkpoint.load(resume).parts["run"])
         for name in (*self._servers, *self._workers):
             if name not in self.finished:
                 self.start(name, resume=resume)
@@ -455,12 +462,16 @@ class Hub:
     def _all_finished(self) -> bool:
         return self._going.done and bool(self.finished) and not self._living()
 
-    def _resume(self, plain: Mapping[str, Any]) -> None:
+    def _resume(self, part: checkpoint.Part) -> None:
+        plain, tensors = part.plain, part.tensors
         self.totals = Totals.restored(plain["totals"])
         self.totals.seconds = plain["seconds"]
         self.history = [dict(row) for row in plain["history"]]
         self.progress = dict(plain["progress"])
         self.finished = dict(plain["finished"])
+        self.delivered = {
+            name: (tensors[name], tensors.get(f"{name} buffers")) for name in self.finished if name in tensors
+        }
         self._everyone -= self.finished.keys()
         self.checkpoint_due += plain["checkpoint"]
 

@@ -18,7 +18,8 @@ added. So the sum of all models is what it was, averaging by averaging; and one 
 | the passive dies before it answers       | nothing has changed        |                                      |
 | the active dies before it has settled    |                            | takes the difference back            |
 | the passive dies before it has settled   | takes the difference back  |                                      |
-| no answer for long                       | gives up, and says so      | takes the difference back if there is one |
+| no answer for long                       | gives up, and says so      | takes the difference back, if any    |
+| a connection ends, and both live         | asks whether it counted    | takes the difference back            |
 | `meet` arrives twice                     |                            | answers the same again               |
 
 A neighbor that is gone is left out, and the graph knit together around it (`graph.knit`); one that is heard of again is
@@ -73,7 +74,7 @@ class Turn:
 class _Met(NamedTuple):
     """An averaging that its active side has not settled: `mean` has taken the place of `before`."""
 
-    number: Sequence[int]
+    number: list[int]
     before: torch.Tensor
     mean: torch.Tensor
 
@@ -120,7 +121,7 @@ class Peer:
         self._settling: list[Operation[None]] = []
         self._waiting: list[tuple[Call, Operation[Reply]]] = []
         self._met: dict[int, _Met] = {}
-        self._last: dict[int, Sequence[int]] = {}
+        self._last: dict[int, tuple[list[int], bool]] = {}
         self._all_settled: Operation[None] | None = None
         self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "meet": self._meet,
@@ -234,26 +235,27 @@ class Peer:
         self._settling = [each for each in self._settling if not each.done]
         self._settling.append(self.node.spawn(settling, f"worker {self.rank} settling"))
 
-    async def _withdraw(self, neighbor: int, number: Sequence[int]) -> None:
+    async def _withdraw(self, neighbor: int, number: list[int]) -> None:
         with suppress(RemoteError):  # then it is gone
             await self._tell(neighbor, number, stands=False)
 
-    async def _confirm(self, neighbor: int, number: Sequence[int], sent: torch.Tensor, mean: torch.Tensor) -> None:
+    async def _confirm(self, neighbor: int, number: list[int], sent: torch.Tensor, mean: torch.Tensor) -> None:
         """Have the averaging count on the other side too; if it does not, take it back."""
-        while True:
+        stood, attempts = False, 2  # once more if it was the connection that ended, not the neighbor
+        while attempts:
+            attempts -= 1
             try:
-                reply = await self._tell(neighbor, number, stands=True)
-                stood = reply.fields["stood"]
+                stood = (await self._tell(neighbor, number, stands=True)).fields["stood"]
+                break
             except CallTimeout:
-                continue
+                attempts += 1
             except RemoteError:
-                stood = False
-            break
+                continue
         if not stood:
             self._replace(mean, sent)
             self.averaged -= 1
 
-    def _tell(self, neighbor: int, number: Sequence[int], *, stands: bool) -> Operation[Reply]:
+    def _tell(self, neighbor: int, number: list[int], *, stands: bool) -> Operation[Reply]:
         return self.node.call(_address(neighbor), "settle", number=list(number), stands=stands)
 
     def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -295,7 +297,7 @@ class Peer:
         met = self._met.get(rank)
         if met is not None and met.number == number:
             return Reply(tensors=_tensors(met.mean))
-        if number <= list(self._last.get(rank, ())):
+        if rank in self._last and number <= self._last[rank][0]:
             raise Refused(f"averaging {number} of worker {rank} is over.")
         if self._leaving:
             raise self._refusal()
@@ -309,13 +311,12 @@ class Peer:
         self._end(rank, stands=False)  # if a past life of its has left something behind
         return self._mean_with(call.tensors, rank, number)
 
-    def _mean_with(self, tensors: Sequence[torch.Tensor], rank: int, number: Sequence[int]) -> Reply:
+    def _mean_with(self, tensors: Sequence[torch.Tensor], rank: int, number: list[int]) -> Reply:
         before = self.model.params
         mean = before + tensors[0]
         mean *= 0.5
         self.model.params = mean
         self._met[rank] = _Met(number, before, mean)
-        self._last[rank] = number
         return Reply(tensors=_tensors(mean))
 
     def _meet_those_who_wait(self) -> None:
@@ -330,11 +331,11 @@ class Peer:
         rank, number = _rank(call.caller), list(call.fields["number"])
         self._drop_waiting(lambda c: c.caller == call.caller and list(c.fields["number"]) == number)
         met = self._met.get(rank)
-        stood = met is not None and met.number == number
-        if stood:
+        if met is not None and met.number == number:
             self._end(rank, stands=call.fields["stands"])
-        self._last[rank] = max(list(self._last.get(rank, ())), number)
-        return Reply({"stood": stood})
+        elif rank not in self._last or self._last[rank][0] < number:
+            self._last[rank] = number, False
+        return Reply({"stood": self._last[rank] == (number, True)})
 
     def _drop_waiting(self, which: Callable[[Call], bool]) -> None:
         """Answer those whose averaging is off."""
@@ -346,8 +347,10 @@ class Peer:
     def _end(self, rank: int, *, stands: bool) -> None:
         """What was open with `rank` counts, or never was."""
         met = self._met.pop(rank, None)
-        if met is not None and not stands:
-            self._replace(met.mean, met.before)
+        if met is not None:
+            self._last[rank] = met.number, stands
+            if not stands:
+                self._replace(met.mean, met.before)
         if self._all_settled is not None and not self._met:
             self._all_settled.resolve()
 
