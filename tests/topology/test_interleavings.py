@@ -15,9 +15,10 @@ import pytest
 import torch
 from support.nodes import Channel, World
 
+from dure.errors import Superseded
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Address, Ghost
-from dure.sync.clock import Barrier, Bounded, Policy, Start, Verdict
+from dure.sync.clock import AnyOf, Barrier, Bounded, FirstOf, Policy, Start, Verdict
 from dure.topology.parameter_server import ClockService, ServerClient, Servers, Shard
 from dure.topology.sharding import split
 
@@ -63,6 +64,7 @@ class Play:
     ordered: bool = True
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
     killed: bool = False
+    refused: int = 0
 
     def __post_init__(self) -> None:
         self.world = World()
@@ -73,16 +75,21 @@ class Play:
         self.clock = ClockService(nodes[0], self.policy(), addresses, workers=range(self.workers))
         clock = nodes[0].serve("clock", self.clock)
         ranges = split([], self.num_shards, self.num_shards)
-        self.servers = Servers(addresses, ranges, clock, ordered=self.ordered, timing_only=True)
+        may_refuse = self.policy().may_refuse
+        self.servers = Servers(addresses, ranges, clock, ordered=self.ordered, may_refuse=may_refuse, timing_only=True)
         self.strands = [self.world.spawn(self.work(w), f"worker {w}") for w in range(self.workers)]
         self.world.run_ready()
 
     async def work(self, worker: int) -> None:
         client = ServerClient(self.world.node(f"worker {worker}"), worker, self.servers)
         for step in range(self.steps):
-            version = await client.ask() if step else 0
-            await client.push(UPDATE, base=[version] * self.num_shards)
-            self.acknowledged.append((worker, client.seq))
+            version = await client.ask() if step or self.servers.may_refuse else 0
+            try:
+                await client.push(UPDATE, base=[version] * self.num_shards)
+            except Superseded:
+                self.refused += 1
+            else:
+                self.acknowledged.append((worker, client.seq))
         if self.leaves:
             await client.leave()
 
@@ -107,11 +114,13 @@ class Play:
                 strand.result()
         first = self.shards[0]
         log = first.log or []
+        waiting = [(worker, seq) for worker, seqs in self.clock.state()["open"] for seq in seqs]  # for more of a group
         for shard in self.shards:
             assert shard.log == log, "shards disagree"
-            assert shard.num_staged == 0, "an update that no group will have is still staged"
+            assert shard.num_staged == len(waiting), "an update that no group will have is still staged"
         assert len(log) == len(set(log)), "an update was applied twice"
-        assert set(self.acknowledged) <= {(worker, seq) for worker, _, seq in log}, "an acknowledged update was lost"
+        known = {*waiting, *((worker, seq) for worker, _, seq in log)}
+        assert set(self.acknowledged) <= known, "an acknowledged update was lost"
         assert not self.ordered or first.version == self.clock.state()["version"]
 
 
@@ -154,6 +163,14 @@ def arrived(histories: Histories, play: Play, channel: Channel) -> Histories:
     return {**histories, KILL: (f"said {on_the_way + heard}, acknowledged {known}",)}
 
 
+def first(k: int, *, distinct: bool = True) -> Policy:
+    return FirstOf(lambda workers: k, distinct=distinct)
+
+
+def any_of(k: int, *, distinct: bool = True) -> Policy:
+    return AnyOf(lambda workers: k, distinct=distinct)
+
+
 CASES = {
     "barrier, a death": (1000, lambda: Play(Barrier, mortal=True)),
     "barrier, a death and a second step": (5000, lambda: Play(Barrier, steps=2, mortal=True, num_shards=1)),
@@ -165,6 +182,10 @@ CASES = {
     "lead of one, a death": (2000, lambda: Play(lambda: WatchedBounded(1), mortal=True)),
     "lead of one, two steps": (5000, lambda: Play(lambda: WatchedBounded(1), steps=2, num_shards=1)),
     "lead of one, three workers": (20000, lambda: Play(lambda: WatchedBounded(1), workers=3)),
+    "first of two, a death": (9000, lambda: Play(lambda: first(1), mortal=True)),
+    "first two of three": (9000, lambda: Play(lambda: first(2), workers=3, num_shards=1)),
+    "any two, a death": (1500, lambda: Play(lambda: any_of(2), mortal=True)),
+    "any two mini-batches, two steps": (1000, lambda: Play(lambda: any_of(2, distinct=False), steps=2, num_shards=1)),
 }
 
 
