@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from dure.data.split import Whole
-from dure.runtime.base import EndOfWork
 from dure.sync.clock import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -97,20 +96,16 @@ class AsySVRG:
         if kept.get("phase") != phase:
             total.zero_()
             kept.update(phase=phase, weight=0)
-        try:
-            while True:
-                await worker.stop_if_due()
-                start = worker.shared.claim(_PORTIONS, self.portion, limit=samples)
-                if start is None:
-                    break
-                indices = torch.arange(start, min(start + self.portion, samples))
-                gradient = await worker.gradient_at(snapshot, indices, draw=start)
-                total += gradient * len(indices)
-                kept["weight"] += len(indices)
-                worker.still_here()
-        except EndOfWork:
-            await worker.contribute(total, kept["weight"])
-            raise
+        while True:
+            await worker.stop_if_due()
+            start = worker.shared.claim(_PORTIONS, self.portion, limit=samples)
+            if start is None:
+                break
+            indices = torch.arange(start, min(start + self.portion, samples))
+            gradient = await worker.gradient_at(snapshot, indices, draw=start)
+            total += gradient * len(indices)
+            kept["weight"] += len(indices)
+            worker.still_here()
         await worker.contribute(total, kept["weight"])
         kept["phase"] = None
 
