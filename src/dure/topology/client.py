@@ -194,17 +194,16 @@ class ServerClient:
     async def stage(self, update: torch.Tensor) -> int:
         """Leave `update` with the shards, for whoever commands them (`vectors`); the number that it has there.
 
-        Raises `Refused` if a shard refuses it (NaN, a past incarnation); then none has it.
+        Raises `Refused` if a shard refuses it (NaN, a past incarnation); the others may have it then.
         """
         self.seq += 1
         parts, shards = self._parts(update), self.servers.shards
         mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
-        terms: dict[str, Any] = {"base": None, "weight": 1.0, "ordered": True, "lr": None, "timeout": self.timeout}
-        try:
-            await self._every(lambda shard: self.node.call(shards[shard], "push", *parts[shard], **terms, **mine))
-        except Refused:
-            await self._withdraw(mine)
-            raise
+
+        def start(shard: int) -> Operation[Reply]:
+            return self.node.call(shards[shard], "stage", *parts[shard], timeout=self.timeout, **mine)
+
+        await self._every(start)
         return self.seq
 
     async def fetch(self, into: torch.Tensor, name: str) -> None:

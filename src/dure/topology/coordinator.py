@@ -7,7 +7,7 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2.
       <----------------------------------- portions, of which batch, and which point --
       fetch the point, once per evaluation
       (the gradients of its portions, added up)
-      push the sum -------------------> staged, not added
+      the sum ------------------------> staged, not added
       ask, with the report of it --------------------------------------->  does it count?
                                         <--- accumulate, or drop ----------
       <----------------------------------- the next portions --
@@ -179,7 +179,7 @@ class Coordinator:
         self._patience.step(worker)
         if fields["report"] is not None and self._reports.get(worker) != (incarnation, fields["report"]):
             self._reports[worker] = (incarnation, fields["report"])
-            self._take(worker, **fields["report"])
+            self._take(worker, incarnation, **fields["report"])
         if self._resumed is not None and worker in self._told:
             self._resumed.resolve()  # it comes back: the checkpoint is complete
             self._resumed, self._due = None, False
@@ -190,19 +190,21 @@ class Coordinator:
         self._answer_all()
         return waiting
 
-    def _take(self, worker: int, evaluation: int, run: Run, seq: int | None, losses: Sequence[float]) -> None:
-        """A worker has done the portions in `run`, and pushed their sum as `seq`; None: a loss was no number."""
+    def _take(
+        self, worker: int, incarnation: int, evaluation: int, run: Run, seq: int | None, losses: Sequence[float]
+    ) -> None:
+        """A worker has done the portions in `run`, and staged their sum as `seq`. No `losses`: it is no number."""
         run = run[0], run[1]
         self.spent += run[1] - run[0]
-        if evaluation != self.evaluations or self._task is None:
-            counts = False
-        elif seq is None:
-            self._complete.resolve(False)
-            return
-        else:
-            counts = self.portions.finish(worker, run, self.node.now())
+        counts = False
+        if evaluation == self.evaluations and not self._complete.done:
+            if losses:
+                counts = self.portions.finish(worker, run, self.node.now())
+            else:
+                self._complete.resolve(False)
         if seq is not None:
-            self._tell(("accumulate", self._into, worker, seq) if counts else ("drop", worker, seq))
+            staged = worker, incarnation, seq
+            self._tell(("accumulate", self._into, *staged) if counts else ("drop", *staged))
         if counts:
             self._losses.update(zip(range(*run), losses, strict=True))
             if not self.portions.left:
@@ -225,6 +227,7 @@ class Coordinator:
     def _remove(self, worker: int) -> None:
         self.portions.leave(worker)
         self._fenced[worker] = self._present.pop(worker, -1) + 1
+        self._tell(("fence", worker, self._fenced[worker]))
         waiting = self._asking.pop(worker, None)
         if waiting is not None:
             waiting.fail(Evicted(f"worker {worker} is gone."))

@@ -109,14 +109,15 @@ class PortionClient:
     async def push(self, worker: Worker, errand: Errand, sums: Sums) -> None:
         """Leave the sums of an errand with the shards, to be reported with the next `ask`."""
         started = worker.node.now()
-        seq = None
-        if sums.finite:
+        losses, seq = sums.losses, None
+        if not sums.finite:
+            losses = []
+        else:
             try:
                 seq = await self._server.stage(sums.vector)
             except Evicted:
                 raise
-            except Refused:
-                seq = None  # not a number: the point is worth nothing
+            except Refused:  # a part of it is no number, though the loss is one; the other shards have theirs
+                losses, seq = [], self._server.seq
         worker.meter.add("communicate", started, worker.node.now(), "push")
-        losses = sums.losses if seq is not None else []
         self._report = {"evaluation": errand.evaluation, "run": errand.run, "seq": seq, "losses": losses}

@@ -14,8 +14,9 @@ on the shard under a name, and only numbers come back.
 | `combine` to a x b y           | to = a x + b y                                                         |
 | `multiply` to x y              | to = x y, coefficient by coefficient                                   |
 | `dot` x y                      | a number, this shard's part of x'y, summed in double precision         |
-| `accumulate` to worker seq     | to = to + what the worker has pushed under that number                 |
-| `drop` worker seq              | forget what the worker has pushed under that number                    |
+| `accumulate` to worker incarnation seq | to = to + what the worker has staged under that number         |
+| `drop` worker incarnation seq  | forget what the worker has staged under that number                    |
+| `fence` worker incarnation     | forget all that it has staged and will stage in lives before that one  |
 | `model` to                     | to = the shard's part of the model                                     |
 | `publish` x                    | x is the next version of the model                                     |
 
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dure.errors import Refused
+from dure.errors import Evicted, Refused
 from dure.runtime.base import Apply, Call, Ghost, Reply
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ if TYPE_CHECKING:
 BLOCK = 1 << 15
 """Elements of a dot product that are made double at a time."""
 
-FREE_OF_CHARGE = ("copy", "free", "drop", "model", "publish")
+FREE_OF_CHARGE = ("copy", "free", "drop", "fence", "model", "publish")
+
+Key = tuple[int, int, int]
+"""A worker, its incarnation, and the number of what it has staged."""
 
 
 class Host(Protocol):
@@ -50,8 +54,8 @@ class Host(Protocol):
     pool: Pool
     current: Buffer
 
-    def take_staged(self, worker: int, seq: int) -> Buffer:
-        """What a worker has pushed and nobody has applied: the caller's from now on. Raises `Refused`."""
+    def received(self, call: Call) -> Buffer:
+        """A copy of the slice that a worker sends. Raises `Refused` for one that would spoil what it is added to."""
         ...
 
     def publish(self, buffer: Buffer) -> None:
@@ -66,18 +70,22 @@ class Host(Protocol):
 class Vectors:
     """The named vectors of one shard; `methods` are what callers may ask it for.
 
-    | method   | fields   | reply                                                        |
-    |----------|----------|--------------------------------------------------------------|
-    | `order`  | commands | `dots`, in the order of the commands; once carried out       |
-    | `fetch`  | name     | the vector                                                   |
+    | method   | fields                   | tensors | reply                                                  |
+    |----------|--------------------------|---------|--------------------------------------------------------|
+    | `order`  | commands                 |         | `dots`, in the order of the commands; once carried out |
+    | `stage`  | worker, incarnation, seq | slice   | once it is here, for a command to use                  |
+    | `fetch`  | name                     |         | the vector                                             |
     """
 
     def __init__(self, host: Host, nbytes: int) -> None:
         self._host = host
         self._nbytes = nbytes
         self._named: dict[str, Buffer] = {}
+        self._staged: dict[Key, Buffer] = {}
+        self._fences: dict[int, int] = {}
         self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "order": self._order,
+            "stage": self._stage,
             "fetch": self._fetch,
         }
         self._commands: Mapping[str, Callable[..., float | None]] = {
@@ -90,7 +98,8 @@ class Vectors:
             "multiply": lambda to, x, y: self._fill(to, lambda tensor: tensor.copy_(self[x]).mul_(self[y])),
             "dot": self._dot,
             "accumulate": self._accumulate,
-            "drop": lambda pushed: pushed.release(),
+            "drop": lambda: None,
+            "fence": lambda: None,
             "model": lambda to: self._bind(to, _held(self._host.current)),
             "publish": lambda x: self._host.publish(self._hold(x)),
         }
@@ -99,7 +108,37 @@ class Vectors:
         """The vector called `name`; not to be written to."""
         return self._buffer(name).tensor
 
+    @property
+    def num_staged(self) -> int:
+        """What workers have staged and no command has used."""
+        return len(self._staged)
+
     # ---- the service
+
+    def _stage(self, call: Call) -> Reply:
+        worker, incarnation, seq = (call.fields[name] for name in ("worker", "incarnation", "seq"))
+        if incarnation < self._fences.get(worker, 0):
+            raise Evicted(f"incarnation {incarnation} of worker {worker} is over: join again.")
+        if (worker, incarnation, seq) not in self._staged:
+            self._staged[worker, incarnation, seq] = self._host.received(call)
+        return Reply()
+
+    def _take(self, worker: int, incarnation: int, seq: int) -> Buffer:
+        """What was staged: whoever calls holds it from now on."""
+        staged = self._staged.pop((worker, incarnation, seq), None)
+        if staged is None:
+            raise Refused(f"worker {worker} has staged nothing under {seq} in life {incarnation}, or it has been used.")
+        return staged
+
+    def _drop(self, worker: int, incarnation: int, seq: int) -> None:
+        staged = self._staged.pop((worker, incarnation, seq), None)
+        if staged is not None:
+            staged.release()
+
+    def _fence(self, worker: int, incarnation: int) -> None:
+        self._fences[worker] = max(incarnation, self._fences.get(worker, 0))
+        for key in [key for key in self._staged if key[0] == worker and key[1] < incarnation]:
+            self._staged.pop(key).release()
 
     async def _order(self, call: Call) -> Reply:
         commands = [self._resolved(command) for command in call.fields["commands"]]
@@ -108,13 +147,16 @@ class Vectors:
         return Reply({"dots": dots})
 
     def _resolved(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-        """A command with what it takes of a push in hand: the worker may be gone when its turn comes."""
+        """A command with what it uses of the staged in hand: the worker may be gone when its turn comes."""
         name, *arguments = command
         if name not in self._commands:
             raise Refused(f'there is no command "{name}"; there are {", ".join(self._commands)}.')
         if name == "accumulate":
-            return name, (arguments[0], self._host.take_staged(*arguments[1:]))
-        return name, (self._host.take_staged(*arguments),) if name == "drop" else arguments
+            return name, (arguments[0], self._take(*arguments[1:]))
+        if name in ("drop", "fence"):
+            (self._drop if name == "drop" else self._fence)(*arguments)
+            return name, ()
+        return name, arguments
 
     def _carry_out(self, commands: Sequence[tuple[str, Sequence[Any]]]) -> list[float]:
         values = [self._commands[name](*arguments) for name, arguments in commands]
@@ -167,9 +209,9 @@ class Vectors:
     def _combine(self, to: str, a: float, x: str, b: float, y: str) -> None:
         self._fill(to, lambda tensor: tensor.copy_(self[x]).mul_(a).add_(self[y], alpha=b))
 
-    def _accumulate(self, to: str, pushed: Buffer) -> None:
-        self._add(to, 1.0, pushed.tensor)
-        pushed.release()
+    def _accumulate(self, to: str, staged: Buffer) -> None:
+        self._add(to, 1.0, staged.tensor)
+        staged.release()
 
     def _dot(self, x: str, y: str) -> float:
         left, right = self[x], self[y]
@@ -180,17 +222,21 @@ class Vectors:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """All vectors, none sharing memory with another or with the model (none in a timing-only run); their names."""
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All vectors, none sharing memory with another or with the model (none in a timing-only run); plain values.
+
+        What is staged is not among them: whoever goes on from a restart does its portions again.
+        """
         tensors = {
             name: buffer.tensor.clone() if buffer.holders > 1 else buffer.tensor
             for name, buffer in self._named.items()
             if not isinstance(buffer.tensor, Ghost)
         }
-        return tensors, sorted(self._named)
+        return tensors, {"names": sorted(self._named), "fences": sorted(self._fences.items())}
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-        for name in names:
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        self._fences = {int(worker): int(incarnation) for worker, incarnation in plain["fences"]}
+        for name in plain["names"]:
             self._fill(name, lambda tensor, name=name: tensor.copy_(tensors.get(name, tensor)))  # type: ignore[misc]
 
 
