@@ -349,7 +349,7 @@ class Worker:
             self.heard = self.server.heard
             if self.boundary.alone and not self.heard:
                 return  # nobody has met yet: its own run begins, or goes on, as it is
-            met = max((note["clock"] for note in self.heard), default=joined.clock * period)
+            met = min((note["clock"] for note in self.heard), default=joined.clock * period)
             self.clock = self.entered = int(met)
             if self.shared is None:
                 self.adopt(await self.pull())

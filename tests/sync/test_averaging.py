@@ -58,7 +58,11 @@ def agreed(meetings: dict[int, list[Rhythm]]) -> list[Rhythm]:
 
 def note(rhythm: Rhythm, **said: float) -> dict[str, float]:
     known = {name: getattr(rhythm, name) for name in Rhythm.__dataclass_fields__}
-    return known | {"clock": rhythm.due, "round loss": 1.0, "round step": 0.1, "last sync": 0.2} | said
+    return (
+        known
+        | {"clock": rhythm.began + rhythm.period, "weight": 1.0, "round loss": 1.0, "round step": 0.1, "last sync": 0.2}
+        | said
+    )
 
 
 def follow(method: Averaging, losses: list[float], **said: float) -> list[int]:
@@ -139,7 +143,7 @@ def test_all_are_in_one_rhythm(schedule, topology, meetings):
     rhythms = agreed(meetings)
     assert rhythms[0].period == 12
     assert len({rhythm.period for rhythm in rhythms}) > 1
-    assert [rhythm.began for rhythm in rhythms[1:-1]] == [rhythm.due for rhythm in rhythms[:-2]]
+    assert [rhythm.began for rhythm in rhythms[1:-1]] == [rhythm.began + rhythm.period for rhythm in rhythms[:-2]]
     assert rhythms[-1].began == 80
     if schedule != "overhead":
         assert run.summary["accuracy"] > 0.8
@@ -294,6 +298,64 @@ def test_fisher_weights_are_mean_squared_gradients_of_the_round():
 def test_what_no_gradient_touches_has_the_plain_mean():
     run = virtual(bowls([(0.0, 0.0), (0.0, 0.0)], lr=LR, start=3.0), "averaging:weights=fisher", workers=2, steps=20)
     assert float(run.params) == 3.0
+
+
+# ---- rounds of equal time
+
+
+def test_in_a_round_of_equal_time_the_fast_do_more_and_none_waits():
+    text = "averaging:period=10,pace=time ps"
+    cluster = steady(1.0, 1.0, 1.0, 0.2)
+    task, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=101, eval_every=1000)
+    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    assert segment.run() is None
+    assert [worker.clock for worker in segment.workers.values()] == [101, 101, 101, 21], "one to measure, then 10 to 2"
+    assert 10.5 < segment.totals.seconds < 10.6, "the first round is one step of the slowest"
+    waiting = [segment.runtime.nodes[f"worker {rank}"].meter.seconds["wait"] for rank in range(4)]
+    assert max(waiting) < 0.45
+    plain = virtual("digits-mlp", "averaging:period=10 ps", cluster, steps=101)
+    assert plain.seconds > 50
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_unequal_steps_are_normalised(weights):
+    """FedNova: w + tau sum of c_k (w_k - w) / tau_k; the plain mean would lean towards the fast worker's optimum."""
+    run = virtual(bowls(TWO, lr=LR), f"averaging:period=8,pace=time,weights={weights} ps", steady(1.0, 0.5), steps=25)
+    w = 0.0
+    for taus in ((1, 1), (12, 6), (12, 6)):  # the median of paces 0.1 and 0.2 is 0.15
+        ends = [b / a + (w - b / a) * (1 - LR * a) ** tau for (a, b), tau in zip(TWO, taus, strict=True)]
+        w += sum(taus) / 2 * sum((end - w) / tau for end, tau in zip(ends, taus, strict=True)) / 2
+    assert float(run.params) == pytest.approx(w, abs=1e-12)
+
+
+def test_without_normalisation_the_fast_would_count_for_more():
+    """At a small rate all bowls are slopes, and the fixed point is that of equal steps, not that of two to one."""
+    job = bowls([(1.0, 1.0), (1.0, -1.0)], lr=0.001)
+    run = virtual(job, "averaging:period=8,pace=time ps", steady(1.0, 0.5), steps=4001)
+    assert abs(float(run.params)) < 0.01, "and not 1/3"
+
+
+@pytest.mark.parametrize("stop", ["crash", "pause"])
+def test_rounds_of_equal_time_go_on_without_whoever_is_missing(stop):
+    events = (
+        Event(at=2.05, kind=stop, worker=0, **({"duration": 70.0} if stop == "pause" else {})),
+        Event(at=4.0, kind="join", worker=3),
+    )
+    cluster = steady(1.0, 1.0, 0.5, 1.0, events=events)
+    task, cluster = resolved("digits-mlp", "averaging:pace=time ps", cluster, on="virtual", steps=300)
+    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    assert segment.run() is None
+    outcome = segment.outcome()
+    assert outcome.totals.failures_survived == 1
+    assert outcome.history[-1]["accuracy"] > 0.9
+    assert segment.workers[1].clock == 300
+
+
+def test_rounds_of_equal_time_need_servers_and_weights_known_beforehand():
+    with pytest.raises(StrategyError, match="are at different clocks"):
+        Strategy.parse("averaging:pace=time")
+    with pytest.raises(ValueError, match="known beforehand"):
+        Averaging(pace="time", weights="loss")
 
 
 # ---- the state of the optimizers

@@ -2,7 +2,9 @@
 
 Su, Chen, "Experiments on Parallel Training of Deep Neural Network using Model Averaging", 2015;
 as local SGD in Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019;
-its adaptive period in Wang, Joshi, "Adaptive Communication Strategies ... Local-Update SGD" (AdaComm), 2018.
+its adaptive period in Wang, Joshi, "Adaptive Communication Strategies ... Local-Update SGD" (AdaComm), 2018; rounds of
+equal time as in Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"
+(FedNova), NeurIPS 2020.
 
     for t = 1, 2, 3, ...                              at every worker k
         w_k  <- Opt_k(w_k, gradient of f at w_k)
@@ -24,6 +26,8 @@ its adaptive period in Wang, Joshi, "Adaptive Communication Strategies ... Local
 | its rate eta_l         | constant, so that eta_0 / eta_l = 1                                               |
 | decaying tau           | `schedule="decay"`: `factor` times the last, every `interval`                     |
 | tau of measured times  | `schedule="overhead"`: the least for which meeting takes at most `overhead` of the time |
+| FedNova's tau_k        | `pace="time"`: as many steps as fit into the time in which the median worker does `period` |
+|                        | w - tau (w - w_k) / tau_k takes the place of w_k, tau = sum of c_k tau_k         |
 
 All workers derive the same period from the same numbers: what each says of its round travels with the round. F is
 the mean of all workers' losses in a round. ``period=1`` with plain SGD is BSP.
@@ -32,6 +36,7 @@ the mean of all workers' losses in a round. ``period=1`` with plain SGD is BSP.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -50,6 +55,7 @@ _CHOICES = {
     "schedule": ("fixed", "decay", "overhead", "adaptive"),
     "weights": ("samples", "uniform", "loss", "fisher"),
     "state": ("keep", "average", "reset"),
+    "pace": ("steps", "time"),
 }
 
 LEAST_FISHER = 1e-12
@@ -61,7 +67,8 @@ class Rhythm:
     """When all meet, as all know it: they last met at clock `began` and will after `period` steps.
 
     `rounds` have been; the first had the mean loss `first`; since `changed` the period is what it is. A step takes
-    `step` seconds at the slowest worker, a meeting `sync`, on average.
+    `step` seconds at the slowest worker, a meeting `sync`, on average. A round of equal time takes `seconds`, in which
+    workers do `steps` on average.
     """
 
     period: int
@@ -71,16 +78,15 @@ class Rhythm:
     changed: int = 0
     step: float = 0.0
     sync: float = 0.0
-
-    @property
-    def due(self) -> int:
-        return self.began + self.period
+    seconds: float = 0.0
+    steps: float = 1.0
 
     @classmethod
     def of(cls, note: Note) -> Rhythm:
         """That of a worker that said `note`."""
         period, began, rounds, changed = (int(note[name]) for name in ("period", "began", "rounds", "changed"))
-        return cls(period, began, rounds, note["first"], changed, note["step"], note["sync"])
+        first, step, sync, seconds, steps = (note[name] for name in ("first", "step", "sync", "seconds", "steps"))
+        return cls(period, began, rounds, first, changed, step, sync, seconds, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +101,9 @@ class Averaging:
     weights: Literal["samples", "uniform", "loss", "fisher"] = "samples"
     temperature: float = 1.0
     state: Literal["keep", "average", "reset"] = "keep"
+    pace: Literal["steps", "time"] = "steps"
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
-    lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
@@ -123,7 +129,20 @@ class Averaging:
                 f"temperature divides a loss and must be > 0, got {self.temperature}. Use inf for equal weights."
             )
 
+        if self.pace == "time" and self.weights not in ("samples", "uniform"):
+            raise ValueError(
+                f"pace=time goes with weights that are known beforehand, samples or uniform, got {self.weights}."
+            )
+
+    @property
+    def lockstep(self) -> bool:
+        return self.pace == "steps"
+
     def objection(self, topology: str) -> str:
+        if topology == "collective" and self.pace == "time":
+            return (
+                "workers that do different numbers of steps are at different clocks, and a collective needs all at one"
+            )
         if topology == "ps" and self.weights == "fisher":
             return "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
         if topology == "ps" and self.state == "average":
@@ -134,6 +153,8 @@ class Averaging:
     def no_loop(self) -> str:
         if self.schedule == "adaptive" or self.weights == "loss":
             return "the loss stays in the loop, and this method needs it"
+        if self.pace == "time":
+            return "its steps are counted by the loop, and this method ends when the first worker does; use pace=steps"
         return "" if self.state == "keep" else "the state of the optimizer is the loop's own; use state=keep"
 
     def policy(self) -> Policy:
@@ -147,30 +168,37 @@ class Averaging:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        rhythm = self.enter(worker)
+        kept = worker.kept_plain
+        self.enter(worker)
         try:
-            while True:
-                await self.step(worker)
-                if worker.clock >= rhythm.due:
-                    rhythm = await self.average(worker, rhythm)
+            while not any(note["last"] for note in worker.heard):
+                if not kept["pushed"]:
+                    await self.step(worker)
+                if worker.clock >= kept["due"]:
+                    await self.average(worker)
         except EndOfWork:
-            if worker.clock != rhythm.began:
-                await self.average(worker, rhythm)
+            if worker.clock != kept["began"]:
+                await self.average(worker, last=self.pace == "time")
 
-    def enter(self, worker: Worker) -> Rhythm:
-        """The rhythm in which the others are, or in which this worker was before a restart."""
-        rhythm = Rhythm(**worker.kept_plain.get("rhythm", {"period": self.period}))
+    def enter(self, worker: Worker) -> None:
+        """Fall into the rhythm in which the others are, or in which this worker was before a restart."""
+        kept = worker.kept_plain
+        rhythm = Rhythm(**kept.get("rhythm", {"period": self.period}))
         if worker.heard:
             rhythm = self.after(worker.heard)
-        if worker.clock == rhythm.began:
+        if kept.get("rhythm") != asdict(rhythm) or worker.clock == kept["began"]:
             self.begin(worker, rhythm)
-        worker.met = rhythm.began
-        return rhythm
+        worker.met = kept["began"]
 
     def begin(self, worker: Worker, rhythm: Rhythm) -> None:
         """A new round."""
-        worker.met = rhythm.began
-        worker.kept_plain |= {"rhythm": asdict(rhythm), "loss": 0.0, "seconds": 0.0}
+        kept = worker.kept_plain
+        worker.met = worker.clock
+        steps = rhythm.period if self.pace == "steps" else fitting(rhythm.seconds, kept.get("step", 0.0))
+        kept |= {"rhythm": asdict(rhythm), "began": worker.clock, "due": worker.clock + steps}
+        kept |= {"loss": 0.0, "seconds": 0.0, "pushed": False}
+        if self.pace == "time":
+            worker.keep("start").copy_(worker.params)
         if self.weights == "fisher":
             worker.keep("fisher").zero_()
 
@@ -192,22 +220,25 @@ class Averaging:
 
     # ---- the meeting
 
-    async def average(self, worker: Worker, rhythm: Rhythm) -> Rhythm:
-        """Meet; when the next meeting is."""
-        kept, steps = worker.kept_plain, worker.clock - rhythm.began
+    async def average(self, worker: Worker, *, last: bool = False) -> None:
+        """Meet, and begin a new round; not if this is somebody's `last`, and with it everybody's."""
+        kept, boundary = worker.kept_plain, worker.boundary
+        steps = worker.clock - kept["began"]
+        kept["step"] = kept["seconds"] / steps
+        ending = self.pace == "time" and boundary.steps is not None and worker.clock >= boundary.steps
         note = {
-            **asdict(rhythm),
+            **kept["rhythm"],
             "clock": worker.clock,
+            "weight": float(worker.source.batch_size) if self.weights == "samples" else 1.0,
             "round loss": kept["loss"] / steps,
-            "round step": kept["seconds"] / steps,
+            "round step": kept["step"],
             "last sync": kept.get("sync", 0.0),
+            "last": float(last or ending),
         }
         await (self.meet(worker, note) if worker.server is None else self.meet_at_servers(worker, note))
         if self.state == "reset":
             reset(worker.optimizer)
-        rhythm = self.after(worker.heard)
-        self.begin(worker, rhythm)
-        return rhythm
+        self.begin(worker, self.after(worker.heard))
 
     async def meet(self, worker: Worker, note: Note) -> None:
         """Over collectives."""
@@ -239,16 +270,25 @@ class Averaging:
 
     async def meet_at_servers(self, worker: Worker, note: Note) -> None:
         """Over servers, which divide by the sum of the weights."""
-        weight: float | None = None if self.weights == "samples" else 1.0
-        if self.weights == "loss":
-            weight = max(math.exp(-note["round loss"] / self.temperature), 1e-300)
-        started = worker.node.now()
-        await worker.push(worker.params, weight=weight, note=note)
-        pushed = worker.node.now()
+        kept, started = worker.kept_plain, worker.node.now()
+        if not kept["pushed"]:
+            weight = note["weight"]
+            if self.weights == "loss":
+                weight = max(math.exp(-note["round loss"] / self.temperature), 1e-300)
+            await worker.push(self.contribution(worker), weight=weight, note=note)
+            kept |= {"pushed": True, "sync": worker.node.now() - started}
         await worker.admission()
-        admitted = worker.node.now()
+        started = worker.node.now()
         worker.adopt(await worker.pull())
-        worker.kept_plain["sync"] = pushed - started + worker.node.now() - admitted
+        kept["sync"] += worker.node.now() - started
+
+    def contribution(self, worker: Worker) -> torch.Tensor:
+        """w_k, or where it would be if every worker had made as many steps."""
+        if self.pace == "steps":
+            return worker.params
+        kept, start = worker.kept_plain, worker.keep("start")
+        longer: float = kept["rhythm"]["steps"] / (worker.clock - kept["began"])
+        return start + (worker.params - start) * longer
 
     # ---- the schedule
 
@@ -267,7 +307,16 @@ class Averaging:
             sync=last.sync + (sync - last.sync) / max(last.rounds, 1),
         )
         period = self.next_period(now, loss)
-        return replace(now, period=period, changed=clock if period != last.period else last.changed)
+        now = replace(now, period=period, changed=clock if period != last.period else last.changed)
+        return now if self.pace == "steps" else self.timed(now, notes)
+
+    def timed(self, rhythm: Rhythm, notes: Sequence[Note]) -> Rhythm:
+        """With the seconds of the next round, and the mean of the steps that workers will do in it."""
+        paces = [note["round step"] for note in notes]
+        seconds = rhythm.period * statistics.median(paces)
+        total = math.fsum(note["weight"] for note in notes)
+        steps = (note["weight"] * fitting(seconds, pace) for note, pace in zip(notes, paces, strict=True))
+        return replace(rhythm, seconds=seconds, steps=math.fsum(steps) / total)
 
     def next_period(self, rhythm: Rhythm, loss: float) -> int:
         """The period, given that of the last round."""
@@ -281,6 +330,11 @@ class Averaging:
             if wanted < last:
                 return max(1, wanted)
         return max(1, int(self.factor * last))
+
+
+def fitting(seconds: float, pace: float) -> int:
+    """How many steps of `pace` seconds fit into `seconds`; one at least, and one where no pace is known."""
+    return max(1, round(seconds / pace)) if pace > 0 else 1
 
 
 def reset(optimizer: LocalOptimizer) -> None:
