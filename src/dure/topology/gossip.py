@@ -83,6 +83,7 @@ class Peer:
     """A worker among its neighbors: a service that they call, and what the worker averages with them through.
 
     `absent` are not there at first. `incarnation` numbers this worker's lives, `seed` decides whom it asks when.
+    `averaged` counts averagings that it has taken part in, `refused` those that others had no time for.
 
     | method   | fields         | tensors | reply                                                     |
     |----------|----------------|---------|-----------------------------------------------------------|
@@ -317,6 +318,7 @@ class Peer:
         mean *= 0.5
         self.model.params = mean
         self._met[rank] = _Met(number, before, mean)
+        self.averaged += 1
         return Reply(tensors=_tensors(mean))
 
     def _meet_those_who_wait(self) -> None:
@@ -351,6 +353,7 @@ class Peer:
             self._last[rank] = met.number, stands
             if not stands:
                 self._replace(met.mean, met.before)
+                self.averaged -= 1
         if self._all_settled is not None and not self._met:
             self._all_settled.resolve()
 

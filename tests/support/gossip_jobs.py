@@ -1,0 +1,55 @@
+"""A job whose result is known exactly, whatever the order in which processes do things."""
+
+import torch
+from torch import nn
+
+from dure.data.dataset import Data
+from dure.job import Job
+from dure.optim import OptimizerSpec
+
+PUSHES = (8.0, -2.0, 1.0)
+
+
+class Slope(nn.Module):
+    """f(w) = -b w, of whatever b is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return -inputs[:, 0] * self.place
+
+
+class Own:
+    """Worker k always has the k-th sample."""
+
+    def samplers(self, targets, batch_sizes, *, seed):
+        return [Only(rank) for rank in range(len(batch_sizes))]
+
+
+class Only:
+    batch_size = 1
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def next(self) -> torch.Tensor:
+        return torch.tensor([self.index])
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Nothing changes."""
+
+
+def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.mean()
+
+
+def linear() -> Job:
+    data = Data(torch.tensor(PUSHES, dtype=torch.float64).unsqueeze(1), torch.zeros(3, dtype=torch.float64))
+    return Job(
+        model=Slope, loss=mean, train=data, batch_size=1, optimizer=OptimizerSpec(lr=0.25), split=Own(), name="linear"
+    )

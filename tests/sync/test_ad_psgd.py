@@ -1,0 +1,175 @@
+"""AD-PSGD: the mean of all models is what all have learned, whoever averages with whom, and nobody waits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.test_laws import one_slow
+from support import gossip_jobs
+from support.runs import bowls, local, virtual
+from support.scattered import scattered
+from torch import nn
+
+import dure
+from dure.errors import StrategyError, UsageError
+from dure.runtime.cluster import Cluster, Event, Link, Machines
+from dure.runtime.compute import Constant, LogNormal, Trace
+from dure.strategy import Strategy
+from dure.topology.gossip import PATIENCE
+
+GRAPHS = ("ring", "exponential", "complete", "random-regular,degree=3")
+STARTS = [8.0, -2.0, 1.0, 5.0, 0.0, 12.0]
+
+
+def uneven(*events: Event, link: Link = Link()) -> Cluster:  # noqa: B008
+    compute = LogNormal(seconds=0.01, sigma=0.5)
+    return Cluster(machines=(Machines(count=6, compute=compute),), events=events, link=link)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("cluster", [uneven(), uneven(link=Link(latency=0.02)), Cluster.uniform(6)])
+def test_without_gradients_the_mean_stays_and_all_come_to_it(graph, cluster):
+    """Also where a message takes longer than a step, and where all ask at the very same moment."""
+    mean, models, segment = scattered(f"ad-psgd gossip:graph={graph}", STARTS, cluster, steps=150)
+    assert mean == pytest.approx(4.0, abs=1e-12)
+    assert models == pytest.approx([4.0] * 6, abs=0.05)
+    peers = [worker.peer for worker in segment.workers.values()]
+    assert min(peer.averaged for peer in peers) > 10
+    assert not any(peer._met or peer.turn.asking is not None for peer in peers)
+
+
+def test_each_gradient_moves_the_mean_by_its_share_and_by_nothing_else():
+    """f = -b w has the gradient -b everywhere: the mean is start + lr x (sum over workers of steps x b) / K."""
+    pushes = [8.0, -2.0, 1.0, 5.0]
+    job = bowls([(0.0, push) for push in pushes], lr=0.25, start=1.0)
+    for cluster in (Cluster.uniform(4), Cluster(machines=(Machines(count=4, compute=LogNormal(sigma=1.0)),))):
+        run = virtual(job, "ad-psgd gossip:graph=ring", cluster, steps=40)
+        assert float(run.params) == pytest.approx(1.0 + 0.25 * 40 * sum(pushes) / 4, rel=1e-12)
+
+
+def test_on_processes_too():
+    """Whatever the real order of things: three processes, 300 steps, and nothing is lost or counted twice."""
+    run = local(f"{gossip_jobs.__file__}:linear", "ad-psgd gossip:graph=complete", workers=3, steps=300)
+    assert float(run.params) == pytest.approx(1.0 + 0.25 * 300 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
+    assert all(counted["bytes_sent"] > 0 for counted in run.outcome.totals.per_worker.values())
+
+
+def test_averaging_is_what_keeps_them_together():
+    """On bowls of different places each would come to its own; together they stay near the mean of all places."""
+    job = bowls([(1.0, float(place)) for place in (8, -2, 1, 5)], lr=0.05)
+    run = virtual(job, "ad-psgd gossip:graph=complete", workers=4, steps=400)
+    assert float(run.params) == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_slow_worker_delays_nobody():
+    cluster = one_slow()
+    _, _, segment = scattered("ad-psgd gossip:graph=ring", STARTS[:4], cluster, steps=50, lr=0.01)
+    alone = virtual("quadratic", "downpour ps", cluster, steps=50)
+    assert segment.totals.seconds == pytest.approx(alone.seconds, rel=0.05)
+    for rank in range(4):
+        meter = segment.runtime.nodes[f"worker {rank}"].meter.seconds
+        assert meter["wait"] == meter["communicate"] == 0.0
+
+
+def test_a_model_travels_each_way_per_averaging():
+    run = virtual("digits-mlp", "ad-psgd gossip:graph=complete", workers=4, steps=30)
+    sent = [counted["bytes_sent"] for counted in run.outcome.totals.per_worker.values()]
+    nbytes = run.task.replica.numel * 4
+    assert all(total % nbytes == 0 for total in sent)
+    assert 0.8 * 4 * 30 <= sum(sent) / nbytes <= 2.5 * 4 * 30
+
+
+# ---- who dies, stands still, comes late, is through
+
+
+@pytest.mark.parametrize("at", [0.0301 + 0.00007 * moment for moment in range(25)])
+def test_a_death_at_any_moment_leaves_nobody_with_half_of_an_averaging(at):
+    """With models of 1 and one of 0 that dies: what is not settled is taken back, so that powers of two are left."""
+    cluster = Cluster(
+        machines=(Machines(count=3, compute=Constant(seconds=0.01)),),
+        events=(Event(at=at, kind="crash", worker=2),),
+        link=Link(latency=2e-4),
+    )
+    _, models, segment = scattered("ad-psgd gossip:graph=complete", [1.0, 1.0, 0.0], cluster, steps=30)
+    survivors = [segment.workers[rank] for rank in (0, 1)]
+    assert not any(worker.peer._met or worker.peer.turn.asking is not None for worker in survivors)
+    assert models[0] == pytest.approx(models[1], abs=1e-6)
+    assert 0 < models[0] <= 1
+    assert segment.steps[:2] == [30, 30]
+
+
+def test_whoever_stands_still_is_left_alone_and_welcome_back():
+    seconds = 0.01 * (PATIENCE + 60)
+    cluster = Cluster(
+        machines=(Machines(count=4, compute=Constant(seconds=0.01)),),
+        events=(Event(at=0.105, kind="pause", worker=1, duration=seconds),),
+    )
+    steps = PATIENCE + 200
+    mean, models, segment = scattered("ad-psgd gossip:graph=complete", STARTS[:4], cluster, steps=steps)
+    assert mean == pytest.approx(3.0, abs=1e-12)
+    assert models == pytest.approx([3.0] * 4, abs=1e-3)
+    assert segment.totals.seconds == pytest.approx(0.01 * steps + seconds, rel=0.02)
+    assert segment.runtime.nodes["worker 0"].meter.seconds["compute"] == pytest.approx(0.01 * steps)
+
+
+def test_a_newcomer_begins_as_a_copy_of_a_neighbor_at_its_clock():
+    cluster = Cluster(
+        machines=(Machines(count=3, compute=Constant(seconds=0.01)),),
+        events=(Event(at=0.3, kind="join", worker=2),),
+    )
+    _, models, segment = scattered("ad-psgd gossip:graph=ring", [4.0, 4.0, 4.0], cluster, steps=60)
+    assert 28 <= segment.workers[2].entered <= 32
+    assert segment.steps == [60, 60, 60 - segment.workers[2].entered]
+    assert models == [4.0] * 3
+    assert segment.workers[2].peer.averaged > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_come_and_go_all_the_time(seed):
+    moments = torch.rand(12, generator=torch.Generator().manual_seed(seed)).sort().values.tolist()
+    events, there = [], dict.fromkeys(range(6), True)
+    for number, moment in enumerate(moments):
+        worker = (number * 5 + seed) % 6
+        events.append(Event(at=0.05 + moment, kind="crash" if there[worker] else "join", worker=worker))
+        there[worker] = not there[worker]
+    run = virtual("digits-mlp", "ad-psgd gossip:graph=ring", uneven(*events), steps=150, seed=seed)
+    assert run.summary["accuracy"] > 0.9
+    assert run.summary["failures_survived"] == sum(event.kind == "crash" for event in events)
+
+
+def test_a_checkpoint_keeps_the_models_of_those_who_are_through(tmp_path):
+    """The time is up for worker 0 when worker 1, whose last step is long, comes to the checkpoint."""
+    quick = Trace(durations=(0.02, 0.02, 0.02, 0.02, 0.1, 0.02), start="first")
+    cluster = Cluster(machines=(Machines(compute=Constant(seconds=0.03)), Machines(compute=quick)))
+    options = {"strategy": "ad-psgd gossip:graph=ring", "on": cluster, "seconds": 0.1}
+    whole = dure.train("digits-mlp", out=tmp_path / "whole", checkpoint_every=5, **options)
+    assert (tmp_path / "whole" / "checkpoints" / "step-5" / "retired-0.json").exists()
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    again = dure.train("digits-mlp", on=cluster, resume=tmp_path / "again")
+    alone = dure.train("digits-mlp", **options)
+    assert again.summary()["params_sha256"] == whole.summary()["params_sha256"] == alone.summary()["params_sha256"]
+
+
+# ---- what is refused
+
+
+def test_where_it_does_not_run():
+    with pytest.raises(StrategyError, match=r'ad-psgd does not run over ps.*"ad-psgd gossip'):
+        Strategy.parse("ad-psgd ps")
+    with pytest.raises(StrategyError, match="ssp does not run over gossip"):
+        Strategy.parse("ssp gossip")
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="while backward"):
+        dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="ad-psgd")
+
+
+def test_a_graph_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path):
+    path = tmp_path / "five.edges"
+    path.write_text("0 1\n1 2\n2 3\n3 4\n")
+    with pytest.raises(UsageError, match="has 5 nodes, and the run 4 workers"):
+        dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=4, on="virtual")
+    run = dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=5, on="virtual", steps=20)
+    assert run.summary()["samples"] == 5 * 20 * 32
