@@ -86,27 +86,27 @@ async def backtracking(attempt: Try, start: Trial, first: float) -> Trial | None
 
 
 async def exact(attempt: Try, start: Trial, first: float) -> Trial | None:
-    """Where the slope vanishes; of a quadratic, the second trial."""
-    low, high, step = start, None, first
-    for _ in range(TRIALS):
+    """Where the slope vanishes; of a quadratic, the second trial. Secants; halves where they lead astray or crawl."""
+    low, high, step = start, math.inf, first  # it falls at `low`, and no longer at `high`
+    last = trial = start
+    for count in range(TRIALS):
         trial = await attempt(step)
-        if math.isfinite(trial.loss) and abs(trial.slope) <= FLAT * abs(start.slope):
-            return trial
         if not math.isfinite(trial.loss):
-            high, step = None, 0.5 * (low.step + step)
+            high, step = step, 0.5 * (low.step + step)
             continue
-        other = high or low
-        bend = (trial.slope - other.slope) / (trial.step - other.step)
+        if abs(trial.slope) <= FLAT * abs(start.slope):
+            return trial
+        bend = (trial.slope - last.slope) / (trial.step - last.step)
+        guess = trial.step - trial.slope / bend if bend > 0 else math.inf
         if trial.slope < 0:
             low = trial
         else:
-            high = trial
-        guess = trial.step - trial.slope / bend if bend > 0 else 2 * trial.step
-        if high is not None and not low.step < guess < high.step:
-            guess = 0.5 * (low.step + high.step)
-        if abs(guess - trial.step) <= 1e-14 * abs(guess):
+            high = step
+        if not low.step < guess < high or count % 3 == 2:
+            guess = 0.5 * (low.step + high) if high < math.inf else min(max(guess, 2 * step), 10 * step)
+        if abs(guess - step) <= 1e-14 * step:
             return trial
-        step = guess if guess > 0 else 0.5 * step
+        last, step = trial, guess
     return trial if _lower(trial, start) else None
 
 

@@ -169,7 +169,7 @@ class ServerLife(Life):
         if number == 0:
             self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
-            self.coordinator = self.task.coordinator(self.node)
+            self.coordinator = self.task.coordinator(self.clock, terms.evict_seconds)
         if parts:
             self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
             if self.clock is not None:

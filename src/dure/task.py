@@ -275,14 +275,13 @@ class Task:
         job, sync = self.job, self.sync
         return Batches(len(job.train), portion=job.batch_size, size=sync.batch, seed=self.config.seed)
 
-    def coordinator(self, node: Node) -> Coordinator | None:
-        """The coordinator, where the method is led by one."""
+    def coordinator(self, clock: ClockService, evict_seconds: float = EVICT_SECONDS) -> Coordinator | None:
+        """The coordinator beside `clock`, where the method is led by one."""
         if not self.coordinated:
             return None
         portions = Portions(self.workers, self.sync.push_every)
-        limits = Limits(self.steps * self.workers, self.config.seconds or math.inf)
-        only = self.config.timing_only
-        return Coordinator(node, self._shards, self.batches, portions, limits=limits, timing_only=only)
+        limits = Limits(self.steps * self.workers, self.config.seconds or math.inf, evict_seconds)
+        return Coordinator(clock, self.batches, portions, limits=limits, timing_only=self.config.timing_only)
 
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""
