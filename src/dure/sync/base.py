@@ -46,6 +46,8 @@ class Sync(Protocol):
     #   alone: ClassVar[bool]                 over collectives too, each worker ends in its own time
     #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
     #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
+    #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
+    #   quorum(workers: int) -> int           how many updates make a group
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory
     #   no_loop: str                          why `dure.attach` cannot run it; "" where it can
     #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
