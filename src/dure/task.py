@@ -211,7 +211,7 @@ class Task:
             self._shards,
             self.ranges,
             clock=Address("server 0", "clock"),
-            ordered=policy is not None,
+            ordered=policy is not None and policy.ordered,
             may_refuse=policy is not None and policy.may_refuse,
             timing_only=self.config.timing_only,
             itemsize=self.replica.params.element_size(),

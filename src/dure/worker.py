@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -15,7 +15,7 @@ import torch
 
 from dure.errors import CallTimeout, DivergedError, Evicted, Superseded, UsageError
 from dure.runtime.agreement import Agreement, going_on
-from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend
+from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend, nothing
 
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
@@ -169,6 +169,7 @@ class Worker:
     _pulled: Pulled | None = None
     _begun: bool = False
     _watch: Operation[Reply] | None = None
+    _beside: dict[str, Operation[Any]] = field(default_factory=dict)
     asking: bool = False
 
     # ---- gradients
@@ -274,6 +275,8 @@ class Worker:
         if boundary.suspend is not None and boundary.suspend(self):
             if self.peer is not None:
                 await self.peer.settled()
+            while self._beside:
+                await self._beside.popitem()[1]
             raise Suspend
         if boundary.steps is not None and self.clock >= boundary.steps:
             raise EndOfWork
@@ -359,6 +362,7 @@ class Worker:
         done = self.clock - self.entered
         self.asking = False
         self._admitted = self._watch = None
+        self._beside.clear()
         await self.join(newcomer=True, period=period)
         self.entered = self.clock - done
 
@@ -379,11 +383,31 @@ class Worker:
             raise Suspend
         started = self.node.now()
         self.asking = boundary.waiting
-        self._admitted = version = await self.server.ask()
+        version = await self.server.ask()
+        self._admitted = version if self.server.servers.ordered else None
         self.heard = self.server.heard
         self.asking = False
         self.meter.add("wait", started, self.node.now())
         return version
+
+    @property
+    def slowest(self) -> int:
+        """The slowest clock at the last admission: all updates of earlier clocks are in the version that it named."""
+        assert self.server is not None
+        return self.server.slowest
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is over for this worker, from 0 to 1, by its steps or its seconds."""
+        steps, seconds = self.boundary.steps, self.boundary.seconds
+        if steps is None and seconds is None:
+            raise UsageError("this loop does not say when it ends, so no share of it can be told: leave that out.")
+        return max(self.clock / steps if steps else 0.0, self.node.now() / seconds if seconds else 0.0)
+
+    async def announce(self) -> None:
+        """Tell the clock that this worker has done what the others wait for."""
+        assert self.server is not None
+        await self.server.offer()
 
     def follow(self, clock: int) -> None:
         """Go on at `clock`, where everybody is; the steps between were the others'."""
@@ -394,11 +418,14 @@ class Worker:
         """The server's parameters: the version of the last admission, or the newest where none is asked for."""
         assert self.server is not None
         started = self.node.now()
-        into = self._spare if self._spare is not None else self.params.clone()
-        self._spare = None
-        pulled = await self.server.pull(into, version=self._admitted, to_work=True)
+        pulled = await self._pull(self.server)
         self.meter.add("communicate", started, self.node.now(), "pull")
         return pulled
+
+    async def _pull(self, server: ServerClient) -> Pulled:
+        into = self._spare if self._spare is not None else self.params.clone()
+        self._spare = None
+        return await server.pull(into, version=self._admitted, to_work=True)
 
     async def refresh(self) -> None:
         """Go on from what the server has, as `adopt(await pull())` does, for a method that never writes to `params`.
@@ -455,6 +482,35 @@ class Worker:
             return False
         finally:
             self.meter.add("communicate", started, self.node.now(), "push")
+
+    async def pull_beside(self) -> None:
+        """Start a pull and go on; `finished("pull")` has it."""
+        assert self.server is not None
+        await self._begin("pull", self._pull(self.server))
+
+    async def push_beside(self, update: torch.Tensor) -> None:
+        """As `push`, but go on at once. One is on its way at a time; `update` is lent until the next."""
+        assert self.server is not None
+        await self.finished("push")
+        base = self._pulled.versions if self._pulled is not None else None
+        work = self.server.push(update, weight=self.source.batch_size, base=base, lr=self.lr)
+        await self._begin("push", work)
+
+    async def finished(self, what: str) -> Any:
+        """Wait for the "pull" or "push" that goes on beside; its value, or None if there is none."""
+        operation = self._beside.pop(what, None)
+        if operation is None:
+            return None
+        started = self.node.now()
+        value = await operation
+        self.meter.add("communicate", started, self.node.now(), what)
+        return value
+
+    async def _begin(self, what: str, work: Coroutine[Operation[Any], None, Any]) -> None:
+        """Have `work` go on beside the method, until a checkpoint at the latest."""
+        strand = self._beside[what] = self.node.spawn(work, f"{what} of {self.node.name}")
+        strand.when_done(nothing)  # its error is raised in who waits for it
+        await self.node.sleep(0.0)  # it gets its turn before a computation holds up the node
 
     def still_here(self) -> None:
         """Let nobody who waits take this worker for dead, though it works for long without a push."""

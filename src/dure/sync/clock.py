@@ -20,6 +20,7 @@ order in which the data came.
 | `Bounded` | one update, in order of arrival  | nobody live is over `lead` clocks behind    | SSP              |
 | `FirstOf` | the newest version's first K     | the open group has a place for it           | K-sync, backup   |
 | `AnyOf`   | K updates of any version         | the open group has a (or another) place     | K-async          |
+| `OneFirst` | (no order)                      | one has been ahead alone for a while        | Downpour         |
 
 A worker of `FirstOf` who is still at work when its version is over is told so (`Abort`), and those whose updates find
 no place are refused before a byte of them is sent. A K that can't be had any more closes short: a group is complete
@@ -151,10 +152,12 @@ class Policy(Protocol):
     """A rule of admission.
 
     `may_refuse` is False where every offer is accepted: then nobody offers, and `group` is None in `staged`.
+    Where updates are not `ordered` they apply on arrival, and only who may start is ruled.
     `version` counts closed groups. `floor` is an older version that a Start may still name, or None.
     """
 
     may_refuse: bool
+    ordered: bool
     clocks: Clocks
     version: int
 
@@ -182,6 +185,7 @@ class Barrier:
     """One group per version, of one update of every live worker; an update of one who left since counts too."""
 
     may_refuse = False
+    ordered = True
     floor = None
 
     def __init__(self) -> None:
@@ -243,6 +247,7 @@ class Bounded:
     """
 
     may_refuse = False
+    ordered = True
 
     def __init__(self, lead: float) -> None:
         if not lead >= 0:
@@ -306,6 +311,59 @@ class Bounded:
         self._snapshot = int(state["snapshot"])
 
 
+class OneFirst:
+    """One worker goes ahead alone; once it has said that it is done (by an offer), all may start, for good.
+
+    The first to ask is the one. If it leaves, the next that waits takes its place. Version 0 is before, 1 afterwards.
+    """
+
+    may_refuse = False
+    ordered = False
+    floor = None
+
+    def __init__(self) -> None:
+        self.clocks = Clocks()
+        self.version = 0
+        self._ahead: int | None = None
+        self._waiting: list[int] = []
+
+    def join(self, worker: int) -> list[Verdict]:
+        self.clocks.join(worker)
+        return []
+
+    def leave(self, worker: int) -> list[Verdict]:
+        self.clocks.leave(worker)
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+        if worker != self._ahead:
+            return []
+        self._ahead = None
+        return self.ask(self._waiting.pop(0)) if self._waiting else []
+
+    def ask(self, worker: int) -> list[Verdict]:
+        if self.version == 0 and self._ahead is None:
+            self._ahead = worker
+        if self.version or self._ahead == worker:
+            return [Start(worker, self.version)]
+        self._waiting.append(worker)
+        return []
+
+    def offer(self, worker: int, base: int) -> list[Verdict]:
+        self.version, released = 1, self._waiting
+        self._waiting = []
+        return [Accept(worker, 0), *(Start(each, 1) for each in released)]
+
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "ahead": self._ahead, "clocks": self.clocks.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version, self._ahead = int(state["version"]), state["ahead"]
+        self.clocks.restore(state["clocks"])
+
+
 def most(workers: int) -> int:
     """All but one worker in twenty, or all but one: as many as to wait for where nothing else is said.
 
@@ -326,6 +384,7 @@ class FirstOf:
     """
 
     may_refuse = True
+    ordered = True
     floor = None
 
     def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
@@ -433,6 +492,7 @@ class AnyOf:
     """
 
     may_refuse = False
+    ordered = True
     floor = None
 
     def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:

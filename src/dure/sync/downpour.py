@@ -2,6 +2,7 @@
 
 Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.1.
 
+    one worker alone, until warm_start of the work is done;  then all of them
     for step = 0, 1, 2, ...                           at every worker
         if step mod n_fetch = 0      w       <- pull
         g        <- gradient of f at w
@@ -14,9 +15,12 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.
 |-----------------------------|-------------------------------------------------------------------|
 | Adagrad on the shards       | the job's optimizer, or `server` ("adagrad")                      |
 | accrued gradient            | the sum, not the mean: the rate per push grows with `n_push`      |
-| push, fetch in own threads  | each shard applies on arrival; shards may differ in order         |
+| push, fetch in own threads  | `overlap`: beside the next gradient, one of each at a time        |
+| warm start with one replica | `warm_start`, a share of the steps; about 0.05 in the paper       |
+| shards apart                | each applies on arrival; shards may differ in order               |
 
-One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays nobody; its gradients are stale.
+One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays nobody; its gradients are stale. One that
+dies is not missed, and another goes on with the warm start; a newcomer makes all its steps.
 """
 
 from __future__ import annotations
@@ -25,11 +29,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.runtime.base import EndOfWork
+from dure.sync.clock import OneFirst
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dure.optim import OptimizerSpec
     from dure.sync.clock import Policy
     from dure.worker import Worker
+
+RELEASED = 1
+"""The version of `OneFirst` on which all may start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class Downpour:
     n_fetch: int = 1
     local_lr: float = 0.0
     server: Literal["job", "sgd", "adagrad", "adam"] = "job"
+    warm_start: float = 0.0
+    overlap: bool = False
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
@@ -52,9 +64,11 @@ class Downpour:
                 raise ValueError(f"{name} counts mini-batches and must be >= 1, got {getattr(self, name)}.")
         if not self.local_lr >= 0:
             raise ValueError(f"local_lr is a learning rate and must be >= 0, got {self.local_lr}. Use 0 for none.")
+        if not 0 <= self.warm_start < 1:
+            raise ValueError(f"warm_start is a share of the steps, from 0 to below 1, got {self.warm_start}. Use 0.05.")
 
     def policy(self) -> Policy | None:
-        return None
+        return OneFirst() if self.warm_start else None
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
         return optimizer if self.server == "job" else replace(optimizer, name=self.server)
@@ -65,30 +79,49 @@ class Downpour:
 
     async def work(self, worker: Worker) -> None:
         try:
+            if self.warm_start:
+                await self.warm_up(worker)
             while True:
-                if worker.clock % self.n_fetch == 0:
-                    await self.fetch(worker)
-                gradient = await worker.gradient()
-                if self.local_lr:
-                    worker.params.add_(gradient, alpha=-self.local_lr)
-                if self.n_push == 1:
-                    await worker.push(gradient)
-                    continue
-                accrued = worker.keep("accrued")
-                accrued += gradient
-                if worker.clock % self.n_push == 0:
-                    await self.push(worker)
+                await self.step(worker, overlap=self.overlap)
         except EndOfWork:
             if worker.clock % self.n_push != 0:
-                await self.push(worker)
+                await self.push(worker, worker.keep("accrued"), overlap=False)
+            await worker.finished("push")
 
-    async def fetch(self, worker: Worker) -> None:
+    async def warm_up(self, worker: Worker) -> None:
+        """Alone, if it is this worker's turn; otherwise until whose turn it is has done it."""
+        while worker.progress < self.warm_start:
+            if await worker.admission() == RELEASED:
+                return
+            await self.step(worker, overlap=False)
+        await worker.announce()
+
+    async def step(self, worker: Worker, *, overlap: bool) -> None:
+        if worker.clock % self.n_fetch == 0:
+            await self.fetch(worker, overlap=overlap)
+        gradient = await worker.gradient()
         if self.local_lr:
+            worker.params.add_(gradient, alpha=-self.local_lr)
+        if self.n_push == 1:
+            await self.push(worker, gradient, overlap=overlap)
+            return
+        accrued = worker.keep("accrued")
+        accrued += gradient
+        if worker.clock % self.n_push == 0:
+            await self.push(worker, accrued, overlap=overlap)
+            accrued.zero_()
+
+    async def fetch(self, worker: Worker, *, overlap: bool) -> None:
+        if overlap:
+            worker.adopt(await worker.finished("pull") or await worker.pull())
+            await worker.pull_beside()
+        elif self.local_lr:
             worker.adopt(await worker.pull())
         else:
             await worker.refresh()
 
-    async def push(self, worker: Worker) -> None:
-        accrued = worker.keep("accrued")
-        await worker.push(accrued)
-        accrued.zero_()
+    async def push(self, worker: Worker, update: Tensor, *, overlap: bool) -> None:
+        if overlap:
+            await worker.push_beside(update.clone())
+        else:
+            await worker.push(update)

@@ -3,25 +3,31 @@
 Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
     for c = 0, 1, 2, ...                              at every worker
-        wait until  min over workers of clock >= c - bound
-        w     <- pull
+        if the cache is older than clock c - bound:
+            wait until  min over workers of clock >= c - bound
+            w (the cache)  <- pull;   its clock is that minimum
         g     <- gradient of f at w
-        push g;   clock <- c + 1
+        w     <- w + u,  u = Opt(g)                   read my writes
+        push u;   clock <- c + 1
 
 | in the paper               | here                                                              |
 |----------------------------|-------------------------------------------------------------------|
 | s                          | `bound`                                                           |
-| additive updates           | each push is one update of the server, of rate lr: K workers move K times lr per clock |
-| read at clock c            | a snapshot: exactly the updates applied when the wait ended        |
+| cache and read-my-writes   | ``form=rmw``: the worker's optimizer makes u, the server adds     |
+| a read from the servers    | ``form=snapshot``, the default: a pull at every clock             |
+| additive updates           | snapshot: each g is one update of the server, of rate lr          |
 
-``bound=0`` is BSP in its snapshot form, with K times the learning rate; ``bound=inf`` never waits (ASP).
-A worker that is five times slower for good slows everybody to its rate once the lead is used up.
+A read holds every update of clock c - bound - 1 and earlier, and each of one's own exactly once. K workers move the
+model K times per clock: ``bound=0`` is BSP with K times the learning rate; ``bound=inf`` never waits (ASP).
+A worker that is five times slower for good slows everybody to its rate once the lead is used up. One that dies
+is taken off the clock, one that stands still after a while; a newcomer enters at the slowest clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.sync.clock import Bounded, Policy
 
@@ -35,28 +41,52 @@ class SSP:
     """Bounded staleness: no worker leads the slowest by more than `bound` clocks."""
 
     bound: float = 3
+    form: Literal["snapshot", "rmw"] = "snapshot"
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
-    stale_gradients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.bound >= 0:
             raise ValueError(f"bound counts clocks and must be >= 0, got {self.bound}. Use 0 for BSP or inf for ASP.")
+        if self.form not in ("snapshot", "rmw"):
+            raise ValueError(f'form must be "snapshot" or "rmw" (read my writes), got {self.form!r}.')
+        if self.form == "rmw" and self.bound == math.inf:
+            raise ValueError(
+                "with form=rmw a cache is used until it is too old for bound, which must not be inf. Use 3."
+            )
+
+    @property
+    def stale_gradients(self) -> bool:
+        """Whether the servers get gradients, which remedies may correct, or finished updates."""
+        return self.form == "snapshot"
 
     def policy(self) -> Policy:
         return Bounded(lead=self.bound)
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
+        return replace(optimizer, name="add") if self.form == "rmw" else optimizer
 
     @property
     def reduce(self) -> str:
         return "sum"
 
     async def work(self, worker: Worker) -> None:
+        if self.form == "rmw":
+            await self.work_on_cache(worker)
         while True:
             await worker.admission()
             await worker.refresh()
             await worker.push(await worker.gradient())
+
+    async def work_on_cache(self, worker: Worker) -> None:
+        while True:
+            if worker.kept_plain.get("cached", -1) < worker.clock - self.bound:
+                await worker.admission()
+                worker.adopt(await worker.pull())
+                worker.kept_plain["cached"] = worker.slowest
+            gradient = await worker.gradient()
+            before = worker.params.clone()
+            worker.step(gradient)
+            await worker.push(worker.params - before)

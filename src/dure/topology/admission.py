@@ -23,7 +23,7 @@ class ClockService:
     | method   | fields                          | reply                                              |
     |----------|---------------------------------|----------------------------------------------------|
     | `join`   | worker                          | version, clock, incarnation                        |
-    | `ask`    | worker, incarnation             | version; once the worker may start on it           |
+    | `ask`    | worker, incarnation             | version, slowest clock; once the worker may start  |
     | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
     | `staged` | worker, incarnation, seq, group | once counted                                       |
     | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
@@ -122,6 +122,8 @@ class ClockService:
         worker = self._check(call)
         waiting = self._asking.get(worker)
         if waiting is None:
+            if worker in self._started and not self._ruled().ordered:
+                self._patience.step(worker)  # nobody else says so
             self._unpin(worker)
             self._aborted.pop(worker, None)
             started = self._carry_out(self._ruled().ask(worker), worker)
@@ -166,6 +168,9 @@ class ClockService:
     def _progress(self, call: Call) -> Reply:
         self._patience.begin(self._check(call))
         return Reply()
+
+    def _admit(self, verdict: Start) -> Reply:
+        return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
 
     def _with_notes(self, reply: Reply) -> Reply:
         """What the members of the last group said, if anything."""
@@ -277,7 +282,7 @@ class ClockService:
             else:
                 self.refused += isinstance(verdict, Refuse) and verdict.worker not in self._aborted
                 promise = self._offering.pop(verdict.worker, None)
-            reply = self._with_notes(_answer(verdict)) if isinstance(verdict, Start) else _answer(verdict)
+            reply = self._admit(verdict) if isinstance(verdict, Start) else _answer(verdict)
             if promise is not None:
                 promise.resolve(reply)
             elif verdict.worker == caller:
@@ -387,8 +392,8 @@ class ClockService:
         self._unpinned = [version for version in state["versions"] if version not in self._pins]
 
 
-def _answer(verdict: Accept | Refuse | Start | Abort) -> Reply:
-    if isinstance(verdict, (Start, Abort)):
+def _answer(verdict: Accept | Refuse | Abort) -> Reply:
+    if isinstance(verdict, Abort):
         return Reply({"version": verdict.version})
     if isinstance(verdict, Accept):
         return Reply({"group": verdict.group})

@@ -79,6 +79,7 @@ class ServerClient:
         self.attempts = attempts
         self.seq = 0
         self.heard: list[Mapping[str, float]] = []
+        self.slowest = 0
         self._spoke = -math.inf
         self._ghosts: list[list[torch.Tensor]] = [
             [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
@@ -104,6 +105,7 @@ class ServerClient:
             with suppress(CallTimeout):
                 reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
                 version: int = reply.fields["version"]
+                self.slowest = reply.fields["slowest"]
                 self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
                 return version
 
@@ -156,7 +158,7 @@ class ServerClient:
         Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
         nowhere, but for updates without order, which the other shards may have applied.
         """
-        group = await self._offer(base) if self.servers.may_refuse else None
+        group = await self.offer(base) if self.servers.may_refuse else None
         self.seq += 1
         parts, servers = self._parts(update), self.servers
         mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
@@ -223,6 +225,15 @@ class ServerClient:
             self._spoke = now
             self.node.call(self.servers.clock, "progress", worker=self.worker, incarnation=self.incarnation)
 
+    async def offer(self, base: Sequence[int] | None = None) -> int:
+        """Ask whether an update computed on `base` will count; its group. Raises `Superseded` if not."""
+        oldest = min(base) if base else 0
+        reply = await self._clock("offer", worker=self.worker, incarnation=self.incarnation, base=oldest)
+        group: int | None = reply.fields["group"]
+        if group is None:
+            raise Superseded(reply.fields["reason"])
+        return group
+
     def watch(self) -> Operation[Reply]:
         """Word, some time, that what this worker computes is in vain; `version` says on which."""
         return self.node.call(self._address("watch"), "watch", worker=self.worker, incarnation=self.incarnation)
@@ -247,14 +258,6 @@ class ServerClient:
         if self.servers.timing_only:
             return self._ghosts
         return [pieces(flat, ranges) for ranges in self.servers.ranges]
-
-    async def _offer(self, base: Sequence[int] | None) -> int:
-        oldest = min(base) if base else 0
-        reply = await self._clock("offer", worker=self.worker, incarnation=self.incarnation, base=oldest)
-        group: int | None = reply.fields["group"]
-        if group is None:
-            raise Superseded(reply.fields["reason"])
-        return group
 
     async def _withdraw(self, fields: Mapping[str, Any]) -> None:
         """Take back what other shards have staged of a refused update."""

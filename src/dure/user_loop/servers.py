@@ -136,7 +136,7 @@ class Hosts:
             shards,
             self._ranges,
             clock=Address("server 0", "clock"),
-            ordered=policy is not None,
+            ordered=policy is not None and policy.ordered,
             may_refuse=policy is not None and policy.may_refuse,
             look_back=compares(self._sync),
         )
