@@ -16,6 +16,7 @@ from support.stale import Bench
 
 import dure
 from dure.errors import StrategyError
+from dure.methods import described
 from dure.optim import OptimizerSpec
 from dure.runtime.cluster import Cluster, Link, Machines
 from dure.runtime.compute import LogNormal, ShiftedExponential
@@ -100,6 +101,13 @@ def test_a_remedy_lists_exactly_the_methods_that_it_joins(remedy: str) -> None:
         assert make(member_text("sync", joined)) == joined
     with pytest.raises(StrategyError, match=f'{STALE[0]} does not run over collective: .*"{STALE[0]}.*{remedy}.* ps"'):
         Strategy.of(f"{STALE[0]}+{remedy}", "collective")
+
+
+def test_remedies_are_listed_beside_the_axes() -> None:
+    assert {row["name"] for row in described() if row["axis"] == REMEDY} == set(catalogue(REMEDY))
+    (row,) = described("dc-asgd")
+    assert row["parameters"][0] == {"name": "lambda", "type": "float", "default": "0.04"}
+    assert make("downpour+staleness-lr").remedies == (StalenessLR(),)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -554,7 +562,3 @@ def test_results_do_not_depend_on_how_the_model_is_cut(text: str) -> None:
     cluster = Cluster(machines=(machines,), gamma=0, beta=0, alpha=0, link=Link(latency=1e-4, bandwidth=1e15))
     one, four = (virtual("digits-mlp", f"ssp+{text} ps:shards={n}", cluster, steps=15).params for n in (1, 4))
     assert torch.equal(one, four)
-
-
-def test_staleness_lr_is_a_class_of_its_own() -> None:
-    assert StalenessLR() == make("downpour+staleness-lr").remedies[0]
