@@ -10,7 +10,8 @@ Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradien
 |---------------------------------|--------------------------------------------------------------------|
 | W_k, doubly stochastic          | an exchange of two models (`topology.gossip`); the graph is the topology's |
 | no deadlock, bipartite graph    | any graph: who is busy lets lower ranks wait and sends higher ones on |
-| averaging thread                | an averaging begins with every gradient, unless the last is still under way |
+| averaging thread                | an averaging begins with every gradient, unless the last is still under way or |
+|                                 | a neighbor has begun one since the last gradient                    |
 | gradient step                   | one of the worker's optimizer, whose state is never averaged        |
 | result                          | the mean of all x_i                                                 |
 
@@ -55,8 +56,8 @@ class ADPSGD:
         assert worker.peer is not None
         while True:
             await worker.begin_step()
+            await worker.node.sleep(0.0)  # a turn for what others ask and answer
             worker.peer.average()
-            await worker.node.sleep(0.0)  # a turn for what others ask
             gradient = await worker.gradient()
             worker.params = worker.params.clone()  # what is on its way to others stays what it was
             worker.step(gradient)

@@ -79,6 +79,15 @@ class _Met(NamedTuple):
     mean: torch.Tensor
 
 
+class _Question(NamedTuple):
+    """An averaging that is asked for: the model `sent`, and room for the `mean`."""
+
+    neighbor: int
+    number: list[int]
+    sent: torch.Tensor
+    mean: torch.Tensor
+
+
 class Peer:
     """A worker among its neighbors: a service that they call, and what the worker averages with them through.
 
@@ -116,6 +125,7 @@ class Peer:
         self._through: set[int] = set()
         self._knitted: tuple[set[int], list[int]] = set(), sorted(graph.neighbors(self.rank))
         self._leaving = False
+        self._asked = False
         self._begun = 0
         self._averaging: Operation[None] | None = None
         self._meeting: Operation[Reply] | None = None
@@ -133,11 +143,17 @@ class Peer:
     # ---- what the worker does
 
     def average(self) -> None:
-        """Begin to average with a neighbor, beside what the worker does, unless that is still under way."""
+        """Begin to average with a neighbor, beside what the worker does.
+
+        Not while the last averaging is under way, nor where a neighbor has averaged with this worker since last time.
+        """
+        asked, self._asked = self._asked, False
         if self._averaging is None or self._averaging.done:
-            self._begun = self.model.clock
-            work = self._average_with_somebody()
-            self._averaging = self.node.spawn(work, f"worker {self.rank} averaging")
+            neighbors = [] if asked else self._neighbors()
+            if neighbors:
+                self._begun = self.model.clock
+                work = self._average_with_one_of(neighbors, self._ask(neighbors[0]))
+                self._averaging = self.node.spawn(work, f"worker {self.rank} averaging")
         elif self._meeting is not None and self.model.clock - self._begun >= PATIENCE:
             self._meeting.cancel()
 
@@ -198,17 +214,24 @@ class Peer:
         order = np.random.default_rng((self._seed, self.rank, self.model.clock, _STREAM)).permutation(len(around))
         return [around[place] for place in order]
 
-    async def _average_with_somebody(self) -> None:
-        for neighbor in self._neighbors():
-            if await self._average_with(neighbor):
-                return
-
-    async def _average_with(self, neighbor: int) -> bool:
-        """Whether it came to anything, so that nobody else needs to be asked now."""
+    def _ask(self, neighbor: int) -> _Question:
+        """The question leaves at once."""
         self._number += 1
         number, sent, mean = [self._incarnation, self._number], self.model.params, _room(self.model.params)
         self.turn.asking = neighbor
         self._meeting = self.node.call(_address(neighbor), "meet", sent, into=_tensors(mean), number=number)
+        return _Question(neighbor, number, sent, mean)
+
+    async def _average_with_one_of(self, neighbors: Sequence[int], first: _Question) -> None:
+        if not await self._is_answered(first):
+            for neighbor in neighbors[1:]:
+                if await self._is_answered(self._ask(neighbor)):
+                    return
+
+    async def _is_answered(self, question: _Question) -> bool:
+        """Average with whoever was asked, if it will."""
+        neighbor, number, sent, mean = question
+        assert self._meeting is not None
         came = False
         try:
             await self._meeting
@@ -318,6 +341,7 @@ class Peer:
         mean *= 0.5
         self.model.params = mean
         self._met[rank] = _Met(number, before, mean)
+        self._asked = True
         self.averaged += 1
         return Reply(tensors=_tensors(mean))
 
@@ -353,6 +377,7 @@ class Peer:
             self._last[rank] = met.number, stands
             if not stands:
                 self._replace(met.mean, met.before)
+                self._asked = False
                 self.averaged -= 1
         if self._all_settled is not None and not self._met:
             self._all_settled.resolve()
