@@ -49,6 +49,7 @@ class Sync(Protocol):
     #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
     #   quorum(workers: int) -> int           how many updates make a group
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory
+    #   coordinate(lead: Coordinator)         server 0 leads it, and hands out portions: `batch`, `push_every`
     #   no_loop: str                          why `dure.attach` cannot run it; "" where it can
     #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
 

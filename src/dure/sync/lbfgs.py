@@ -70,6 +70,7 @@ class LBFGS:
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "server"
+    no_loop: ClassVar[str] = "its coordinator asks for gradients of any data at any point, and a loop has its own"
 
     def __post_init__(self) -> None:
         if self.m < 0:
@@ -122,10 +123,12 @@ class LBFGS:
             trial = await self.line(lead, slope) if slope < 0 or lead.timing_only else None
             if trial is not None:
                 await self.accept(lead, pairs, trial)
+                if kept["decrease"] <= 0 and not (lead.batches.change or lead.timing_only):
+                    return  # as low as the numbers can tell
             elif pairs:
                 pairs.clear()  # what was remembered misleads: begin anew, with steepest descent
             elif not lead.batches.change:
-                return  # no lower place is within reach of the numbers
+                return
             else:
                 kept["iteration"] += 1
 

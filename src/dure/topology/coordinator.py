@@ -115,14 +115,14 @@ class Coordinator:
         self._task, self._final = None, final
         self._told.clear()
         self._answer_all()
-        await self._wait_for_all()
+        await self._wait_for_all(None)
 
     async def boundary(self) -> None:
         """Between two iterations: where all state is declared. Waits while a checkpoint is taken."""
         if self._due and self._past_the_first:
             resumed = self._resumed = self.node.promise("the checkpoint to be complete")
             self._answer_all()
-            await self._wait_for_all()
+            self.node.spawn(self._wait_for_all(resumed), "the coordinator's eye on who has stopped")
             await resumed
             self._told.clear()
         self._past_the_first = True
@@ -232,9 +232,12 @@ class Coordinator:
         if waiting is not None:
             waiting.fail(Evicted(f"worker {worker} is gone."))
 
-    async def _wait_for_all(self) -> None:
-        """Until everybody has been told what is next, but for those who have stopped: they are left behind."""
-        while missing := [worker for worker in sorted(self.clock.live) if worker not in self._told]:
+    async def _wait_for_all(self, resumed: Operation[None] | None) -> None:
+        """Until everybody has been told to stop, for now or for good: leave those behind who stand still."""
+        while self._resumed is resumed:
+            missing = [worker for worker in sorted(self.clock.live) if worker not in self._told]
+            if not missing:
+                return
             for worker in self._patience.late(missing):
                 self._remove(worker)
                 self.clock.evict(worker)
