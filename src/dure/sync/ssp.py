@@ -53,9 +53,7 @@ class SSP:
         if self.form not in ("snapshot", "rmw"):
             raise ValueError(f'form must be "snapshot" or "rmw" (read my writes), got {self.form!r}.')
         if self.form == "rmw" and self.bound == math.inf:
-            raise ValueError(
-                "with form=rmw a cache is used until it is too old for bound, which must not be inf. Use 3."
-            )
+            raise ValueError("form=rmw uses a cache until it is too old for bound: with inf it never is. Use bound=3.")
 
     @property
     def stale_gradients(self) -> bool:
@@ -82,7 +80,8 @@ class SSP:
 
     async def work_on_cache(self, worker: Worker) -> None:
         while True:
-            if worker.kept_plain.get("cached", -1) < worker.clock - self.bound:
+            await worker.begin_step()
+            if worker.kept_plain.get("cached", -math.inf) < worker.clock - self.bound:
                 await worker.admission()
                 worker.adopt(await worker.pull())
                 worker.kept_plain["cached"] = worker.slowest

@@ -1,0 +1,164 @@
+"""Downpour's warm start and its pushes and fetches beside the computation; the rest is in `oracles`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.runs import bowls, local, virtual
+
+from dure.job import load_job
+from dure.runtime.cluster import Cluster, Event, Link, Machines
+from dure.runtime.compute import Constant, LogNormal
+from dure.sync.clock import Accept, OneFirst, Start
+from dure.sync.downpour import Downpour
+
+
+def machines(workers: int, *events: Event, bandwidth: float = 1e12, seconds: float = 0.01) -> Cluster:
+    kinds = (Machines(count=workers, compute=Constant(seconds=seconds)),)
+    link = Link(bandwidth=bandwidth, latency=1e-6)
+    return Cluster(machines=kinds, link=link, alpha=0.0, beta=0.0, gamma=0.0, events=events)
+
+
+def computed(method: str, cluster: Cluster, **options: Any) -> dict[int, list[float]]:
+    """When each worker's gradients began."""
+    run = virtual("quadratic", f"{method} ps:shards=2", cluster, trace=True, out="unused", **options)
+    return {
+        rank: [span.start for span in _spans(run) if span.rank_name == f"worker {rank}" and span.kind == "compute"]
+        for rank in range(run.task.workers)
+    }
+
+
+def _spans(run: Any) -> list[Any]:
+    spans: list[Any] = run.outcome.spans
+    return spans
+
+
+# ---- the warm start
+
+
+def test_one_goes_ahead_until_it_says_that_it_is_done():
+    policy = OneFirst()
+    for worker in range(3):
+        policy.join(worker)
+    assert policy.ask(1) == [Start(1, 0)]
+    assert policy.ask(0) == []
+    assert policy.ask(1) == [Start(1, 0)], "once for each of its steps"
+    assert policy.ask(2) == []
+    assert policy.offer(1, 0) == [Accept(1, 0), Start(0, 1), Start(2, 1)]
+    policy.join(3)
+    assert policy.ask(3) == [Start(3, 1)]
+
+
+def test_another_takes_its_place():
+    policy = OneFirst()
+    for worker in range(3):
+        policy.join(worker)
+        policy.ask(worker)
+    assert policy.leave(1) == []
+    assert policy.leave(0) == [Start(2, 0)]
+    again = OneFirst()
+    again.restore(policy.state())
+    assert again.ask(1) == []
+    assert again.ask(2) == [Start(2, 0)]
+
+
+def test_the_others_start_when_the_share_is_done():
+    begun = computed("downpour:warm_start=0.25", machines(4), steps=20)
+    assert begun[0][:6] == pytest.approx([0.01 * step for step in range(6)], abs=1e-4)
+    for rank in (1, 2, 3):
+        assert begun[rank][0] == pytest.approx(0.05, abs=1e-3)
+        assert len(begun[rank]) == 20
+
+
+def test_a_share_of_the_seconds_where_the_run_ends_by_them():
+    begun = computed("downpour:warm_start=0.25", machines(3), seconds=0.4)
+    assert min(begun[1][0], begun[2][0]) == pytest.approx(0.1, abs=0.011)
+
+
+def test_when_the_one_dies_another_warms_up():
+    begun = computed("downpour:warm_start=0.5", machines(3, Event(at=0.055, kind="crash", worker=0)), steps=20)
+    assert begun[1][0] == pytest.approx(0.105, abs=2e-3), "once the death is noticed"
+    assert begun[2][0] == pytest.approx(begun[1][0] + 0.1, abs=2e-3), "ten steps later"
+    assert len(begun[1]) == len(begun[2]) == 20
+
+
+def test_when_the_one_stands_still_another_warms_up():
+    events = (Event(at=0.055, kind="pause", worker=0, duration=60.0),)
+    begun = computed("downpour:warm_start=0.5", machines(3, *events), steps=20)
+    assert 5 < begun[1][0] < 7, "the clock waits for five seconds"
+    assert len(begun[0]) >= 20
+
+
+def test_a_warm_start_of_one_worker_changes_nothing():
+    options = {"workers": 1, "steps": 10, "dtype": "float64"}
+    warm = virtual("digits-mlp", "downpour:warm_start=0.5 ps:shards=2", **options)
+    assert torch.equal(warm.params, virtual("digits-mlp", "downpour ps:shards=2", **options).params)
+
+
+def test_adagrad_with_a_warm_start_stays_where_a_fixed_rate_does_not():
+    """Sixteen workers in turn on a parabola: a fixed rate is unstable from 2 sin(pi / 62) on, 20 times below one's."""
+    workers, lr = 16, 1.0
+    assert lr > 2 * math.sin(math.pi / (2 * (2 * workers - 1)))
+    kinds = (Machines(count=workers, compute=LogNormal(seconds=0.01, sigma=0.3)),)
+    job = bowls([(1.0, 0.0)] * workers, lr=lr, start=1.0)
+    fixed = virtual(job, "downpour ps", Cluster(machines=kinds), steps=30)
+    warm = virtual(job, "downpour:server=adagrad,warm_start=0.05 ps", Cluster(machines=kinds), steps=30)
+    assert not abs(float(fixed.params)) < 100
+    assert abs(float(warm.params)) < 1
+
+
+def test_for_real_the_others_wait_for_the_warm_start():
+    run = local("digits-mlp", "downpour:warm_start=0.5 ps:shards=2", workers=2, steps=60, lr=0.05)
+    assert [row["steps"] for row in run.outcome.totals.per_worker.values()] == [60, 60]
+    assert run.outcome.totals.time["wait"] > 0
+    assert run.outcome.history[-1]["accuracy"] > 0.7
+
+
+# ---- beside the computation
+
+
+def test_what_overlaps_takes_no_time():
+    """A push and a fetch of 1,000 elements take 4 ms each at 1 MB/s, a gradient 10 ms."""
+    cluster, job = machines(1, bandwidth=1e6), load_job("quadratic", dim=1000)
+    alone = virtual(job, "downpour ps", cluster, steps=20)
+    beside = virtual(job, "downpour:overlap=true ps", cluster, steps=20)
+    assert alone.seconds == pytest.approx(20 * 0.018, rel=0.05)
+    assert beside.seconds == pytest.approx(20 * 0.01 + 0.008, rel=0.05)
+    assert beside.outcome.totals.time["communicate"] < 0.1 * alone.outcome.totals.time["communicate"]
+    assert beside.summary["updates_applied"] == 20
+
+
+def test_what_goes_on_beside_the_gradient_is_two_steps_older():
+    """One worker: a fetch that begins with a step is used at the next, and has not seen the push of the one before."""
+    q = 0.4
+    run = virtual(bowls([(1.0, 0.0)], lr=q, start=1.0), "downpour:overlap=true ps", machines(1), steps=12)
+    path = [1.0]
+    for step in range(12):
+        path.append(path[step] - q * path[max(0, step - 2)])
+    assert float(run.params) == pytest.approx(path[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["downpour:overlap=true", "downpour:n_push=3,n_fetch=2,overlap=true,local_lr=0.05"])
+def test_nothing_that_is_on_its_way_is_lost(method):
+    """Whatever was accrued is pushed by the end, and counts once: on a tilted plane every order gives the same."""
+    job = bowls([(0.0, 1.0), (0.0, 2.0), (0.0, 4.0)], lr=0.125)
+    run = virtual(job, f"{method} ps", machines(3, bandwidth=1e4), steps=10)
+    assert float(run.params) == 0.125 * 10 * 7.0
+
+
+def test_for_real_with_overlap_every_gradient_counts():
+    run = local("digits-mlp", "downpour:overlap=true ps:shards=2", workers=2, steps=60, lr=0.05)
+    assert run.outcome.totals.counts["updates_applied"] == 120
+    assert run.outcome.history[-1]["accuracy"] > 0.7
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, math.nan])
+def test_a_warm_start_is_a_share(share):
+    with pytest.raises(ValueError, match="warm_start is a share of the steps, from 0 to below 1"):
+        Downpour(warm_start=share)
