@@ -123,14 +123,19 @@ class ProcessNode:
 
     def compute(self, work: Work) -> Operation[Any]:
         operation: Operation[Any] = Operation(self.loop, "its computation")
-        with self.wire.in_background():
-            if isinstance(work, GradientWork):
-                assert self.evaluator is not None
-                value = self.evaluator.one(work)
-            else:
-                value = work.run()
+        if self.wire.busy:
+            with self.wire.in_background():
+                value = self._value_of(work)
+        else:
+            value = self._value_of(work)
         operation.resolve(value)
         return operation
+
+    def _value_of(self, work: Work) -> Any:
+        if isinstance(work, GradientWork):
+            assert self.evaluator is not None
+            return self.evaluator.one(work)
+        return work.run()
 
     def call(
         self,
