@@ -34,7 +34,7 @@ demo: setup
 	  --on local --on virtual --workers 4 --steps 200 --scale-lr --seed 0 --out runs/demo --report report.html
 
 bench: setup
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

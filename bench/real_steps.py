@@ -10,13 +10,11 @@ those of their records, which begin when all processes are ready. Medians.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 from pathlib import Path
 
 import torch
+from _side_by_side import told
 
 import dure
 
@@ -40,29 +38,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    load_before = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {strategy: [] for strategy in given.strategy}
-    for repeat in range(given.repeats):
+    with told("real_steps", given.json) as facts:
+        for repeat in range(given.repeats):
+            for strategy, each in seconds.items():
+                each.append(step_seconds(strategy, given.workers, given.steps, repeat))
+        print(f"{'strategy':>14} {'a step':>10} {'fastest':>10} {'steps/s, all workers':>21}")
         for strategy, each in seconds.items():
-            each.append(step_seconds(strategy, given.workers, given.steps, repeat))
-    print(f"{'strategy':>14} {'a step':>10} {'fastest':>10} {'steps/s, all workers':>21}")
-    for strategy, each in seconds.items():
-        median = statistics.median(each)
-        print(f"{strategy:>14} {median * 1e3:7.3f} ms {min(each) * 1e3:7.3f} ms {given.workers / median:21,.0f}")
-    summary = {
-        "benchmark": "real_steps",
-        "workers": given.workers,
-        "steps": given.steps,
-        "repeats": given.repeats,
-        "step_seconds": {strategy: statistics.median(each) for strategy, each in seconds.items()},
-        "load_before": load_before,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    text = json.dumps(summary)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
+            median = statistics.median(each)
+            print(f"{strategy:>14} {median * 1e3:7.3f} ms {min(each) * 1e3:7.3f} ms {given.workers / median:21,.0f}")
+        facts |= {"workers": given.workers, "steps": given.steps, "repeats": given.repeats}
+        facts["step_seconds"] = {strategy: statistics.median(each) for strategy, each in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,304 @@
+"""What the scripts that hold dure beside another library share: processes, turns, and how the result is told.
+
+The same processes, one thread each, hold every arm: a worker of dure, and the other library's training loop on the
+same job. Each repeat trains so many steps with each of them in turn, in a rotating order, from a barrier to the last
+process's end; what is told are medians, and the median of the repeats' ratios. Starting up is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dure.data.dataset import Data
+from dure.data.location import data_root, find
+from dure.job import Job, load_job
+from dure.member import WorkerLife
+from dure.models.mlp import mlp_maker, top1
+from dure.models.mnist import convnet
+from dure.optim import OptimizerSpec
+from dure.runtime.base import Suspend
+from dure.runtime.gradients import Evaluator
+from dure.runtime.process import ProcessNode
+from dure.runtime.process_group import ProcessGroup
+from dure.runtime.wire import Identity
+from dure.task import Task
+
+WARM_UP = 2
+
+LIMIT = datetime.timedelta(seconds=120)
+
+
+class Arm(Protocol):
+    """One way of training the job in this process."""
+
+    def train(self, steps: int) -> None: ...
+
+    @property
+    def params(self) -> torch.Tensor: ...
+
+
+# ---- dure's arm
+
+
+class Unheard(WorkerLife):
+    """There is no hub here."""
+
+    def _tell(self, method: str, **fields: Any) -> None:
+        pass
+
+
+class Dure:
+    """A worker as a run's member has it: its node, its method, and `WorkerLife` told of each step.
+
+    Between repeats it stands still as it does for a checkpoint: at a step boundary, from which its method goes on.
+    """
+
+    def __init__(self, task: Task, rank: int) -> None:
+        node = ProcessNode(Identity("bench", f"worker {rank}", rank), evaluator=Evaluator(task.job, exact=True))
+        node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
+        self.task, self.node, self.until = task, node, 0
+        life = Unheard(task, node)
+        life.worker = self.worker = task.worker(node, rank, node.meter)
+        self.worker.on_step = life._on_step
+        self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
+
+    def train(self, steps: int) -> None:
+        self.until = self.worker.clock + steps
+        self.node.loop.run_until(self.node.spawn(self._work(), "training"))
+
+    async def _work(self) -> None:
+        with contextlib.suppress(Suspend):
+            await self.task.sync.work(self.worker)
+
+    @property
+    def params(self) -> torch.Tensor:
+        return self.worker.params
+
+
+# ---- the others'
+
+
+class Loop:
+    """The loop of the tutorials; `after_step` is what a library has it call after each step of the optimizer."""
+
+    def __init__(self, task: Task, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.sampler = task.job.samplers(task.batch_sizes, seed=task.config.seed)[rank]
+        self.data, self.loss = task.job.train, task.job.loss
+        self.after_step: Callable[[], Any] | None = None
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            inputs, targets = self.data.batch(self.sampler.next())
+            self.optimizer.zero_grad()
+            loss = self.loss(self.model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if self.after_step is not None:
+                self.after_step()
+
+    @property
+    def params(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+
+
+# ---- taking turns
+
+
+def take_turns(arms: Mapping[str, Arm], steps: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each arm, the same in all processes."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(timed(lambda train=arms[name].train: train(steps)))  # type: ignore[misc]
+    return seconds
+
+
+def warm_up(arms: Mapping[str, Arm], steps: int) -> None:
+    """Repeats that are not counted: buckets are rebuilt after a first step, allocators settle."""
+    take_turns(arms, steps, WARM_UP)
+
+
+def timed(train: Callable[[], None]) -> float:
+    """Seconds from a barrier to the end of the slowest process."""
+    dist.barrier()
+    began = time.perf_counter()
+    train()
+    taken = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def must_agree(arms: Mapping[str, Arm], one: str, other: str, atol: float = 1e-4) -> None:
+    """Both have trained as long: where the algorithms are the same, so are the parameters."""
+    apart = float((arms[one].params - arms[other].params).abs().max())
+    if not apart <= atol:
+        raise SystemExit(
+            f"{one} and {other} trained different models (apart by {apart:g}): this is no fair comparison."
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the data were, samples per repeat, and the seconds of all repeats of each arm."""
+
+    source: str
+    samples: int
+    seconds: dict[str, list[float]]
+
+    def rate(self, arm: str) -> float:
+        """Samples a second."""
+        return self.samples / statistics.median(self.seconds[arm])
+
+    def ratios(self, ours: str, theirs: str) -> tuple[float, float, float]:
+        """By how much `ours` is faster: the median over the repeats, and its quartiles."""
+        pairs = zip(self.seconds[theirs], self.seconds[ours], strict=True)
+        ratios = sorted(their / our for their, our in pairs)
+        return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+
+
+# ---- processes
+
+Measure = Callable[[int, argparse.Namespace], Any]
+
+
+def in_processes(measure: Measure, given: argparse.Namespace) -> Any:
+    """Call `measure(rank, given)` in so many processes, which form a Gloo group; what it returns in the first."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    port = free_port()
+    processes = [spawn.Process(target=_be, args=(measure, rank, port, given, theirs)) for rank in range(given.workers)]
+    for process in processes:
+        process.start()
+    theirs.close()
+    sentinels = [process.sentinel for process in processes]
+    answer = None
+    try:
+        while answer is None:
+            if ours in wait([ours, *sentinels]):
+                answer = ours.recv()
+            elif any(process.exitcode for process in processes):
+                raise SystemExit("a process failed; its message is above.")
+    except EOFError:
+        raise SystemExit("all processes ended without an answer.") from None
+    finally:
+        if answer is None:
+            for process in processes:
+                process.terminate()
+        for process in processes:
+            process.join()
+    return answer
+
+
+def _be(measure: Measure, rank: int, port: int, given: argparse.Namespace, answer: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, given.workers, rank == 0, timeout=LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.workers, timeout=LIMIT)
+    measured = measure(rank, given)
+    if rank == 0:
+        answer.send(measured)
+    dist.barrier()  # nobody tears the engine down under the other
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+# ---- the job
+
+
+def load(name: str, root: Path | None) -> Job:
+    """The job, with random data of MNIST's shape where it is MNIST's and that is not here."""
+    folder = data_root(root)
+    folders = (folder / "mnist", folder / "MNIST" / "raw", folder)
+    here = find(folders, ("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"))
+    if not name.startswith("mnist-") or here is not None:
+        return load_job(name, root)
+    shape, model, size = {"mnist-cnn": ((1, 28, 28), convnet, 64), "mnist-mlp": ((784,), mlp_maker(784, 32, 10), 32)}[
+        name
+    ]
+    draw = torch.Generator().manual_seed(0)
+    data = Data(torch.randn(6000, *shape, generator=draw), torch.randint(0, 10, (6000,), generator=draw))
+    return Job(
+        model,
+        torch.nn.functional.cross_entropy,
+        data,
+        batch_size=size,
+        optimizer=OptimizerSpec(lr=0.03),
+        accuracy=top1,
+        name=name,
+        source="random numbers of MNIST's shape",
+    )
+
+
+# ---- the command line
+
+
+def options(
+    description: str | None, *, job: str = "mnist-mlp", workers: int = 2, steps: int, repeats: int
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--steps", type=int, default=steps, help="mini-batches of a worker in a repeat")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--job", default=job)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def print_table(measured: Measured, pairs: Sequence[tuple[str, str]], given: argparse.Namespace) -> None:
+    """Each arm's rate, then each pair's ratio."""
+    print(f"{measured.source}; {given.workers} processes, {given.steps} steps a repeat, {given.repeats} repeats")
+    width = max(map(len, measured.seconds))
+    for name in measured.seconds:
+        print(f"{name:>{width}} {measured.rate(name):10,.0f} samples/s")
+    for ours, theirs in pairs:
+        ratio, low, high = measured.ratios(ours, theirs)
+        print(f"{ours} is {ratio:.3f}x {theirs} (quartiles {low:.3f} and {high:.3f})")
+
+
+def summary(measured: Measured, pairs: Sequence[tuple[str, str]], given: argparse.Namespace) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "job": given.job,
+        "workers": given.workers,
+        "steps": given.steps,
+        "repeats": given.repeats,
+        "samples_per_second": {name: round(measured.rate(name), 1) for name in measured.seconds},
+        "ratios": {f"{ours} / {theirs}": round(measured.ratios(ours, theirs)[0], 3) for ours, theirs in pairs},
+    }
+
+
+@contextlib.contextmanager
+def told(benchmark: str, path: Path | None) -> Iterator[dict[str, Any]]:
+    """Print what the body puts into the dictionary as one line of JSON, with what it was measured on; write it too."""
+    facts: dict[str, Any] = {"benchmark": benchmark}
+    load_before = os.getloadavg()[0]
+    yield facts
+    facts |= {"load_before": load_before, "torch": torch.__version__, "python": platform.python_version()}
+    text = json.dumps(facts)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")
