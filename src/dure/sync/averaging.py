@@ -90,7 +90,7 @@ class _Rhythm:
 
     @property
     def plain(self) -> dict[str, float]:
-        """Its values by name. `asdict` gives the same, and with it a meeting costs a third more."""
+        """Its values by name. `asdict` copies each deeply, which is half of what a meeting costs beside its mean."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
