@@ -14,11 +14,11 @@ from support.runs import Finished, bowls, resolved, virtual
 from torch import Tensor
 
 from dure.errors import StrategyError, UsageError
-from dure.job import Job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant
 from dure.strategy import Strategy
-from dure.sync.averaging import Averaging, Rhythm
+from dure.sync.averaging import Averaging
+from dure.sync.averaging import _Rhythm as Rhythm
 from dure.virtual_run import Segment, VirtualRun, Watch
 from dure.worker import Worker
 
@@ -203,12 +203,6 @@ def test_with_a_limit_of_time_a_group_ends_at_one_step(strategy):
 # ---- which mean
 
 
-def parted(steps: int, job: Job) -> list[float]:
-    """Where workers get to on their bowls, each alone from 0."""
-    pairs = job.train.inputs.tolist()
-    return [b / a * (1 - (1 - LR * a) ** steps) for a, b in pairs]
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_uniform_weights_do_not_look_at_batches(topology):
     job = bowls([(0.5, 1.0), (1.0, -2.0), (1.0, -2.0), (1.0, -2.0)], lr=LR)
@@ -248,14 +242,17 @@ class Always:
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_by_loss_the_better_half_counts_for_more(topology, temperature):
     job = bowls(TWO, lr=LR, start=0.0)
-    weights, ends = [], parted(4, job)
-    for (a, b), _ in zip(TWO, ends, strict=True):
-        places = [b / a * (1 - (1 - LR * a) ** t) for t in range(4)]
-        loss = sum(0.5 * a * w * w - b * w for w in places) / 4
-        weights.append(math.exp(-loss / temperature))
-    expected = sum(c * w for c, w in zip(weights, ends, strict=True)) / sum(weights)
+    begun = 0.0
+    for _ in range(2):
+        weights, ends = [], []
+        for a, b in TWO:
+            places = [b / a + (begun - b / a) * (1 - LR * a) ** t for t in range(5)]
+            loss = sum(0.5 * a * w * w - b * w for w in places[:4]) / 4
+            weights.append(math.exp(-loss / temperature))
+            ends.append(places[4])
+        begun = sum(c * w for c, w in zip(weights, ends, strict=True)) / sum(weights)
     text = f"averaging:period=4,weights=loss,temperature={temperature} {topology}"
-    assert float(virtual(job, text, workers=2, steps=4).params) == pytest.approx(expected, abs=1e-6)
+    assert float(virtual(job, text, workers=2, steps=8).params) == pytest.approx(begun, abs=1e-6)
 
 
 def test_at_infinite_temperature_all_count_alike():
@@ -349,6 +346,19 @@ def test_rounds_of_equal_time_go_on_without_whoever_is_missing(stop):
     assert outcome.totals.failures_survived == 1
     assert outcome.history[-1]["accuracy"] > 0.9
     assert segment.workers[1].clock == 300
+
+
+def test_a_checkpoint_while_waiting_for_the_others_changes_no_round(meetings, tmp_path):
+    """Who has given its model and waits is stopped there, and neither steps nor gives it again."""
+    text = "averaging:period=10,pace=time ps"
+    task, cluster = resolved(
+        "digits-mlp", text, steady(1.0, 1.0, 0.2), on="virtual", steps=51, checkpoint_every=21, out=tmp_path
+    )
+    steps: list[int] = []
+    VirtualRun(task, cluster, Watch(checkpoint=lambda step, state: steps.append(step))).run()
+    assert steps == [21, 42]
+    assert sorted({rhythm.rounds for rhythm in meetings[0]}) == [0, 1, 2, 3, 4, 5, 6]
+    assert sorted({rhythm.began for rhythm in meetings[2]}) == [0, 1, 11, 21, 31, 41, 51]
 
 
 def test_rounds_of_equal_time_need_servers_and_weights_known_beforehand():

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dure.worker import Worker
 
 
-class Sent(NamedTuple):
+class _Sent(NamedTuple):
     """Fragment `cut` of everybody's model, whose `mean` is to be taken in at clock `due`."""
 
     due: int
@@ -111,7 +111,7 @@ class BMUF:
             elif worker.clock % self.period:
                 await self.meet_at_servers(worker)
 
-    def enter(self, worker: Worker) -> deque[Sent]:
+    def enter(self, worker: Worker) -> deque[_Sent]:
         """Begin, or go on; what was under way is sent again."""
         began = worker.clock - worker.clock % self.period
         if worker.kept_plain.get("began") != began:  # the start, or a server's model that has gone on since
@@ -137,7 +137,7 @@ class BMUF:
         offset = (number + 1) * self.period // self.fragments
         return clock - (clock - offset) % self.period
 
-    async def meet(self, worker: Worker, under_way: deque[Sent]) -> None:
+    async def meet(self, worker: Worker, under_way: deque[_Sent]) -> None:
         """Take in what is due, and send what is."""
         clock = worker.clock
         while under_way and under_way[0].due <= clock:
@@ -151,13 +151,13 @@ class BMUF:
             worker.kept_plain["began"] = clock
             await worker.mean_buffers()
 
-    def send(self, worker: Worker, cut: slice, clock: int, values: torch.Tensor) -> Sent:
+    def send(self, worker: Worker, cut: slice, clock: int, values: torch.Tensor) -> _Sent:
         """Start on the mean of a fragment of `values`."""
         if self.overlap:
             part(worker.keep("sent"), cut).copy_(part(values, cut))
-        return Sent(clock + self.overlap, cut, worker.mean(part(values, cut)))
+        return _Sent(clock + self.overlap, cut, worker.mean(part(values, cut)))
 
-    async def take_in(self, worker: Worker, sent: Sent) -> None:
+    async def take_in(self, worker: Worker, sent: _Sent) -> None:
         """The step from mean to mean; then w_k <- Wg and what this worker has done since it sent."""
         started = worker.node.now()
         mean = await sent.mean
@@ -178,7 +178,7 @@ class BMUF:
             start.add_(delta, alpha=self.momentum)
         params.copy_(start + (params - worker.keep("sent")[sent.cut]) if self.overlap else start)
 
-    async def finish(self, worker: Worker, under_way: deque[Sent]) -> None:
+    async def finish(self, worker: Worker, under_way: deque[_Sent]) -> None:
         """Take in all that has been sent, send what has not, and deliver W."""
         while under_way:
             await self.take_in(worker, under_way.popleft())
