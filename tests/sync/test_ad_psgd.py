@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from oracles.test_laws import one_slow
 from support import gossip_jobs
+from support.real_runs import Trial
 from support.runs import bowls, local, virtual
 from support.scattered import scattered
 from torch import nn
 
 import dure
+from dure.config import TrainConfig
 from dure.errors import StrategyError, UsageError
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant, LogNormal, Trace
@@ -55,6 +60,42 @@ def test_on_processes_too():
     run = local(f"{gossip_jobs.__file__}:linear", "ad-psgd gossip:graph=complete", workers=3, steps=300)
     assert float(run.params) == pytest.approx(1.0 + 0.25 * 300 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
     assert all(counted["bytes_sent"] > 0 for counted in run.outcome.totals.per_worker.values())
+
+
+def test_a_process_that_is_stopped_for_a_while_holds_nobody_up():
+    """The others give up waiting for its answer; when it wakes, nothing has been averaged by half."""
+    config = TrainConfig(
+        job=f"{gossip_jobs.__file__}:linear",
+        strategy="ad-psgd gossip:graph=complete",
+        workers=3,
+        steps=1500,
+        on="local",
+    )
+    trial = Trial(config)
+    happened: dict[str, Any] = {}
+
+    def act(trial: Trial) -> None:
+        hub, now = trial.hub, time.monotonic()
+        if "stop" not in happened and hub.steps("worker 1") > 50:
+            happened["stop"] = now
+            trial.nursery.signal("worker 1", signal.SIGSTOP)
+        elif "go on" not in happened and min(hub.steps("worker 0"), hub.steps("worker 2")) == 1500:
+            happened["go on"] = now
+            trial.nursery.signal("worker 1", signal.SIGCONT)
+
+    outcome = trial.run(act)
+    assert outcome.params is not None
+    assert float(outcome.params) == pytest.approx(1.0 + 0.25 * 1500 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
+    assert happened["go on"] > happened["stop"], "the others have done their steps meanwhile"
+    assert outcome.totals.failures_survived == 0
+
+
+def test_snapshots_on_the_way_are_of_the_mean():
+    """Each worker's own model would be worse: they hold different classes."""
+    run = local("digits-mlp", "ad-psgd", workers=2, steps=200, split="dirichlet:alpha=0.05", eval_every=50)
+    rows = run.outcome.history
+    assert [row["step"] for row in rows][:3] == [50, 100, 150]
+    assert rows[2]["accuracy"] > 0.7
 
 
 def test_averaging_is_what_keeps_them_together():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import networkx as nx
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.post import Post, PostNode
 
-from dure.runtime.base import Operation
+from dure.runtime.base import Operation, Reply
 from dure.topology.gossip import PATIENCE, Peer, Turn
 from dure.topology.graph import build, contraction, pairwise_mixing
 from dure.topology.spec import Gossip
@@ -176,6 +177,40 @@ def test_in_any_order_of_messages_the_sum_stays_and_all_come_through(name):
         assert torch.allclose(total, torch.ones(len(graph), dtype=torch.float64) + 0.25 * learned, atol=1e-12)
         assert not any(peer._met for peer in everybody)
         assert sum(peer.averaged for peer in everybody) > 2 * len(graph) or name == "pair"
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_comes_out_is_one_averaging_after_another(name):
+    """Atomic: the models are the product of means of two, in the order in which the questions were answered."""
+    graph = GRAPHS[name]
+    for seed in range(40):
+        chance = random.Random(seed)
+        post, everybody = peers(graph, one_hot(graph))
+        met: list[tuple[int, int]] = []
+        for peer in everybody:
+            peer._mean_with = _noting(peer, met)  # type: ignore[method-assign]
+        for clock in range(4):
+            for peer in everybody:
+                peer.model.clock = clock
+                peer.average()
+            for _ in range(chance.randrange(12)):
+                if letters := post.first_letters():
+                    post.deliver(chance.choice(letters))
+        post.settle(chance.choice)
+        product = one_hot(graph)
+        for one, other in met:
+            product[[one, other]] = product[[one, other]].mean(dim=0)
+        assert torch.equal(torch.stack([peer.model.params for peer in everybody]), product)
+
+
+def _noting(peer: Peer, met: list[tuple[int, int]]) -> Callable[..., Reply]:
+    mean_with = peer._mean_with
+
+    def noted(tensors: list[torch.Tensor], rank: int, number: list[int]) -> Reply:
+        met.append((rank, peer.rank))
+        return mean_with(tensors, rank, number)
+
+    return noted
 
 
 def _idle(peer: Peer) -> bool:

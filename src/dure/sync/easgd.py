@@ -50,7 +50,7 @@ CENTER = "center"
 class EASGD:
     """Elastic averaging: exchange a force with the center every `period` steps."""
 
-    period: int = 10
+    period: int = 4
     elasticity: float | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
@@ -84,7 +84,7 @@ class EASGD:
 class EAMSGD:
     """Elastic averaging with Nesterov's momentum at the workers, and none at the center."""
 
-    period: int = 10
+    period: int = 4
     elasticity: float | None = None
     momentum: float = 0.9
 
