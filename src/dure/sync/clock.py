@@ -376,8 +376,9 @@ def most(workers: int) -> int:
 class FirstOf:
     """The first K updates of the newest version make the next; whoever is still at work on it is stopped.
 
-    `quorum` gives K for a number of live workers. `distinct`: no worker has two updates in one group, and all clocks
-    are the version; otherwise a fast worker may give several, and clocks count mini-batches, wasted ones too.
+    `distinct`: no worker has two updates in one group, and all clocks are the version; otherwise a fast worker may give
+    several, and clocks count mini-batches, wasted ones too. `quorum` gives K for a number of workers: if `distinct`, of
+    those who live; otherwise of as many as ever did, since those who are left can make up for the others.
 
     An accepted offer holds one of the K places until it is staged, and counts unless its worker dies. While the places
     are held, further offers wait: for one to become free, or for the group to close, when they are refused.
@@ -392,6 +393,7 @@ class FirstOf:
         self.distinct = distinct
         self.clocks = Clocks()
         self.version = 0
+        self._peak = 0
         self._members: list[tuple[int, int]] = []
         self._spent: set[int] = set()  # who has no more to give to this group
         self._working: set[int] = set()
@@ -401,6 +403,7 @@ class FirstOf:
 
     def join(self, worker: int) -> list[Verdict]:
         self.clocks.join(worker)
+        self._peak = max(self._peak, len(self.clocks))
         if any(member == worker for member, _ in self._members):  # from its life before
             self._spent.add(worker)
         return self._go_on()
@@ -453,7 +456,7 @@ class FirstOf:
         return verdicts
 
     def _has_room(self) -> bool:
-        return len(self._members) + len(self._accepted) < self.quorum(len(self.clocks))
+        return len(self._members) + len(self._accepted) < self.quorum(len(self.clocks) if self.distinct else self._peak)
 
     def _start(self, workers: list[int]) -> list[Verdict]:
         self._asking = [worker for worker in self._asking if worker not in workers]
@@ -475,11 +478,12 @@ class FirstOf:
         return verdicts + self._start(sorted(self._asking))
 
     def state(self) -> dict[str, Any]:
-        return {"version": self.version, "clocks": self.clocks.state(), "members": self._members}
+        return {"version": self.version, "clocks": self.clocks.state(), "peak": self._peak, "members": self._members}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = int(state["version"])
         self.clocks.restore(state["clocks"])
+        self._peak = int(state["peak"])
         self._members = _members(state["members"])
         self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
 
@@ -487,8 +491,8 @@ class FirstOf:
 class AnyOf:
     """Any K updates make a version, whatever versions they were computed on; nobody is refused or stopped.
 
-    `quorum` gives K for a number of live workers. `distinct`: a worker whose update is in the open group waits until it
-    closes; otherwise nobody waits.
+    `distinct`: a worker whose update is in the open group waits until it closes; otherwise nobody waits. `quorum` gives
+    K as it does for `FirstOf`.
     """
 
     may_refuse = False
@@ -500,12 +504,14 @@ class AnyOf:
         self.distinct = distinct
         self.clocks = Clocks()
         self.version = 0
+        self._peak = 0
         self._members: list[tuple[int, int]] = []
         self._spent: set[int] = set()  # who has no more to give to this group
         self._asking: list[int] = []
 
     def join(self, worker: int) -> list[Verdict]:
         self.clocks.join(worker)
+        self._peak = max(self._peak, len(self.clocks))
         if any(member == worker for member, _ in self._members):  # from its life before
             self._spent.add(worker)
         return []
@@ -534,8 +540,9 @@ class AnyOf:
         return self._close_if_complete()
 
     def _close_if_complete(self) -> list[Verdict]:
-        everybody = len(self.clocks)
-        if not self._members or (len(self._members) < self.quorum(everybody) and len(self._spent) < everybody):
+        places = self.quorum(len(self.clocks) if self.distinct else self._peak)
+        alone = len(self._spent) == len(self.clocks)
+        if not self._members or (len(self._members) < places and not alone):
             return []
         close = Close(self.version, tuple(sorted(self._members)))
         released = sorted(self._asking)
@@ -544,11 +551,12 @@ class AnyOf:
         return [close, *(Start(worker, self.version) for worker in released)]
 
     def state(self) -> dict[str, Any]:
-        return {"version": self.version, "clocks": self.clocks.state(), "members": self._members}
+        return {"version": self.version, "clocks": self.clocks.state(), "peak": self._peak, "members": self._members}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = int(state["version"])
         self.clocks.restore(state["clocks"])
+        self._peak = int(state["peak"])
         self._members = _members(state["members"])
         self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
 

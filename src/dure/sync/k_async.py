@@ -50,7 +50,7 @@ class KAsync:
             raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` live ones."""
+        """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
     def policy(self) -> Policy:
@@ -87,7 +87,7 @@ class KBatchAsync:
             raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` live ones."""
+        """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
     def policy(self) -> Policy:

@@ -51,7 +51,7 @@ class KSync:
             raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use as many as there are for BSP.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` live ones."""
+        """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
     def policy(self) -> Policy:
@@ -89,7 +89,7 @@ class KBatchSync:
             raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for the first that comes.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` live ones."""
+        """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
     def policy(self) -> Policy:
