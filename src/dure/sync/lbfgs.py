@@ -101,7 +101,8 @@ class LBFGS:
             errand = await errands.ask(worker)
             sums = Sums(worker.params)
             for indices, draw in errand.portions(errands.batches):
-                sums.add(await worker.evaluate(indices, draw=draw), len(indices))
+                gradient = await worker.evaluate(indices, draw=draw)
+                sums.add(gradient.values, gradient.loss, len(indices))
             await errands.push(worker, errand, sums)
 
     # ---- the coordinator

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from dure.data.batches import Batches
-    from dure.runtime.gradients import Gradient
     from dure.topology.client import ServerClient
     from dure.topology.portions import Run
     from dure.worker import Worker
@@ -48,9 +47,10 @@ class Sums:
         self.vector = like.clone().zero_()
         self.losses: list[float] = []
 
-    def add(self, gradient: Gradient, samples: int) -> None:
-        self.vector.add_(gradient.values, alpha=samples)
-        self.losses.append(gradient.loss * samples)
+    def add(self, gradient: torch.Tensor, loss: float, samples: int) -> None:
+        """One portion's means over its `samples`."""
+        self.vector.add_(gradient, alpha=samples)
+        self.losses.append(loss * samples)
 
     @property
     def finite(self) -> bool:
