@@ -353,11 +353,12 @@ def test_a_question_that_comes_twice_counts_once():
     (letter,) = post.letters
     for _ in range(3):
         letter.deliver()
+        other.model.params = other.model.params + 1.0
     post.settle()
-    assert float(one.model.params) == float(other.model.params) == 5.0
+    assert (float(one.model.params), float(other.model.params)) == (5.0, 8.0)
     letter.deliver()
     post.settle()
-    assert float(other.model.params) == 5.0
+    assert float(other.model.params) == 8.0
 
 
 def test_a_new_life_starts_its_numbers_again():
@@ -384,6 +385,17 @@ def test_who_is_through_keeps_its_model_and_is_asked_no_more():
     one.average()
     post.run_ready()
     assert not post.letters, "nobody is left to ask"
+
+
+def test_the_mean_is_of_all_who_can_be_reached_also_of_those_who_are_through():
+    graph = nx.path_graph(4)
+    post, everybody = peers(graph, torch.tensor([[8.0], [2.0], [5.0], [40.0]], dtype=torch.float64))
+    post.spawn(everybody[2].leave(), "leaving")
+    post.kill("worker 3")
+    asking = post.spawn(everybody[0].mean(), "asking")
+    post.settle()
+    assert float(asking.result()) == 5.0
+    assert [float(peer.model.params) for peer in everybody[:3]] == [8.0, 2.0, 5.0]
 
 
 def test_leaving_waits_until_what_is_open_is_settled():
