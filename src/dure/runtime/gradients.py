@@ -130,7 +130,9 @@ class Evaluator:
         self._fresh_buffers = self.replica.buffers_flat()
         self._home = self.replica.params
         self._in_place: dict[int, Tensor] = {}
-        self._may_draw = _may_draw(self.replica, job.loss)
+        self._parameters = self.replica.parameters
+        self._may_surprise = _may_surprise(self.replica)
+        self._may_draw = self._may_surprise or getattr(job.loss, "__module__", "") != functional.__name__
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
 
@@ -243,12 +245,13 @@ class Evaluator:
     # ---- one at a time
 
     def _evaluate_alone(self, work: GradientWork) -> Gradient:
-        replica = self.replica
-        parameters = replica.parameters
+        replica, parameters = self.replica, self._parameters
         with self._solo(work):
             loss = self._loss(work)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        if self.sparse and any(g is not None and g.is_sparse for g in gradients):
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=self._may_surprise)
+        if not self._may_surprise:
+            values = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        elif self.sparse and any(g is not None and g.is_sparse for g in gradients):
             values = _flat_sparse(gradients, replica)
         else:
             values = torch.cat([_flat(g, p) for g, p in zip(gradients, parameters, strict=True)])
@@ -302,11 +305,13 @@ def _why_alone(replica: Replica) -> str:
         return "the model has hooks"
     if any(isinstance(module, _CONVOLUTIONS) for module in modules):
         return "the model has convolutions"
-    if any(
-        getattr(module, "sparse", False) for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    ):
+    if _has_sparse(modules):
         return "the model has sparse gradients"
     return ""
+
+
+def _has_sparse(modules: Sequence[nn.Module]) -> bool:
+    return any(module.sparse for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -365,11 +370,16 @@ def _mix(work: GradientWork) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def _may_draw(replica: Replica, loss: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Whether a forward pass may draw random numbers. PyTorch's own layers and losses are known; others may."""
+def _may_surprise(replica: Replica) -> bool:
+    """Whether a pass may draw random numbers, or leave gradients sparse or out. PyTorch's layers in a row do not."""
     modules = list(replica.module.modules())
-    foreign = any(not type(each).__module__.startswith("torch.nn.modules.") or _has_hooks(each) for each in modules)
-    return replica.is_stochastic or foreign or getattr(loss, "__module__", "") != functional.__name__
+    return replica.is_stochastic or _has_sparse(modules) or not all(_is_plain(module) for module in modules)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's own layers, or some in a row, and does what it always does."""
+    own = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
+    return (own or type(module) is nn.Sequential) and not _has_hooks(module)
 
 
 class _Solo:
