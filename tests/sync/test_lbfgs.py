@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from support import dyadic_jobs
+from support.nodes import World
 from support.real_runs import Trial
 from support.runs import local, resolved, resume_local, virtual
 from torch.nn.functional import cross_entropy
 
 import dure
+from dure import line_search
 from dure.config import TrainConfig
 from dure.data.dataset import Data
 from dure.errors import DureError, StrategyError, UsageError
@@ -106,8 +107,46 @@ def test_without_memory_it_is_steepest_descent(gamma):
         assert np.abs(found - places[iterations]).max() < 2e-12
 
 
-def test_the_wrong_gamma_is_not_conjugate_gradients(monkeypatch):
-    """Negative control: a rule that only looks like it (s's / s'y, and a pair forgotten) goes elsewhere."""
+def bfgs_inverse(pairs, gamma):
+    """H by the update of BFGS itself, from gamma I through all pairs: dense, no recursion."""
+    inverse = (gamma if pairs else 1.0) * np.eye(DIM)
+    for s, y in pairs:
+        left = np.eye(DIM) - np.outer(s, y) / (y @ s)
+        inverse = left @ inverse @ left.T + np.outer(s, s) / (y @ s)
+    return inverse
+
+
+@pytest.mark.parametrize("m", [1, 3, 10])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_with_any_line_search_the_direction_is_that_of_bfgs(m, scaled):
+    """Seven iterations that backtrack, each from the direction of a dense H; the line search is not on trial here."""
+    center, a = center_and_curvature(bowl())
+    variance = float((0.5 * (bowl().train.targets.numpy() - center) ** 2 * a).sum(axis=1).mean())
+    place, pairs, decrease = np.zeros(DIM), [], 0.0
+    for _ in range(7):
+        gradient = a * (place - center)
+        loss = 0.5 * gradient @ (place - center) + variance
+        recent = pairs[-m:]
+        gamma = recent[-1][0] @ recent[-1][1] / (recent[-1][1] @ recent[-1][1]) if recent and scaled else 1.0
+        direction = -bfgs_inverse(recent, gamma) @ gradient
+        start = line_search.Trial(0.0, loss, gradient @ direction)
+
+        async def attempt(step, place=place, direction=direction):
+            away = place + step * direction - center
+            return line_search.Trial(step, 0.5 * away @ (a * away) + variance, (a * away) @ direction)
+
+        first = 1.0 if pairs else min(1.0, 1.0 / np.sqrt(-start.slope))
+        found = World().run(line_search.backtracking(attempt, start, first))
+        after_it = place + found.step * direction
+        pairs.append((after_it - place, a * (after_it - place)))
+        decrease, place = loss - found.loss, after_it
+    assert decrease > 0
+    text = f"search=backtracking,m={m},gamma={str(scaled).lower()}"
+    assert np.abs(after(7, text) - place).max() < 2e-12
+
+
+def test_who_forgets_pairs_is_no_conjugate_gradients(monkeypatch):
+    """Negative control."""
     from dure.sync.lbfgs import LBFGS
 
     direction = LBFGS.direction
@@ -124,22 +163,21 @@ def test_a_curve_that_bends_downwards_leaves_no_pair():
     """f(w) = -cos w: from 2.8, where it bends the wrong way, a short step gives s'y < 0."""
     from dure.topology.coordinator import Coordinator
 
-    seen = []
+    seen, kept = [], []
     order = Coordinator.order
 
     async def spying(self, *commands):
         dots = await order(self, *commands)
+        kept.extend(pair["sy"] for pair in self.kept["pairs"])
         if len(dots) == 3:
-            seen.append((dots[0], len(self.kept["pairs"])))
+            seen.append(dots[0])
         return dots
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "order", spying)
         job = dyadic_jobs.hill()
         run = virtual(job, "lbfgs:search=backtracking,iterations=30 ps", steps=1000, workers=2)
-    assert any(sy < 0 for sy, _ in seen)
-    for (sy, before), (_, now) in pairwise(seen):
-        assert now <= before + (sy > 0)
+    assert min(seen) < 0 < min(kept)
     assert float(torch.cos(run.params[0])) == pytest.approx(1.0, abs=1e-12)
 
 

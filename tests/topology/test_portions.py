@@ -84,6 +84,16 @@ def test_what_others_work_on_is_given_out_again_the_oldest_first():
     assert portions.give(0, 4.0) is None
 
 
+def test_who_leaves_leaves_to_the_others_what_they_work_on_too():
+    portions = Portions(4)
+    portions.begin(2)
+    assert [portions.give(worker, 0.0) for worker in (0, 2, 1)] == [(0, 1), (1, 2), (0, 1)]
+    portions.leave(0)
+    assert portions.give(3, 1.0) == (1, 2), "portion 0 is not free: worker 1 has it"
+    portions.leave(1)
+    assert portions.give(0, 1.0) == (0, 1)
+
+
 def test_a_sum_counts_as_a_whole_or_not_at_all():
     """A sum of four portions comes after another has done one of them: the other three are done again."""
     portions = Portions(2, most=4)
