@@ -45,7 +45,8 @@ def test_methods_as_json_is_the_last_line_alone():
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
     rows = {row["name"]: row for row in json.loads(line)["methods"]}
-    assert rows["ssp"]["parameters"] == [{"name": "bound", "type": "float", "default": "3"}]
+    assert rows["ssp"]["parameters"][0] == {"name": "bound", "type": "float", "default": "3"}
+    assert rows["dc-asgd"]["axis"] == "remedy"
     assert rows["ssp"]["combines"] == ["ps"]
     assert rows["ps"]["axis"] == "topology"
     assert {"name": "split", "type": "memory|layer", "default": "memory"} in rows["ps"]["parameters"]
