@@ -406,7 +406,7 @@ class Attached:
         self._optimizer.close()
         if self._worker.server is not None:
             with suppress(DureError):
-                leaving = self._node.spawn(self._worker.server.leave(), "leaving")
+                leaving = self._node.spawn(self._worker.server.leave(finished=False), "leaving")
                 self._node.loop.run_until(self._node.first(leaving, timeout=LEAVE_SECONDS))
         self._node.wire.close()
         self._ties.close(failed=True)

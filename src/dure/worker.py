@@ -383,7 +383,11 @@ class Worker:
             raise Suspend
         started = self.node.now()
         self.asking = boundary.waiting
-        version = await self.server.ask()
+        try:
+            version = await self.server.ask()
+        except EndOfWork:
+            self.asking = False
+            raise
         self._admitted = version if self.server.servers.ordered else None
         self.heard = self.server.heard
         self.asking = False
@@ -528,12 +532,12 @@ class Worker:
 
         assert self.shared is not None
         started = self.node.now()
-        spare = self._spare if self._spare is not None else self.params.clone()
-        values, version = await self.shared.read(spare, alone=alone)
-        before, self.params = self.params, values
-        self._spare = spare
-        if values is spare:
-            self._spare = None if before is self.shared.segment.values else before
+        if self._spare is None:
+            self._spare = self.params.clone()
+        values, version = await self.shared.read(self._spare, alone=alone)
+        if values is self._spare:
+            self._spare = None if self.params is self.shared.segment.values else self.params
+        self.params = values
         self._pulled = Pulled(values, [version])
         self.meter.add("communicate", started, self.node.now(), "read")
 

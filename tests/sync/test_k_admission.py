@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dure.sync.clock import Abort, Accept, AnyOf, Close, FirstOf, Policy, Refuse, Start, Verdict, most
+from dure.sync.clock import Abort, Accept, AnyOf, Close, End, FirstOf, Policy, Refuse, Start, Verdict, most
 
 Event = tuple[str, int]
 
@@ -28,6 +28,8 @@ class Story:
     seqs: dict[int, int] = field(default_factory=dict)
     open: list[tuple[int, int, int]] = field(default_factory=list)
     groups: int = 0
+    finished: int = 0
+    peak: int = 0
     told: set[int] = field(default_factory=set)
     reborn: set[int] = field(default_factory=set)
 
@@ -38,6 +40,7 @@ class Story:
     def join(self, worker: int) -> None:
         self.doing[worker] = "idle"
         self.left[worker] = self.steps
+        self.peak = max(self.peak, len(self.doing))
         if worker in [member for member, _, _ in self.open]:
             self.reborn.add(worker)
         self.heed(self.policy.join(worker))
@@ -71,9 +74,10 @@ class Story:
             self.spend(worker)
         elif move in ("leave", "die"):
             self.deaths -= move == "die"
+            self.finished += move == "leave"
             del self.doing[worker]
             self.told.discard(worker)
-            self.heed(self.policy.leave(worker))
+            self.heed(self.policy.finish(worker) if move == "leave" else self.policy.leave(worker))
         else:
             self.returns -= 1
             self.join(worker)
@@ -96,14 +100,29 @@ class Story:
                 self.doing[verdict.worker] = "accepted"
             elif isinstance(verdict, Refuse):
                 assert self.doing[verdict.worker] == "offering"
-                assert self.on[verdict.worker] < self.groups, "its version is not over"
+                assert self.on[verdict.worker] < self.groups or self.over, "its version is not over"
                 self.spend(verdict.worker)
+            elif isinstance(verdict, End):
+                assert self.doing[verdict.worker] == "waiting"
+                assert self.over, "it could go on"
+                self.doing[verdict.worker], self.left[verdict.worker] = "idle", 0
             else:
                 assert isinstance(verdict, Abort)
                 assert self.doing[verdict.worker] == "working"
                 assert self.on[verdict.worker] == verdict.version == self.groups - 1
                 self.told.add(verdict.worker)
         assert self.policy.version == self.groups
+
+    @property
+    def over(self) -> bool:
+        """Whether too few are left because others have finished."""
+        needed = self.needed if self.policy.distinct else 1
+        return self.finished > 0 and len(self.doing) < needed
+
+    @property
+    def needed(self) -> int:
+        workers = len(self.doing) + self.finished if self.policy.distinct else self.peak
+        return self.policy.places.quorum(workers)
 
     def close(self, verdict: Close) -> None:
         assert verdict.group == self.groups
@@ -116,18 +135,19 @@ class Story:
             assert {base for _, _, base in self.open} == {verdict.group}, "a stale gradient counts"
         free = [worker for worker in self.doing if not (self.policy.distinct and worker in members)]
         free = [worker for worker in free if worker not in self.reborn]
-        assert len(members) >= self.policy.quorum(len(self.doing)) or not free, "it closed before it was complete"
+        assert len(members) >= self.needed or not free, "it closed before it was complete"
+        assert not self.over, "it closed for too few"
         self.groups += 1
         self.open, self.reborn = [], set()
 
     def check_end(self) -> None:
         assert not self.doing, f"these wait for ever: {self.doing}"
-        assert not self.open, "an update is in no group"
+        assert not self.open or self.over, "an update is in no group"
 
     def state(self) -> str:
-        inner = {name: getattr(self.policy, name) for name in vars(self.policy) if name not in ("clocks", "quorum")}
+        inner = {name: getattr(self.policy, name) for name in vars(self.policy) if name not in ("clocks", "places")}
         mine = [sorted(each.items()) for each in (self.doing, self.on, self.left, self.seqs)]
-        rest = (self.open, self.told, self.reborn, self.deaths, self.returns)
+        rest = (self.open, self.told, self.reborn, self.deaths, self.returns, self.finished, self.peak)
         return repr((sorted(inner.items(), key=str), self.policy.clocks.state(), mine, rest))
 
 
@@ -289,6 +309,26 @@ def test_when_fewer_than_k_are_left_they_are_enough():
         assert policy.staged(worker, 0, 1) == []
     assert policy.leave(2) == [Close(0, ((0, 1), (1, 1)))]
     assert policy.ask(0) == [Start(0, 1)]
+
+
+def test_the_work_is_over_when_k_have_not_more_to_do():
+    policy = AnyOf(At(2), distinct=True)
+    start(policy, 3)
+    assert policy.staged(0, None, 1) == []
+    assert policy.ask(0) == []
+    assert policy.finish(1) == []
+    assert policy.finish(2) == [End(0)], "its update alone would be a noisy last one"
+    assert policy.leave(0) == []
+    assert policy.version == 0
+
+
+def test_who_is_left_makes_up_for_the_others_where_one_may_give_several():
+    policy = AnyOf(most, distinct=False)
+    start(policy, 3)
+    assert policy.finish(0) == policy.finish(1) == []
+    assert policy.staged(2, None, 1) == []
+    assert policy.ask(2) == [Start(2, 0)]
+    assert policy.staged(2, None, 2) == [Close(0, ((2, 1), (2, 2)))]
 
 
 def test_all_but_a_few_follows_the_living():

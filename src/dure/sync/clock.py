@@ -5,8 +5,9 @@ time and no randomness, so that all orders of events can be tried.
 
     told                       meaning                                       verdicts it may lead to
     join(worker)               a newcomer; it enters at the slowest clock    Start
-    leave(worker)              finished, dead or evicted                     Close, Start, Accept, Refuse
-    ask(worker)                it stands at a step boundary                  Start, at once or later
+    finish(worker)             it has done its work                          Close, Start, Accept, Refuse, End
+    leave(worker)              dead or evicted                               Close, Start, Accept, Refuse
+    ask(worker)                it stands at a step boundary                  Start, at once or later, or End
     offer(worker, base)        it has an update, computed on version `base`  Accept or Refuse, for it
     staged(worker, group, seq) its update lies on every shard                Close, Start, Abort
 
@@ -23,14 +24,16 @@ order in which the data came.
 | `OneFirst` | (no order)                      | one has been ahead alone for a while        | Downpour         |
 
 A worker of `FirstOf` who is still at work when its version is over is told so (`Abort`), and those whose updates find
-no place are refused before a byte of them is sent. A K that can't be had any more closes short: a group is complete
-as soon as all who are left have given what they may.
+no place are refused before a byte of them is sent. A K that can't be had any more because of deaths closes short: a
+group is complete as soon as all who are left have given what they may. Where it can't be had because others have
+finished, the work of the rest is over as well, and what was given to the open group is dropped: an update of few
+members, at a rate for many, would spoil the model at the very end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +78,14 @@ class Abort:
     version: int
 
 
-Verdict = Accept | Refuse | Start | Close | Abort
+@dataclass(frozen=True, slots=True)
+class End:
+    """The work of this worker is over, since too few are left to go on."""
+
+    worker: int
+
+
+Verdict = Accept | Refuse | Start | Close | Abort | End
 
 
 class Clocks:
@@ -166,6 +176,8 @@ class Policy(Protocol):
 
     def join(self, worker: int) -> list[Verdict]: ...
 
+    def finish(self, worker: int) -> list[Verdict]: ...
+
     def leave(self, worker: int) -> list[Verdict]: ...
 
     def ask(self, worker: int) -> list[Verdict]: ...
@@ -203,6 +215,8 @@ class Barrier:
         if worker in self._waiting:
             self._waiting.remove(worker)
         return self._close_if_complete()
+
+    finish = leave
 
     def ask(self, worker: int) -> list[Verdict]:
         if self.clocks[worker] == self.version:
@@ -274,6 +288,8 @@ class Bounded:
         self.clocks.leave(worker)
         return self._release(slowest)
 
+    finish = leave
+
     def ask(self, worker: int) -> list[Verdict]:
         needed = self.clocks[worker] - self.lead
         if self.clocks.minimum >= needed:
@@ -340,6 +356,8 @@ class OneFirst:
         self._ahead = None
         return self.ask(self._waiting.pop(0)) if self._waiting else []
 
+    finish = leave
+
     def ask(self, worker: int) -> list[Verdict]:
         if self.version == 0 and self._ahead is None:
             self._ahead = worker
@@ -373,12 +391,39 @@ def most(workers: int) -> int:
     return max(1, workers - max(1, workers // 20))
 
 
+class Places:
+    """How many updates a group takes, and whether so many can still be had.
+
+    `quorum` gives K for a number of workers. If `distinct`, those are who live or have finished, and the work is over
+    once K can't be had because of those who have finished. Otherwise they are as many as ever lived at once: who is
+    left makes up for the others, and it is over when nobody is.
+    """
+
+    def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
+        self.quorum = quorum
+        self.distinct = distinct
+        self.finished = 0
+        self.peak = 0
+
+    def count(self, live: int) -> int:
+        """K, with `live` workers."""
+        return self.quorum(live + self.finished if self.distinct else self.peak)
+
+    def are_over(self, live: int) -> bool:
+        return self.finished > 0 and live < (self.count(live) if self.distinct else 1)
+
+    def state(self) -> list[int]:
+        return [self.finished, self.peak]
+
+    def restore(self, state: Sequence[int]) -> None:
+        self.finished, self.peak = state
+
+
 class FirstOf:
     """The first K updates of the newest version make the next; whoever is still at work on it is stopped.
 
     `distinct`: no worker has two updates in one group, and all clocks are the version; otherwise a fast worker may give
-    several, and clocks count mini-batches, wasted ones too. `quorum` gives K for a number of workers: if `distinct`, of
-    those who live; otherwise of as many as ever did, since those who are left can make up for the others.
+    several, and clocks count mini-batches, wasted ones too. `quorum` gives K for a number of workers (`Places`).
 
     An accepted offer holds one of the K places until it is staged, and counts unless its worker dies. While the places
     are held, further offers wait: for one to become free, or for the group to close, when they are refused.
@@ -389,11 +434,10 @@ class FirstOf:
     floor = None
 
     def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
-        self.quorum = quorum
+        self.places = Places(quorum, distinct=distinct)
         self.distinct = distinct
         self.clocks = Clocks()
         self.version = 0
-        self._peak = 0
         self._members: list[tuple[int, int]] = []
         self._spent: set[int] = set()  # who has no more to give to this group
         self._working: set[int] = set()
@@ -403,10 +447,14 @@ class FirstOf:
 
     def join(self, worker: int) -> list[Verdict]:
         self.clocks.join(worker)
-        self._peak = max(self._peak, len(self.clocks))
+        self.places.peak = max(self.places.peak, len(self.clocks))
         if any(member == worker for member, _ in self._members):  # from its life before
             self._spent.add(worker)
         return self._go_on()
+
+    def finish(self, worker: int) -> list[Verdict]:
+        self.places.finished += 1
+        return self.leave(worker)
 
     def leave(self, worker: int) -> list[Verdict]:
         self.clocks.leave(worker)
@@ -443,6 +491,8 @@ class FirstOf:
 
     def _go_on(self) -> list[Verdict]:
         """Give away the places that are free, and close the group if it is complete."""
+        if self.places.are_over(len(self.clocks)):
+            return self._end()
         verdicts: list[Verdict] = []
         while self._offering and self._has_room():
             worker = self._offering.pop(0)
@@ -455,8 +505,15 @@ class FirstOf:
             verdicts += self._close()
         return verdicts
 
+    def _end(self) -> list[Verdict]:
+        """Release everybody; nothing more counts."""
+        verdicts: list[Verdict] = [Refuse(worker, "too few workers are left.") for worker in self._offering]
+        verdicts += [End(worker) for worker in self._asking]
+        self._offering, self._asking = [], []
+        return verdicts
+
     def _has_room(self) -> bool:
-        return len(self._members) + len(self._accepted) < self.quorum(len(self.clocks) if self.distinct else self._peak)
+        return len(self._members) + len(self._accepted) < self.places.count(len(self.clocks))
 
     def _start(self, workers: list[int]) -> list[Verdict]:
         self._asking = [worker for worker in self._asking if worker not in workers]
@@ -478,12 +535,17 @@ class FirstOf:
         return verdicts + self._start(sorted(self._asking))
 
     def state(self) -> dict[str, Any]:
-        return {"version": self.version, "clocks": self.clocks.state(), "peak": self._peak, "members": self._members}
+        return {
+            "version": self.version,
+            "clocks": self.clocks.state(),
+            "places": self.places.state(),
+            "members": self._members,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = int(state["version"])
         self.clocks.restore(state["clocks"])
-        self._peak = int(state["peak"])
+        self.places.restore(state["places"])
         self._members = _members(state["members"])
         self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
 
@@ -492,7 +554,7 @@ class AnyOf:
     """Any K updates make a version, whatever versions they were computed on; nobody is refused or stopped.
 
     `distinct`: a worker whose update is in the open group waits until it closes; otherwise nobody waits. `quorum` gives
-    K as it does for `FirstOf`.
+    K for a number of workers (`Places`).
     """
 
     may_refuse = False
@@ -500,21 +562,24 @@ class AnyOf:
     floor = None
 
     def __init__(self, quorum: Callable[[int], int], *, distinct: bool) -> None:
-        self.quorum = quorum
+        self.places = Places(quorum, distinct=distinct)
         self.distinct = distinct
         self.clocks = Clocks()
         self.version = 0
-        self._peak = 0
         self._members: list[tuple[int, int]] = []
         self._spent: set[int] = set()  # who has no more to give to this group
         self._asking: list[int] = []
 
     def join(self, worker: int) -> list[Verdict]:
         self.clocks.join(worker)
-        self._peak = max(self._peak, len(self.clocks))
+        self.places.peak = max(self.places.peak, len(self.clocks))
         if any(member == worker for member, _ in self._members):  # from its life before
             self._spent.add(worker)
         return []
+
+    def finish(self, worker: int) -> list[Verdict]:
+        self.places.finished += 1
+        return self.leave(worker)
 
     def leave(self, worker: int) -> list[Verdict]:
         self.clocks.leave(worker)
@@ -524,10 +589,10 @@ class AnyOf:
         return self._close_if_complete()
 
     def ask(self, worker: int) -> list[Verdict]:
-        if worker not in self._spent:
+        if worker not in self._spent and not self.places.are_over(len(self.clocks)):
             return [Start(worker, self.version)]
         self._asking.append(worker)
-        return []
+        return self._close_if_complete()
 
     def offer(self, worker: int, base: int) -> list[Verdict]:
         return [Accept(worker, self.version)]
@@ -540,9 +605,11 @@ class AnyOf:
         return self._close_if_complete()
 
     def _close_if_complete(self) -> list[Verdict]:
-        places = self.quorum(len(self.clocks) if self.distinct else self._peak)
-        alone = len(self._spent) == len(self.clocks)
-        if not self._members or (len(self._members) < places and not alone):
+        live = len(self.clocks)
+        if self.places.are_over(live):
+            ended, self._asking = self._asking, []
+            return [End(worker) for worker in ended]
+        if not self._members or (len(self._members) < self.places.count(live) and len(self._spent) < live):
             return []
         close = Close(self.version, tuple(sorted(self._members)))
         released = sorted(self._asking)
@@ -551,12 +618,17 @@ class AnyOf:
         return [close, *(Start(worker, self.version) for worker in released)]
 
     def state(self) -> dict[str, Any]:
-        return {"version": self.version, "clocks": self.clocks.state(), "peak": self._peak, "members": self._members}
+        return {
+            "version": self.version,
+            "clocks": self.clocks.state(),
+            "places": self.places.state(),
+            "members": self._members,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = int(state["version"])
         self.clocks.restore(state["clocks"])
-        self._peak = int(state["peak"])
+        self.places.restore(state["places"])
         self._members = _members(state["members"])
         self._spent = {worker for worker, _ in self._members if self.distinct and worker in self.clocks}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dure.errors import Evicted, Refused
 from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
-from dure.sync.clock import Abort, Accept, Close, Policy, Refuse, Start, Verdict
+from dure.sync.clock import Abort, Accept, Close, End, Policy, Refuse, Start, Verdict
 from dure.topology.ledger import Ledger
 from dure.topology.patience import EVICT_SECONDS, Patience
 
@@ -23,12 +23,12 @@ class ClockService:
     | method   | fields                          | reply                                              |
     |----------|---------------------------------|----------------------------------------------------|
     | `join`   | worker                          | version, clock, incarnation                        |
-    | `ask`    | worker, incarnation             | version, slowest clock; once the worker may start  |
+    | `ask`    | worker, incarnation             | version, slowest clock; once it may start, or over |
     | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
     | `staged` | worker, incarnation, seq, group | once counted                                       |
     | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
     | `progress` | worker, incarnation           | at once: it is at work, though it pushes seldom    |
-    | `leave`  | worker, incarnation             | once everybody is released who waited for it       |
+    | `leave`  | worker, incarnation, finished   | once everybody is released who waited for it       |
     | `status` |                                 | counters                                           |
 
     While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
@@ -179,7 +179,7 @@ class ClockService:
     def _leave(self, call: Call) -> Reply:
         worker = call.fields["worker"]
         if worker in self.live and call.fields["incarnation"] == self.incarnations[worker]:
-            self._remove(worker)
+            self._remove(worker, finished=call.fields["finished"])
         return Reply()
 
     def lost(self, node: str) -> None:
@@ -245,7 +245,7 @@ class ClockService:
             raise Refused("this run's method asks for no order: nobody waits for admission, updates apply on arrival.")
         return self.policy
 
-    def _remove(self, worker: int) -> None:
+    def _remove(self, worker: int, *, finished: bool = False) -> None:
         incarnation = self.incarnations[worker]
         self.live.remove(worker)
         self._expected.discard(worker)
@@ -256,7 +256,7 @@ class ClockService:
             if promise is not None:
                 promise.fail(Evicted(f"worker {worker} was taken off the clock: join again."))
         if self.policy is not None:
-            self._carry_out(self.policy.leave(worker))
+            self._carry_out(self.policy.finish(worker) if finished else self.policy.leave(worker))
         keep = sorted(self._open.pop(worker, ()))
         for shard in self.shards:
             told = self.node.call(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
@@ -274,6 +274,8 @@ class ClockService:
             if isinstance(verdict, Start):
                 self._pin(verdict.worker, verdict.version)
                 self._patience.begin(verdict.worker)
+                promise = self._asking.pop(verdict.worker, None)
+            elif isinstance(verdict, End):
                 promise = self._asking.pop(verdict.worker, None)
             elif isinstance(verdict, Abort):
                 self.refused += 1
@@ -392,7 +394,9 @@ class ClockService:
         self._unpinned = [version for version in state["versions"] if version not in self._pins]
 
 
-def _answer(verdict: Accept | Refuse | Abort) -> Reply:
+def _answer(verdict: Accept | Refuse | Abort | End) -> Reply:
+    if isinstance(verdict, End):
+        return Reply({"over": True})
     if isinstance(verdict, Abort):
         return Reply({"version": verdict.version})
     if isinstance(verdict, Accept):

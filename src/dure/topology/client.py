@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dure.errors import CallTimeout, Refused, RemoteError, Superseded
-from dure.runtime.base import Address, Ghost, Node, Operation, Reply, nothing
+from dure.runtime.base import Address, EndOfWork, Ghost, Node, Operation, Reply, nothing
 from dure.topology.sharding import Ranges, pieces
 
 PROGRESS_SECONDS = 1.0
@@ -93,17 +93,19 @@ class ServerClient:
         self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
         return Joined(reply.fields["version"], reply.fields["clock"], self.incarnation)
 
-    async def leave(self) -> None:
-        """Nobody waits for this worker any more. What it has pushed counts."""
+    async def leave(self, *, finished: bool = True) -> None:
+        """Nobody waits for this worker any more. What it has pushed counts. `finished`: it has done its work."""
         if self.servers.clock is not None:
-            await self._clock("leave", worker=self.worker, incarnation=self.incarnation)
+            await self._clock("leave", worker=self.worker, incarnation=self.incarnation, finished=finished)
 
     async def ask(self) -> int:
-        """Wait until the next step may start; the version that it starts on."""
+        """Wait until the next step may start; the version that it starts on. Raises `EndOfWork` if none will."""
         clock = self._address("ask")
         while True:
             with suppress(CallTimeout):
                 reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
+                if "over" in reply.fields:
+                    raise EndOfWork
                 version: int = reply.fields["version"]
                 self.slowest = reply.fields["slowest"]
                 self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()

@@ -158,7 +158,7 @@ class Hosts:
     async def leave(self, worker: Worker) -> None:
         """Nobody waits for this rank any more."""
         assert worker.server is not None
-        await worker.server.leave()
+        await worker.server.leave(finished=False)  # the others' loops go on for as long as their owners like
 
     async def finish(self, worker: Worker) -> torch.Tensor:
         """Once all ranks have finished: what the servers hold then, and everybody's buffers merged."""
