@@ -77,6 +77,9 @@ class Dure:
         life = Unheard(task, node)
         life.worker = self.worker = task.worker(node, rank, node.meter)
         self.worker.on_step = life._on_step
+        if task.needs_everybody:
+            assert node.evaluator is not None
+            node.evaluator.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
 
     def train(self, steps: int) -> None:

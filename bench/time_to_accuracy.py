@@ -48,9 +48,27 @@ class Method:
 
 METHODS = {
     "bsp": Method("bsp", options={"lr": 0.3}),
-    "averaging": Method("averaging", options={"lr": 0.1}),
-    "ssp": Method("ssp"),
-    "downpour": Method("downpour"),
+    "one-shot": Method("one-shot", options={"lr": 0.1}, target=0.94),
+    "averaging": Method("averaging", options={"lr": 0.3}),
+    "easgd": Method("easgd", options={"lr": 0.2}),
+    "eamsgd": Method("eamsgd"),
+    "bmuf": Method("bmuf", options={"lr": 0.1}),
+    "diloco": Method("diloco"),
+    "backup": Method("backup", options={"lr": 0.3}),
+    "k-sync": Method("k-sync", options={"lr": 0.3}),
+    "k-batch-sync": Method("k-batch-sync", options={"lr": 0.3}),
+    "k-async": Method("k-async", options={"lr": 0.3}),
+    "k-batch-async": Method("k-batch-async", options={"lr": 0.3}),
+    "ssp": Method("ssp", options={"lr": 0.015}),
+    "downpour": Method("downpour", options={"lr": 0.015}),
+    "downpour+momentum-compensation": Method("downpour+momentum-compensation:target=0.5", options={"lr": 0.03}),
+    "downpour+dc-asgd": Method("downpour+dc-asgd", options={"lr": 0.015}),
+    "downpour+staleness-lr": Method("downpour+staleness-lr", options={"lr": 0.3}),
+    "hogwild": Method("hogwild", options={"lr": 0.015}),
+    "hogbatch": Method("hogbatch", steps=1500, options={"lr": 0.02}),
+    "asysvrg": Method("asysvrg"),
+    "ad-psgd": Method("ad-psgd", options={"lr": 0.2}),
+    "lbfgs": Method("lbfgs:batch=6000", steps=1600),
 }
 
 

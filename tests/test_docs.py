@@ -1,7 +1,10 @@
 """Documentation runs: the README's Python blocks, the examples against their golden output, and a page per method."""
 
+import argparse
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +63,25 @@ def test_every_method_has_a_page_that_cites_its_paper(name):
     assert author in page
     for part in ("## When to use it", "## When not", "## One slow worker", "## Bytes"):
         assert part in page
+
+
+def measured():
+    """Strategy, steps and rate of each row of the table that the script makes."""
+    spec = importlib.util.spec_from_file_location("time_to_accuracy", ROOT / "bench" / "time_to_accuracy.py")
+    bench = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    return [(row.strategy, row.steps, row.options.get("lr")) for row in bench.METHODS.values()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_command_on_a_page_is_one_that_was_measured(name):
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    command = re.search(r"^    dure train mnist-mlp (.*one_slow_of_16.*)$", page, flags=re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    for option, kind in (("--sync", str), ("--on", str), ("--steps", int), ("--lr", float)):
+        parser.add_argument(option, type=kind)
+    given = parser.parse_args(shlex.split(command[1]))
+    assert (given.sync, given.steps, given.lr) in measured()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

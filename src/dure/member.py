@@ -245,6 +245,9 @@ class WorkerLife(Life):
             await self._map_memory()
         worker.on_step = self._on_step
         resumed = self._restore(parts)
+        if task.needs_everybody:
+            assert node.evaluator is not None
+            node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
         self.next_snapshot = (max(worker.clock - 1, 0) // task.eval_every + 1) * task.eval_every
         if not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)

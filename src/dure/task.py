@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.data.split import IID
 from dure.data.batches import Batches
+from dure.data.split import IID
 from dure.errors import UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec
 from dure.replica import Replica

@@ -40,7 +40,7 @@ def scattered(
     curvature: float = 1.0,
     place: float = 0.0,
 ) -> tuple[float, list[float], Segment]:
-    """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, where the center is at `place`."""
+    """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, the center at `place`."""
     job = bowls([(curvature, 0.0)] * len(starts), lr=lr, start=place)
     task, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000)
     moved = Strategy(Scattered(task.sync, starts), task.strategy.topology)  # type: ignore[arg-type]

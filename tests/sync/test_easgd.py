@@ -99,7 +99,7 @@ def test_without_elasticity_everybody_is_alone_and_the_center_stays(topology):
 
 
 def by_hand(momentum: float, *, post: bool = False) -> tuple[float, float]:
-    """x and z after seven steps of one worker on w^2 / 2, as in the paper; `post` takes the force after the gradient."""
+    """x and z after seven steps of one worker on w^2 / 2, as in the paper; `post`: the force after the gradient."""
     alpha, lr, period, x, z, v = 0.3, 0.25, 2, 8.0, 3.0, 0.0
     for t in range(7):
         force = alpha * (x - z) if t % period == 0 else 0.0

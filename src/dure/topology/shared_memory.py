@@ -20,6 +20,7 @@ the sum over rows. Only claims take a lock, since no two workers may draw the sa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,9 @@ BUCKETS = 248
 
 CLAIMS = 8
 """Counters that workers draw from."""
+
+SMALL = 1 << 20
+"""Bytes of an update that a process adds at once, without letting messages pass meanwhile."""
 
 _UPDATES, _WRITTEN, _REFUSED, _BEHIND = 0, 1, 2, 8
 _ALIGNMENT = 64
@@ -103,6 +107,7 @@ class Segment:
             small = layout._replace(numel=0) if timing_only else layout
             memory = torch.zeros(small.nbytes, dtype=torch.uint8)
         self.claims, self.rows = layout.tables(memory)
+        self._updates = self.rows[:, _UPDATES]
         if timing_only:
             ghost = cast(torch.Tensor, Ghost(layout.numel, layout.dtype.itemsize))
             self.values, self.vectors = ghost, dict.fromkeys(layout.vectors, ghost)
@@ -113,7 +118,8 @@ class Segment:
     @property
     def version(self) -> int:
         """Updates made so far."""
-        return int(self.rows[:, _UPDATES].sum())
+        updates: list[int] = self._updates.tolist()
+        return sum(updates)  # of a few workers, a tenth of what numpy's own takes
 
     @property
     def written(self) -> int:
@@ -212,6 +218,12 @@ def touched(update: torch.Tensor) -> int:
     return update.values().numel() if update.is_sparse else update.numel()
 
 
+def _is_finite(update: torch.Tensor) -> bool:
+    """Exact, but in one pass for all updates that are finite and not huge."""
+    values = update.values() if update.is_sparse else update
+    return math.isfinite(values.dot(values).item()) or bool(values.isfinite().all())
+
+
 class Gate:
     """One at a time, first come first served, among the nodes of one process."""
 
@@ -270,14 +282,14 @@ class Access:
 
         Raises `Refused` for what would spoil the model.
         """
-        if not isinstance(update, Ghost):
-            values = update.values() if update.is_sparse else update
-            if not (values.sum().isfinite() or bool(values.isfinite().all())):
-                self.segment.refuse(self.worker)
-                raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")
-        locks = 1 if alone else self._locks
-        nbytes = touched(update) * self.segment.layout.dtype.itemsize
-        work = partial(self.segment.add, self.worker, update, scale, seen=seen, locks=locks)
+        if not isinstance(update, Ghost) and not _is_finite(update):
+            self.segment.refuse(self.worker)
+            raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")
+        locks, segment = 1 if alone else self._locks, self.segment
+        nbytes = touched(update) * segment.layout.dtype.itemsize
+        if segment.locks is not None and nbytes < SMALL:
+            return segment.add(self.worker, update, scale, seen=seen, locks=locks)
+        work = partial(segment.add, self.worker, update, scale, seen=seen, locks=locks)
         if locks == 1:
             return int(await self._in_turn(work, nbytes))
         return int(await self.node.compute(Apply(work, nbytes)))

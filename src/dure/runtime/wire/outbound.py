@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.pump import Timer
 
-_ERRORS: dict[str, type[RemoteError]] = {kind.__name__: kind for kind in (Refused, Busy, Evicted, CallTimeout, DamagedFrame)}
+_ERRORS: dict[str, type[RemoteError]] = {
+    kind.__name__: kind for kind in (Refused, Busy, Evicted, CallTimeout, DamagedFrame)
+}
 
 
 class Pending:

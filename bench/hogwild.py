@@ -1,0 +1,103 @@
+"""Hogwild! on `mnist-mlp`: dure's against PyTorch's own example of it.
+
+    python bench/hogwild.py [--job mnist-mlp] [--steps 200] [--repeats 40] [--json FILE]
+
+The example (`mnist_hogwild` of pytorch/examples) has a model in shared memory (`share_memory()`), and in each process
+an SGD of its own that writes to it, without locks. Here is its training loop, on the same job: same initial values,
+same samples in the same order at each process, same batch size and rate. Data lie in memory on both sides, without the
+example's loader; starting up is not measured. Two processes, one thread each, hold both arms and train with each
+in turn. They race, so that no two runs have the same parameters: both models must be as good as each other in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from _side_by_side import (
+    Dure,
+    Loop,
+    Measured,
+    in_processes,
+    load,
+    options,
+    print_table,
+    summary,
+    take_turns,
+    told,
+    warm_up,
+)
+
+from dure.config import TrainConfig
+from dure.examine import Examiner
+from dure.task import Task
+from dure.topology.shared_memory import SharedShard
+from dure.train import AtHand, resolve
+
+PAIRS = [("dure", "PyTorch's example")]
+
+
+def from_first(rank: int, made: Any) -> Any:
+    """What the first process has made."""
+    box = [made if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+class Shared(Dure):
+    """A worker on the memory that the first one owns."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        super().__init__(task, rank)
+        self.owner = task.shard(self.node, 0) if rank == 0 else None
+        assert self.owner is None or isinstance(self.owner, SharedShard)
+        segment = task.segment_at(from_first(rank, self.owner and self.owner.path))
+        self.worker.shared = task.access(self.node, rank, segment)
+        assert self.node.evaluator is not None
+        self.node.evaluator.read_in_place(segment.values)
+
+
+def example(task: Task, rank: int) -> Loop:
+    """The example's model and optimizer; the model travels to the others as `torch.multiprocessing` sends it."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    model = task.job.build(task.config.seed)
+    model.share_memory()
+    parameters = list(model.parameters())
+    sent = io.BytesIO()
+    if rank == 0:
+        ForkingPickler(sent).dump([parameter.data for parameter in parameters])
+    for parameter, values in zip(parameters, ForkingPickler.loads(from_first(rank, sent.getvalue())), strict=True):
+        parameter.data = values
+        assert values.is_shared()
+    return Loop(task, rank, model, torch.optim.SGD(model.parameters(), lr=task.job.optimizer.lr))
+
+
+def measure(rank: int, given: argparse.Namespace) -> Measured:
+    config = TrainConfig(job=given.job, sync="hogwild", on="local", workers=given.workers, steps=10**9)
+    task, _ = resolve(config, AtHand(job=load(given.job, given.data)))
+    arms = {"dure": Shared(task, rank), "PyTorch's example": example(task, rank)}
+    warm_up(arms, given.steps)
+    seconds = take_turns(arms, given.steps, given.repeats)
+    dist.barrier()
+    grades = {name: Examiner(task.job).grade(arm.params.clone(), None) for name, arm in arms.items()}
+    losses = [grade.loss for grade in grades.values()]
+    if not max(losses) < 1.25 * min(losses) + 0.02:
+        raise SystemExit(f"one model is better than the other ({grades}): this is no fair comparison.")
+    return Measured(task.job.source, given.steps * sum(task.batch_sizes), seconds)
+
+
+def main() -> None:
+    given = options(__doc__, steps=200, repeats=40).parse_args()
+    with told("hogwild", given.json) as facts:
+        measured = in_processes(measure, given)
+        print_table(measured, PAIRS, given)
+        facts |= summary(measured, PAIRS, given)
+
+
+if __name__ == "__main__":
+    main()
