@@ -11,7 +11,8 @@ step takes a worker 10 ms, in the mean. The clusters:
 - `heavy tail`: log-normal steps of sigma 1.5, whose longest of 16 is five times their mean;
 - `slow links`: all alike, with links of 100 Mbit/s: the model of 100 kB takes one of them 8 ms.
 
-`--real` trains each method for real instead, with 3 processes on this machine, and says what it reaches.
+`--real` trains each method for real instead, with 3 processes on this machine and three times as many steps, and says
+how long it takes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dure.runtime.cluster import Cluster, Link, Machines
 from dure.runtime.compute import Constant, LogNormal
 
 WORKERS, TARGET, STEP = 16, 0.95, 0.01
+PROCESSES = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Method:
 
 METHODS = {
     "bsp": Method("bsp", options={"lr": 0.3}),
-    "one-shot": Method("one-shot", options={"lr": 0.1}, target=0.94),
+    "one-shot": Method("one-shot", options={"lr": 0.1}, target=0.93),
     "averaging": Method("averaging", options={"lr": 0.3}),
     "easgd": Method("easgd", options={"lr": 0.2}),
     "eamsgd": Method("eamsgd"),
@@ -110,9 +112,15 @@ def virtual(method: Method, on: str, seed: int) -> dict[str, Any]:
 
 
 def real(method: Method, seed: int) -> dict[str, Any]:
-    """One run on three processes of this machine."""
+    """One run on processes of this machine; fewer than in virtual time, so each makes more steps."""
     run = dure.train(
-        "mnist-mlp", strategy=method.strategy, on="local", workers=3, steps=method.steps, seed=seed, **method.options
+        "mnist-mlp",
+        strategy=method.strategy,
+        on="local",
+        workers=PROCESSES,
+        steps=3 * method.steps,
+        seed=seed,
+        **method.options,
     )
     figures = run.summary()
     return {"seconds": time_to(run.history, method.target), "accuracy": figures["best_accuracy"]}
@@ -151,7 +159,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    places = ["3 processes"] if given.real else given.clusters
+    places = [f"{PROCESSES} processes"] if given.real else given.clusters
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name in given.only:
         found[name] = {place: [] for place in places}

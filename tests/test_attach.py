@@ -436,7 +436,10 @@ def test_samplers_share_a_data_set_out():
 
 def test_places():
     assert place({}) is None
-    assert place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Place(1, 2, "h")
+    started = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    again = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert place({**started, **again}) == Place(1, 2, "h", restarts=3, launch="job")
+    assert place(started).launch == place(started).launch != ""
     assert Place(0, 2, "127.0.0.1").interface == "127.0.0.1"
     with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):
         place({"RANK": "0", "WORLD_SIZE": "2"})

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -177,11 +176,17 @@ def test_importing_dure_leaves_torch_alone_and_names_are_lazy():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import dure"], ["-m", "dure", "--help"]])
-def test_starting_takes_at_most_half_a_second(arguments):
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60, env=environment())
-        times.append(time.perf_counter() - begin)
-    assert min(times) <= 0.5, times  # the least: others may be using this machine
+def test_help_is_there_without_waiting_for_torch():
+    program = (
+        "import sys, dure.cli\n"
+        "try:\n"
+        "    dure.cli.main(['train', '--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--sync" in done.stdout

@@ -110,7 +110,8 @@ class Nursery:
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process that was started here and has not ended."""
         if name in self.pids and name not in self.exited:
-            os.kill(self.pids[name], number)
+            with contextlib.suppress(ProcessLookupError):  # it ended, and this has not been heard yet
+                os.kill(self.pids[name], number)
 
     def clear(self) -> None:
         """End whatever still runs, and be ready for another run."""
