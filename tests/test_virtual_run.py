@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -367,6 +369,22 @@ def test_averaging_is_graded_as_the_mean_of_whole_models():
     losses = [row["loss"] for row in run.rows]
     assert all(later < 1.1 * earlier for earlier, later in pairwise(losses))
     assert losses[-1] < 0.2
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "ssp ps:shards=2", "hogwild", "ad-psgd", "lbfgs:batch=64 ps"])
+def test_a_run_that_is_over_holds_no_data(strategy):
+    """Nodes and services refer to each other, and to the job; nobody but the run itself looks for such circles soon."""
+    gc.disable()
+    try:
+        run = virtual("digits-mlp", strategy, machines(3), steps=12)
+        task = weakref.ref(run.task)
+        del run
+        assert task() is None
+    finally:
+        gc.enable()
 
 
 # ---- learning rates

@@ -7,9 +7,7 @@ evaluated when its value is first needed, together with all others that have sta
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,10 +33,6 @@ T = TypeVar("T")
 
 FIELD = 16
 """Bytes that one plain field of a message takes."""
-
-
-COLLECT_EVERY = 50_000
-"""Objects made, net of those gone, between two looks of the collector of cycles during a run."""
 
 
 class Kernel(Loop):
@@ -74,10 +68,6 @@ class Kernel(Loop):
 
     def run(self) -> None:
         """Until nothing is left to happen but the weather."""
-        with _collecting_rarely():
-            self._run()
-
-    def _run(self) -> None:
         heap, weather, ready, void = self._heap, self._weather, self.ready, self._void
         events = 0
         while True:
@@ -107,23 +97,6 @@ class Kernel(Loop):
         if stuck:
             waits = "; ".join(f"{s.name} waits for {s.waits_for.label if s.waits_for else 'nothing'}" for s in stuck)
             raise DeadlockError(f"nobody can go on at {self.now:.6g} virtual seconds: {waits}")
-
-
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """The collector of cycles looks seldom, and at nothing from before: a run makes few cycles and many objects.
-
-    Otherwise it costs a third of a timing-only run of 1,000 workers.
-    """
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.set_threshold(COLLECT_EVERY, *before[1:])
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        if not frozen:
-            gc.unfreeze()
 
 
 class Computation(Operation[Any]):
