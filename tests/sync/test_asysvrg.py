@@ -15,6 +15,8 @@ from support.real_runs import Trial, configured
 from support.runs import Bowls, Cycle, Finished, local, mean_output, resolved, virtual
 from torch import Tensor
 
+import dure
+from dure import virtual_run
 from dure.data.dataset import Data
 from dure.job import Job, load_job
 from dure.optim import OptimizerSpec
@@ -23,7 +25,7 @@ from dure.runtime.cluster import Cluster, Event, Machines
 from dure.runtime.compute import Constant
 from dure.runtime.launch.nursery import Nursery
 from dure.sync.asysvrg import AsySVRG
-from dure.topology.shared_memory import SharedShard
+from dure.topology.shared_memory import Access, SharedShard
 from dure.virtual_run import VirtualRun, Watch
 
 
@@ -74,7 +76,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 # ---- one worker is SVRG
 
 
-@pytest.mark.parametrize(("inner", "portion"), [(2.0, 128), (0.3, 50), (0.01, 2000)])
+@pytest.mark.parametrize(("inner", "portion"), [(2.0, 128), (0.3, 359), (0.01, 2000)])  # 359: one is left over
 @pytest.mark.parametrize("lock", ["none", "write", "readwrite"])
 def test_one_worker_is_svrg(inner, portion, lock):
     steps = 50
@@ -99,6 +101,66 @@ def test_the_first_step_is_one_of_gradient_descent():
     assert distance(run.params, values - 0.1 * gradient(values, torch.arange(len(job.train)))) < 1e-14
     sgd = virtual("digits-mlp", "hogwild", workers=1, steps=1, dtype="float64")
     assert distance(run.params, sgd.params) > 1e-3
+
+
+def test_a_checkpoint_in_the_middle_of_the_full_gradient_loses_no_portion(monkeypatch, tmp_path):
+    """It begins with a step, of the inner loop; so whoever began it has died since, and the others have gone on."""
+    suspended: list[int] = []
+
+    def at_a_portion(segment: Any, worker: Any) -> bool:
+        if not suspended and worker.clock and int(worker.shared.segment.claims[0]) == 300:
+            suspended.append(worker.clock)
+            segment.suspending = True
+        return bool(segment.suspending)
+
+    options: dict[str, Any] = {"strategy": "asysvrg:inner=0.3,portion=100", "workers": 1, "steps": 20}
+    whole = dure.train("digits-mlp", on="virtual", **options)
+    monkeypatch.setattr(virtual_run.Segment, "_suspend", at_a_portion)
+    stopped = dure.train("digits-mlp", on="virtual", out=tmp_path / "run", checkpoint_every=5, **options)
+    assert suspended == [14], "the second epoch's"
+    assert stopped.summary()["params_sha256"] == whole.summary()["params_sha256"]
+
+
+class Lottery(torch.nn.Module):
+    """Its gradient is what each evaluation draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.place * torch.rand((), dtype=torch.float64) + 0 * inputs
+
+
+def test_each_portion_draws_its_own():
+    """The first step is by F alone: over one portion a draw, over eight the mean of eight."""
+    data = Data(torch.zeros(8, 1, dtype=torch.float64), torch.zeros(8))
+    job = Job(name="lottery", model=Lottery, loss=mean_output, train=data, batch_size=1, optimizer=OptimizerSpec(lr=1))
+    one, eight = (float(virtual(job, f"asysvrg:portion={n}", workers=1, steps=1).params) for n in (8, 1))
+    assert -1 < one < 0
+    assert abs(one - eight) > 1e-3
+
+
+# ---- its locks
+
+
+@pytest.mark.parametrize(
+    ("lock", "reads", "adds"), [("none", False, False), ("write", False, True), ("readwrite", True, True)]
+)
+def test_what_is_done_alone(monkeypatch, lock, reads, adds):
+    found: dict[str, set[bool]] = {"read": set(), "add": set()}
+    for name in found:
+        does = getattr(Access, name)
+
+        def noted(
+            self: Access, *given: Any, name: str = name, does: Any = does, alone: bool = False, **more: Any
+        ) -> Any:
+            found[name].add(alone)
+            return does(self, *given, alone=alone, **more)
+
+        monkeypatch.setattr(Access, name, noted)
+    virtual("quadratic", f"asysvrg:lock={lock}", workers=2, steps=5)
+    assert found == {"read": {reads}, "add": {adds}}
 
 
 # ---- its direction

@@ -95,13 +95,14 @@ def test_momentum_is_each_worker_s_own():
                  .abs().max()) < 1e-12  # fmt: skip
 
 
-def test_the_rate_decays_after_each_pass_over_the_data():
+@pytest.mark.parametrize(("strategy", "batch"), [("hogwild:decay=0.9", 1), ("hogbatch:batch=2,decay=0.9", 2)])
+def test_the_rate_decays_after_each_pass_over_the_data(strategy, batch):
     job = load_job("digits-mlp", dtype="float64", batch_size=128)
     steps = 3 * len(job.train) // 128 + 2
     options = {"workers": 1, "steps": steps, "dtype": "float64", "batch_size": 128, "exact": True}
-    decayed = virtual("digits-mlp", "hogwild:decay=0.9", **options)
-    assert torch.equal(decayed.params, serial(job, steps, decay=0.9))
-    assert not torch.equal(decayed.params, serial(job, steps))
+    decayed = virtual("digits-mlp", strategy, **options)
+    assert torch.equal(decayed.params, serial(job, steps, batch=batch, decay=0.9))
+    assert not torch.equal(decayed.params, serial(job, steps, batch=batch))
 
 
 # ---- several
@@ -114,6 +115,24 @@ def test_hogbatch_of_one_is_hogwild():
     assert runs[0].summary["staleness"] == runs[1].summary["staleness"]
     other = virtual("digits-mlp", "hogbatch:batch=2", Cluster(machines=(machines,)), steps=30)
     assert not torch.equal(runs[0].params, other.params)
+
+
+@pytest.mark.parametrize(("workers", "batch", "scale"), [(2, 3, "mean"), (3, 2, "sum"), (3, 4, "mean")])
+def test_in_turn_hogbatch_is_the_loop_of_the_paper(workers, batch, scale):
+    """All gradients of one write are of one read, and worker k's first write comes k mini-batches early."""
+    steps, lr = 11, 0.125
+    pairs = [(1.0 + 0.25 * rank, 0.5 * rank - 1) for rank in range(workers)]
+    job = bowls(pairs, lr=lr, start=1.0)
+    run = virtual(job, f"hogbatch:batch={batch},scale={scale}", staggered(workers, steps), steps=steps)
+    model, read, accrued = 1.0, [1.0] * workers, [[] for _ in range(workers)]
+    for turn in range(steps * workers):
+        rank, clock = turn % workers, turn // workers + 1
+        a, b = pairs[rank]
+        accrued[rank].append(a * read[rank] - b)
+        if (clock + rank) % batch == 0 or clock == steps:
+            model -= lr * sum(accrued[rank]) / (len(accrued[rank]) if scale == "mean" else 1)
+            read[rank], accrued[rank] = model, []
+    assert float(run.params) == pytest.approx(model, rel=1e-12)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])

@@ -139,6 +139,7 @@ def test_nothing_stale_counts_and_what_does_not_count_is_not_sent(method, k):
     assert facts["bytes_sent"] == (facts["updates_applied"] + left) * run.params.nbytes
     if "batch" not in method:
         assert facts["updates_refused"] == (5 - k) * 20, "so many a step"
+        assert facts["bytes_received"] == 5 * (20 + 1) * run.params.nbytes, "all fetch every version, and the last"
 
 
 def test_a_gradient_that_is_stopped_is_never_computed_and_its_data_are_used_up(monkeypatch):
@@ -185,6 +186,28 @@ def test_a_group_that_closes_short_divides_by_its_members():
         assert run.summary["failures_survived"] == 2
 
 
+@pytest.mark.parametrize("method", ["k-batch-sync:k=3", "k-batch-async:k=3", "k-sync:k=1", "k-async:k=1"])
+def test_one_of_four_is_enough(method):
+    """Three die; where an update takes three mini-batches, the one who is left makes all of them."""
+    crashes = tuple(Event(at=0.001, kind="crash", worker=rank) for rank in (0, 2, 3))
+    cluster = Cluster(machines=(Machines(count=4, compute=Constant(seconds=0.01)),), events=crashes)
+    run = virtual(bowls([(1.0, 2.0)] * 4, lr=0.25), f"{method} ps", cluster, steps=12)
+    updates = 4 if "batch" in method else 12
+    assert run.summary["updates_applied"] == 12
+    assert run.summary["staleness"]["max"] == 0
+    assert float(run.params) == pytest.approx(2 * (1 - 0.75**updates), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["k-sync:k=1", "backup:backups=3"])
+def test_who_was_away_goes_on_where_everybody_is(method):
+    """Worker 0 stands still for a third of the run: it has no steps to make up for when the others have done theirs."""
+    machines = Machines(count=4, compute=LogNormal(seconds=0.01, sigma=0.3))
+    pause = Event(at=0.06, kind="pause", worker=0, duration=0.2)
+    run = virtual("quadratic", f"{method} ps", Cluster(machines=(machines,), events=(pause,)), steps=60)
+    assert run.summary["updates_applied"] == 60
+    assert run.summary["per_worker"]["worker 0"]["steps"] < 45, "it was never away"
+
+
 # ---- how long an update takes, and how stale it is
 
 
@@ -212,6 +235,20 @@ def test_an_update_takes_as_long_as_the_fifth_of_eight(method):
     mean = harmonic(8) - harmonic(3)
     assert mean == pytest.approx(0.88452, abs=5e-6)
     check(seconds_per_update(method, 1000, 5), mean, sum(1 / i**2 for i in range(4, 9)))
+
+
+def test_where_the_rest_of_a_step_is_shorter_than_a_whole_one_k_async_is_faster_than_k_sync():
+    """Half of each step is fixed: K-sync takes 1/2 + (H_8 - H_3) / 2, K-async less."""
+    machines = Machines(count=8, compute=ShiftedExponential(seconds=1.0, shift=0.5))
+    free = {"link": Link(bandwidth=1e15, latency=1e-9), "alpha": 0.0, "beta": 0.0, "gamma": 0.0}
+    cluster = Cluster(machines=(machines,), **free)
+    options = {"seconds": 500, "timing_only": True, "batch_size": 1}
+    seconds = {}
+    for method in ("k-sync", "k-async"):
+        run = virtual("quadratic", f"{method}:k=5 ps", cluster, **options)
+        seconds[method] = run.seconds * 5 / run.summary["updates_applied"]
+    assert seconds["k-sync"] == pytest.approx(0.5 + (harmonic(8) - harmonic(3)) / 2, rel=0.02)
+    assert 0.625 < seconds["k-async"] < 0.9 * seconds["k-sync"]
 
 
 @pytest.mark.parametrize("method", ["k-batch-sync:k=5", "k-batch-async:k=5"])
