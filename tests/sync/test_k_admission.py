@@ -299,6 +299,20 @@ def test_nobody_waits_where_any_mini_batch_counts():
     assert policy.ask(0) == [Start(0, 0)]
     assert policy.staged(0, None, 2) == []
     assert policy.staged(1, None, 1) == [Close(0, ((0, 1), (0, 2), (1, 1)))]
+    assert [policy.clocks[worker] for worker in range(2)] == [2, 1]
+
+
+@pytest.mark.parametrize("policy", [FirstOf, AnyOf])
+def test_who_has_given_to_the_open_group_gives_no_more_after_a_restart(policy):
+    saved, again = (policy(At(2), distinct=True) for _ in range(2))
+    start(saved, 3)
+    saved.offer(1, 0)
+    assert saved.staged(1, 0, 1) == []
+    again.restore(pickle.loads(pickle.dumps(saved.state())))
+    assert again.ask(1) == []
+    assert again.ask(0) == [Start(0, 0)]
+    again.offer(0, 0)
+    assert again.staged(0, 0, 1) == [Close(0, ((0, 1), (1, 1))), Start(1, 1)]
 
 
 def test_when_fewer_than_k_are_left_they_are_enough():

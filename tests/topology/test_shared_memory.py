@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from support import racing
+from support.nodes import World
 
 from dure.errors import DureError, Evicted, Refused
 from dure.runtime.base import Address, Call
 from dure.runtime.memory import Memory
-from dure.topology.shared_memory import BUCKETS, Access, Layout, Segment, SharedShard
+from dure.topology.shared_memory import BUCKETS, SMALL, Access, Gate, Layout, Segment, SharedShard
 from dure.topology.spec import SharedMemory
 
 EACH = racing.WORKERS * racing.UPDATES
@@ -162,6 +165,7 @@ def test_a_counter_ends_at_its_limit_and_not_before():
     segment = Segment(Layout(1, torch.float32, 1))
     assert [segment.claim(0, 4, 10) for _ in range(4)] == [0, 4, 8, None]
     assert segment.claim(1, 4, 10) == 0
+    assert [segment.claim(2, 5, 10) for _ in range(3)] == [0, 5, None]
 
 
 def test_vectors_do_not_overlap_whatever_their_size():
@@ -257,10 +261,13 @@ def test_an_owner_goes_on_from_its_state():
     owner = shard()
     owner.handle(close(1))
     owner.handle(contribution(0, [2.0, 4.0], 2))
+    owner.handle(Call("server 0", "leave", {"worker": 2, "incarnation": 0}, ()))
     tensors, plain = owner.state()
     other = shard()
     other.restore(tensors, json.loads(json.dumps(plain)))
     other.handle(contribution(1, [2.0, 0.0], 2))
+    with pytest.raises(Evicted):
+        other.handle(contribution(2, [9.0, 9.0], 1))
     other.handle(close(1))
     assert other.weight == 4, "phase 1 had been closed before"
     other.handle(close(3))
@@ -274,6 +281,73 @@ def test_what_would_spoil_the_model_is_refused():
         with pytest.raises(Refused, match="NaN or infinity"):
             access.add(bad, 1.0, seen=0).send(None)
     assert (segment.refused, segment.version) == (2, 0)
+
+
+def test_large_finite_numbers_spoil_nothing():
+    segment = Segment(Layout(2, torch.float32, 1))
+    access = Access(World().node("worker 0"), 0, segment, owner=Address("server 0", "shard"))
+    access.node.world.run(access.add(torch.tensor([3e38, -3e38]), 0.5, seen=0))  # their squares are infinite
+    assert segment.values.tolist() == pytest.approx([1.5e38, -1.5e38])
+
+
+# ---- who has it alone
+
+
+class Noted:
+    """Locks that anybody may have, and which were asked for."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    @contextmanager
+    def hold(self, first: int, count: int = 1) -> Iterator[None]:
+        self.held += range(first, first + count)
+        yield
+
+
+@pytest.mark.parametrize("nbytes", [8, 2 * SMALL])
+def test_what_is_done_alone_between_processes_is_done_under_the_first_lock(nbytes):
+    layout, world = Layout(nbytes // 4, torch.float32, 1), World()
+    for locks, parts in ((0, []), (2, [0, 1])):
+        noted = Noted()
+        segment = Segment(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), noted)
+        access = Access(world.node("worker 0"), 0, segment, owner=Address("server 0", "shard"), locks=locks)
+        into, update = torch.ones(layout.numel), torch.ones(layout.numel)
+        assert world.run(access.read(into))[0] is segment.values
+        assert noted.held == []
+        world.run(access.add(update, 1.0, seen=0))
+        assert noted.held == parts
+        noted.held.clear()
+        world.run(access.add(update, 1.0, seen=1, alone=True))
+        assert noted.held == [0]
+        copy, version = world.run(access.read(into, alone=True))
+        assert noted.held == [0, 0]
+        assert copy is into
+        assert into.eq(2).all()
+        assert version == 2
+
+
+def test_the_gate_opens_to_one_at_a_time_in_the_order_in_which_they_came():
+    world, gate, inside = World(), Gate(), []
+
+    async def visit(rank: int) -> None:
+        await gate.enter(world.node(f"worker {rank}"))
+        inside.append(rank)
+
+    visits = [world.spawn(visit(rank), f"worker {rank}") for rank in range(5)]
+    world.settle()
+    assert inside == [0]
+    visits[2].kill()  # it waited no longer
+    gate.leave()
+    world.settle()
+    assert inside == [0, 1]
+    gate.leave()
+    visits[3].kill()  # it was its turn, and it had not heard yet
+    world.settle()
+    assert inside == [0, 1, 4]
+    gate.leave()
+    world.run(visit(5))
+    assert inside == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(

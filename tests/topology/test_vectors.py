@@ -119,6 +119,7 @@ def test_lives_of_a_worker_are_told_apart(bench):
     bench.stage(Y)
     bench.order(("accumulate", "z", 0, 0, 1), ("fence", 0, 1), ("accumulate", "z", 0, 1, 1))
     assert bench["z"].equal(X + Y)
+    bench.order(("fence", 0, 0))  # said late: of a life before
     bench.client.incarnation = 0
     with pytest.raises(Evicted, match="incarnation 0 of worker 0 is over"):
         bench.stage(X)
@@ -128,6 +129,16 @@ def test_what_a_past_life_has_staged_is_forgotten(bench):
     bench.stage(X)
     bench.order(("fence", 0, 1))
     assert all(shard.vectors.num_staged == 0 for shard in bench.shards)
+
+
+def test_what_was_used_or_forgotten_leaves_its_memory_to_others(bench):
+    def use() -> int:
+        first, second = bench.stage(X), bench.stage(Y)
+        bench.order(("accumulate", "z", 0, 0, first), ("drop", 0, 0, second))
+        return sum(shard.pool.made for shard in bench.shards)
+
+    made = use()
+    assert [use() for _ in range(3)] == [made] * 3
 
 
 def test_not_a_number_is_refused(bench):
@@ -170,7 +181,7 @@ def test_dot_products_are_summed_in_double_precision():
 
 
 def test_they_survive_a_restart(bench):
-    bench.order(("copy", "c", "x"))
+    bench.order(("copy", "c", "x"), ("fence", 0, 1))
     for shard, ranges in zip(bench.shards, bench.ranges, strict=True):
         tensors, plain = shard.state()
         pointers = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
@@ -182,3 +193,5 @@ def test_they_survive_a_restart(bench):
     bench.order(("scale", "c", 2.0))
     assert bench["x"].equal(X)
     assert bench["c"].equal(2 * X)
+    with pytest.raises(Evicted):
+        bench.stage(X)
