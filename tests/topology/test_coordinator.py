@@ -5,6 +5,7 @@ Data, steps and weights are dyadic, so sums are exact in any order, and "the sam
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 
@@ -14,10 +15,11 @@ from support.nodes import TestNode, World
 from support.runs import resolved
 
 from dure.data.dataset import Data
-from dure.errors import DivergedError, Refused
+from dure.errors import DivergedError, Evicted, Refused
 from dure.job import Job
 from dure.models.quadratic import Point, half_square
 from dure.optim import OptimizerSpec
+from dure.runtime.base import Call
 from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.meter import Meter
 from dure.topology.coordinator import COORDINATOR
@@ -244,6 +246,20 @@ def test_an_error_of_the_method_reaches_every_worker():
     for role in play.roles.values():
         with pytest.raises(DivergedError, match="it goes nowhere"):
             role.result()
+
+
+def test_what_it_counts_and_whom_it_fences_off_survive_a_restart():
+    options = {"workers": 4, "portion": 2, "push_every": 4}
+    play = Play(0, **options, mortal=0.02).play()
+    again = Play(1, **options).play().coordinator
+    state = json.loads(json.dumps(play.coordinator.state()))
+    again.restore(state)
+    assert json.loads(json.dumps(again.state())) == state
+    assert again.spent == play.coordinator.spent
+    worker, incarnation = state["fenced"][0]
+    fields = {"worker": worker, "incarnation": incarnation - 1, "due": False, "report": None}
+    with pytest.raises(Evicted, match="join first"):
+        again.handle(Call(f"worker {worker}", "ask", fields, ()))
 
 
 def test_it_answers_nothing_else():

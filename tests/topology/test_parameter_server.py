@@ -499,21 +499,15 @@ def test_timing_only_runs_move_sizes_and_versions() -> None:
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("make", [lambda: Barrier(), lambda: Bounded(0), lambda: Bounded(3)])
-def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
-    """Saved while one update is staged, or one version pinned, and another worker lags."""
+def drive(fleet: Fleet, steps: Sequence[tuple[int, int]]) -> None:
+    """Pushes, one after another, by a worker and of a seed."""
+    for worker, seed in steps:
+        fleet.run(fleet.clients[worker].push(vector(seed), weight=worker + 1, base=[0, 0]))
 
-    def drive(fleet: Fleet, steps: Sequence[tuple[int, int]]) -> None:
-        for worker, seed in steps:
-            fleet.run(fleet.clients[worker].push(vector(seed), weight=worker + 1, base=[0, 0]))
 
-    first, second = [(0, 1), (1, 2), (1, 3)], [(0, 4), (0, 5), (1, 6)]
-    whole = Fleet(2, spec=SPECS[3], policy=make())
-    drive(whole, [*first, *second])
-
-    saved = Fleet(2, spec=SPECS[3], policy=make())
-    drive(saved, first)
-    again = Fleet(2, spec=SPECS[3], policy=make(), values=torch.zeros(NUMEL))
+def restarted(saved: Fleet, policy: Policy) -> Fleet:
+    """A fresh fleet that goes on from the state of `saved`."""
+    again = Fleet(2, spec=SPECS[3], policy=policy, values=torch.zeros(NUMEL))
     clock = json.loads(json.dumps(saved.clock.state()))
     again.clock.restore(clock)
     for old, new in zip(saved.shards, again.shards, strict=True):
@@ -521,13 +515,41 @@ def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
         new.restore({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(plain)))
     for old_client, new_client in zip(saved.clients, again.clients, strict=True):
         new_client.restore(old_client.state())
+    return again
+
+
+@pytest.mark.parametrize("make", [lambda: Barrier(), lambda: Bounded(0), lambda: Bounded(3)])
+def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
+    """Saved while one update is staged, or one version pinned, and another worker lags."""
+    first, second = [(0, 1), (1, 2), (1, 3)], [(0, 4), (0, 5), (1, 6)]
+    whole = Fleet(2, spec=SPECS[3], policy=make())
+    drive(whole, [*first, *second])
+
+    saved = Fleet(2, spec=SPECS[3], policy=make())
+    drive(saved, first)
+    again = restarted(saved, make())
     asked = again.run(again.clients[0].ask())
     assert asked == saved.run(saved.clients[0].ask())
     pulled = [fleet.run(fleet.clients[0].pull(torch.empty(NUMEL), asked)).values for fleet in (saved, again)]
     assert torch.equal(*pulled)
+    repeated = Call("worker 1", "staged", {"worker": 1, "incarnation": 0, "seq": 2}, ())
+    again.clock.handle(repeated)
     drive(again, second)
     assert torch.equal(again.model(), whole.model())
     for resumed, straight in zip(again.shards, whole.shards, strict=True):
         assert resumed.log == straight.log
         assert resumed.staleness == straight.staleness
         assert resumed.version == straight.version
+
+
+def test_what_the_dead_have_staged_counts_after_a_restart_too() -> None:
+    """Worker 1 has staged its update for the open group, and dies before worker 0 completes it."""
+    saved = Fleet(2, spec=SPECS[3], policy=Barrier())
+    drive(saved, [(0, 1), (1, 2), (1, 3)])
+    again = restarted(saved, Barrier())
+    for fleet in (saved, again):
+        fleet.clock.lost("worker 1")
+        drive(fleet, [(0, 4)])
+    assert torch.equal(again.model(), saved.model())
+    assert [shard.log for shard in again.shards] == [shard.log for shard in saved.shards]
+    assert again.shards[0].version == 2
