@@ -156,6 +156,7 @@ def test_staleness_counts_the_updates_of_others_in_between():
     made = [segment.add(rank, update, 1.0, seen=seen[rank]) for rank in (2, 0, 1)]
     assert made == [1, 2, 3]
     assert segment.staleness == {0: 1, 1: 1, 2: 1}
+    assert segment.rows[:, 0].tolist() == [1, 1, 1], "each counts in a row of its own, where no other writes"
     segment.rows[0, 0] += 10 * BUCKETS
     segment.add(1, update, 1.0, seen=3)
     assert segment.staleness == {0: 1, 1: 1, 2: 1, BUCKETS - 1: 1}
