@@ -156,6 +156,9 @@ class FlatOptimizer:
         for start, stop, spec, group in self._pieces:
             rate = spec.lr if lr is None else lr if isinstance(lr, (int, float)) else lr[group]
             rule = _rule(spec)
+            if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == self.numel:
+                torch.add(values, gradient, alpha=-rate, out=out)  # the commonest, in as many calls as it takes
+                continue
             size = stop - start if rule is _RULES["sgd"] and not spec.weight_decay else BLOCK
             for low in range(start, stop, max(size, 1)):
                 high = min(low + size, stop)

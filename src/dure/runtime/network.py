@@ -142,13 +142,20 @@ class SharingQueue:
             heappop(heap)
         if not heap:
             return
-        tag = heap[0][0]
+        tag, _, transfer = heap[0]
         due = self._last + (tag - self._virtual) * self.active / self.bandwidth
         if due > now:
             self._due = due
             self.kernel.at(due, self._fire)
             return
         self._virtual, self._last = tag, now
+        if len(heap) == 1:  # the commonest
+            heap.clear()
+            self.active = 0
+            transfer.pending ^= bit
+            if not transfer.pending:
+                self._left(transfer)
+            return
         done: list[Transfer] = []
         while heap and heap[0][0] <= tag:
             transfer = heappop(heap)[2]
@@ -184,7 +191,8 @@ class Processor:
     def reserve(self, now: float, seconds: float) -> float:
         """When a request made `now` for `seconds` of a core is served."""
         free = self._free
-        done = max(now, free[0]) + seconds
+        first = free[0]
+        done = (now if now > first else first) + seconds
         heapreplace(free, done)
         return done
 
@@ -258,10 +266,7 @@ class Network:
         if self._gone and node in self._gone:
             return
         self.messages[node] += 1
-        if pair.local:
-            self.bytes_local[node] += wire
-        else:
-            self.bytes_sent[node] += wire
+        (self.bytes_local if pair.local else self.bytes_sent)[node] += wire
         if self._gone and pair.dst in self._gone:
             return
         if pair.local:

@@ -54,7 +54,8 @@ class Kernel(Loop):
 
     def timer(self, time: float, callback: Callable[[], None]) -> int:
         """As `at`; its number, by which it can be called off (`void`) before its time."""
-        self.at(time, callback)
+        self._sequence += 1
+        heappush(self._heap, (time, self._sequence, callback))
         return self._sequence
 
     def void(self, timer: int) -> None:
@@ -128,7 +129,8 @@ class Computation(Operation[Any]):
     def due(self) -> None:
         """Called by the kernel at the finish."""
         self.node.running.pop(self, None)
-        self.resolve(self.node.runtime.value_of(self))
+        work = self.work
+        self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
 
     def cancel(self) -> None:
         if not self.done:
@@ -151,6 +153,8 @@ class VirtualNode:
         self.name = name
         self.rank = rank
         self.routes: dict[str, Pair] = {}  # to those whom it has met
+        self.carry = runtime.network.carry
+        self.calls = runtime.in_flight
         self.rng = np.random.default_rng([runtime.seed, rank, 7])
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
@@ -233,12 +237,13 @@ class VirtualNode:
 
     def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
         """Send `peer` tensors of `nbytes` bytes; `deliver` is called when they have arrived."""
-        network = self.runtime.network
-        route = self.routes.get(peer.name)
-        if route is None:
-            route = self.routes[peer.name] = network.route(self.name, peer.name)
         self.payload_sent += nbytes
-        network.carry(route, nbytes + header, deliver)
+        self.carry(self.routes.get(peer.name) or self.route(peer), nbytes + header, deliver)
+
+    def route(self, peer: VirtualNode) -> Pair:
+        """The way to `peer`, kept for the next message."""
+        route = self.routes[peer.name] = self.runtime.network.route(self.name, peer.name)
+        return route
 
     # ---- events of the cluster
 
@@ -299,21 +304,28 @@ class RemoteCall(Operation[Reply]):
     __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_source", "_target")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
-        runtime = source.runtime
-        Operation.__init__(self, source.kernel)
+        self.loop = source.kernel  # as the constructor of operations, which costs a call
+        self.done = False
+        self.on_cancel = self._error = self._waiters = self._value = None
         self._source = source
         self._service = service.service
         self._call = call
         self._into = into
-        self._target = target = runtime.nodes[service.node]
+        self._target = target = source.runtime.nodes[service.node]
         if not target.alive:
-            source.kernel.at(source.kernel.now + runtime.detection, self._lost)
+            source.kernel.at(source.kernel.now + source.runtime.detection, self._lost)
         elif target is source:
+            self._nbytes = 0
             self._arrive()
         else:
-            runtime.in_flight[self] = service
-            nbytes = self._nbytes = _weight(call.tensors) if call.tensors else 0
-            source.post(target, nbytes, HEADER + FIELD * len(call.fields), self._arrive)
+            source.calls[self] = service
+            self._nbytes = 0
+            wire = HEADER + FIELD * len(call.fields)
+            if call.tensors:
+                nbytes = self._nbytes = _weight(call.tensors)
+                source.payload_sent += nbytes
+                wire += nbytes
+            source.carry(source.routes.get(target.name) or source.route(target), wire, self._arrive)
 
     @property
     def label(self) -> str:
@@ -324,7 +336,7 @@ class RemoteCall(Operation[Reply]):
         if target.paused_until and target.is_paused():
             target.when_awake(self._arrive)
             return
-        if target is not self._source:
+        if self._nbytes:
             target.payload_received += self._nbytes
         try:
             answer = target.services[self._service].handle(self._call)
@@ -351,8 +363,13 @@ class RemoteCall(Operation[Reply]):
         if source is target:
             self._deliver()
             return
-        nbytes = self._nbytes = _weight(reply.tensors) if reply.tensors else 0
-        target.post(source, nbytes, HEADER + FIELD * len(reply.fields), self._deliver)
+        self._nbytes = 0
+        wire = HEADER + FIELD * len(reply.fields)
+        if reply.tensors:
+            nbytes = self._nbytes = _weight(reply.tensors)
+            target.payload_sent += nbytes
+            wire += nbytes
+        target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
 
     def _answer_error(self, error: Exception) -> None:
         source, target = self._source, self._target
@@ -371,7 +388,7 @@ class RemoteCall(Operation[Reply]):
             source.when_awake(self._deliver)
             return
         if source is not self._target:
-            source.runtime.in_flight.pop(self, None)
+            source.calls.pop(self, None)
             source.payload_received += self._nbytes
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
@@ -489,9 +506,7 @@ class VirtualRuntime:
         return self.durations[node.name].draw(flops) * node.slowness
 
     def value_of(self, computation: Computation) -> Any:
-        """The value of finished work; a gradient brings the other pending ones along where they batch."""
-        if not isinstance(computation.work, GradientWork):
-            return computation.work.run()
+        """The value of a finished gradient, which brings the other pending ones along where they batch."""
         if not computation.evaluated:
             self._evaluate(computation)
         self.pending.pop(computation, None)

@@ -315,7 +315,7 @@ class Bounded:
         if self.clocks.minimum == before:
             return []
         self._snapshot = self.version
-        reached = range(before + 1, self.clocks.minimum + 1)
+        reached = range(before + 1, self.clocks.minimum + 1) if self._waiting else ()
         return [self._start(worker) for needed in reached for worker in self._waiting.pop(needed, ())]
 
     def state(self) -> dict[str, Any]:

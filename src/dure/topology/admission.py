@@ -170,6 +170,8 @@ class ClockService:
         return Reply()
 
     def _admit(self, verdict: Start) -> Reply:
+        self._pin(verdict.worker, verdict.version)
+        self._patience.begin(verdict.worker)
         return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
 
     def _with_notes(self, reply: Reply) -> Reply:
@@ -271,11 +273,8 @@ class ClockService:
             if isinstance(verdict, Close):
                 self._close(verdict)
                 continue
-            if isinstance(verdict, Start):
-                self._pin(verdict.worker, verdict.version)
-                self._patience.begin(verdict.worker)
-                promise = self._asking.pop(verdict.worker, None)
-            elif isinstance(verdict, End):
+            reply = self._admit(verdict) if isinstance(verdict, Start) else _answer(verdict)
+            if isinstance(verdict, Start | End):
                 promise = self._asking.pop(verdict.worker, None)
             elif isinstance(verdict, Abort):
                 self.refused += 1
@@ -284,7 +283,6 @@ class ClockService:
             else:
                 self.refused += isinstance(verdict, Refuse) and verdict.worker not in self._aborted
                 promise = self._offering.pop(verdict.worker, None)
-            reply = self._admit(verdict) if isinstance(verdict, Start) else _answer(verdict)
             if promise is not None:
                 promise.resolve(reply)
             elif verdict.worker == caller:
@@ -297,8 +295,7 @@ class ClockService:
 
     def _close(self, verdict: Close) -> None:
         self._version += 1
-        said = (self._said.pop(member, None) for member in verdict.members)
-        self._notes = [note for note in said if note is not None]
+        self._notes = [self._said.pop(member) for member in verdict.members if member in self._said]
         self._hold(self._version)
         self._let_go(self._version - 1)
         for worker, seq in verdict.members:

@@ -102,14 +102,17 @@ class ServerClient:
         """Wait until the next step may start; the version that it starts on. Raises `EndOfWork` if none will."""
         clock = self._address("ask")
         while True:
-            with suppress(CallTimeout):
+            try:
                 reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
-                if "over" in reply.fields:
-                    raise EndOfWork
-                version: int = reply.fields["version"]
-                self.slowest = reply.fields["slowest"]
-                self.heard, self._spoke = reply.fields.get("notes", []), self.node.now()
-                return version
+            except CallTimeout:
+                continue
+            fields = reply.fields
+            if "over" in fields:
+                raise EndOfWork
+            version: int = fields["version"]
+            self.slowest = fields["slowest"]
+            self.heard, self._spoke = fields.get("notes", []), self.node.now()
+            return version
 
     async def pull(self, into: torch.Tensor, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.

@@ -153,20 +153,37 @@ class Shard:
 
     def _push(self, call: Call) -> Reply | Awaitable[Reply]:
         fields = call.fields
+        if fields["ordered"]:
+            return self._stage(call)
+        if self._is_new(call, call.tensors):
+            return self._apply_on_arrival(call)
+        return self._acknowledge_in_turn()
+
+    def _is_new(self, call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an update has not been here before. Raises `Refused` for one that must not count."""
+        fields = call.fields
         worker, seq = fields["worker"], fields["seq"]
         try:
-            self._check(worker, seq, fields["weight"], call.tensors)
-            first_time = self.ledger.first_time(worker, fields["incarnation"], seq)
+            self._check(worker, seq, fields["weight"], tensors)
+            return self.ledger.first_time(worker, fields["incarnation"], seq)
         except Refused:
             self.refused += 1
             raise
-        if not first_time:
-            return Reply({"version": self.version}) if fields["ordered"] else self._acknowledge_in_turn()
-        if not fields["ordered"]:
-            return self._apply_on_arrival(call)
+
+    def _stage(self, call: Call) -> Reply:
+        """Keep an update until its group closes. It is checked where it has just been copied to: in the cache."""
+        fields = call.fields
+        worker, seq, base = fields["worker"], fields["seq"], fields.get("base")
         buffer = self._copy(call.tensors)
-        weight, base, lr = fields["weight"], fields.get("base"), fields.get("lr")
-        self._staged[worker, seq] = _Staged(buffer, weight, base, lr, fields["incarnation"])
+        stays = False
+        try:
+            stays = self._is_new(call, (buffer.tensor,))
+        finally:
+            if not stays:
+                buffer.release()
+        if not stays:
+            return Reply({"version": self.version})
+        self._staged[worker, seq] = _Staged(buffer, fields["weight"], base, fields.get("lr"), fields["incarnation"])
         if self.corrections is not None:
             self.corrections.pushed(worker, seq, base)
         return Reply({"version": self.version})
