@@ -181,6 +181,12 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 def _check(task: Task, cluster: Cluster | None) -> None:
     _ = task.graph  # must be one
+    fewest = getattr(task.sync, "fewest", 1)
+    if task.workers < fewest:
+        raise UsageError(
+            f'"{task.strategy}" needs at least {fewest} workers, and there are {task.workers}. Use that many, or wait '
+            "for fewer."
+        )
     if cluster is not None and task.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):

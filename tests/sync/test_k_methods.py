@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.runs import bowls, local, virtual
 
+from dure.errors import UsageError
 from dure.job import load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential, Trace
@@ -351,3 +352,10 @@ def test_a_last_group_of_few_does_not_count(method):
         assert run.summary["updates_applied"] > 20
         if method == "k-async:k=3":
             assert run.seconds < 0.4, "the slow one need not make up for what others cannot give"
+
+
+@pytest.mark.parametrize(("method", "fewest"), [("k-sync:k=5", 5), ("k-async:k=5", 5), ("backup:backups=4", 5)])
+def test_more_than_there_are_cannot_be_waited_for(method, fewest):
+    with pytest.raises(UsageError, match=f"{method}.*needs at least {fewest} workers, and there are 4"):
+        virtual("digits-mlp", f"{method} ps", UNEVEN, steps=2)
+    virtual("digits-mlp", f"{method} ps", workers=fewest, steps=2)

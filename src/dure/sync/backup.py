@@ -48,6 +48,11 @@ class Backup:
         if self.backups is not None and self.backups < 0:
             raise ValueError(f"backups counts workers and must be >= 0, got {self.backups}. Use 0 to wait for all.")
 
+    @property
+    def fewest(self) -> int:
+        """Workers that it makes sense with."""
+        return (self.backups or 0) + 1
+
     def quorum(self, workers: int) -> int:
         """N, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.backups is None else max(1, workers - self.backups)

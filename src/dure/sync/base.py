@@ -48,6 +48,7 @@ class Sync(Protocol):
     #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
     #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
     #   quorum(workers: int) -> int           how many updates make a group
+    #   fewest: int                           workers that it needs at least
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory
     #   coordinate(lead: Coordinator)         server 0 leads it, and hands out portions: `batch`, `push_every`
     #   no_loop: str                          why `dure.attach` cannot run it; "" where it can

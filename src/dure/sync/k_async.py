@@ -49,6 +49,11 @@ class KAsync:
         if self.k is not None and self.k < 1:
             raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
 
+    @property
+    def fewest(self) -> int:
+        """Workers that it makes sense with."""
+        return self.k or 1
+
     def quorum(self, workers: int) -> int:
         """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
