@@ -258,6 +258,7 @@ def test_a_run_ends_by_its_seconds(strategy):
     run = virtual("digits-mlp", strategy, cluster, seconds=0.25, eval_every=5)
     assert 0.25 <= run.seconds < 0.25 + 0.12
     assert min(steps_of(run)) >= 10
+    assert run.summary["steps"] == max(steps_of(run))
     assert run.rows[-1]["seconds"] == run.seconds
 
 

@@ -90,7 +90,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "on": task.config.on,
         "time": time,
         "workers": task.workers,
-        "steps": task.steps,
+        "steps": _steps(task, totals),
         "lr": task.job.optimizer.lr,
         **{name: totals.counts[name] for name in ("samples",)},
         "seconds": totals.seconds,
@@ -107,3 +107,9 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "per_shard": totals.per_shard,
         **outcome.notes,
     }
+
+
+def _steps(task: Task, totals: Totals) -> int:
+    """Mini-batches of a worker; of the one that made most, where the time may have ended the run."""
+    made = [row.get("steps", 0) for row in totals.per_worker.values()]
+    return task.steps if task.config.seconds is None else min(task.steps, max(made, default=0))
