@@ -112,6 +112,17 @@ def test_who_comes_when_all_is_over_changes_nothing():
     assert float(run.params) == pytest.approx((alone(PAIRS[0], 9) + alone(PAIRS[1], 9)) / 2, abs=1e-12)
 
 
+def test_who_comes_when_the_others_have_met_sends_nothing():
+    """They still fetch what they made, over slow links: the work of one more would be for nobody."""
+    events = (Event(at=0.05, kind="crash", worker=2), Event(at=0.5, kind="join", worker=2))
+    slow = Cluster(
+        machines=(Machines(count=3, compute=Constant(seconds=0.01)),), link=Link(bandwidth=1e5), events=events
+    )
+    run = virtual("digits-mlp", "one-shot ps", slow, steps=10)
+    assert run.outcome.totals.per_worker["worker 0"]["bytes_sent"] > 0
+    assert run.outcome.totals.per_worker["worker 2"]["bytes_sent"] == 0
+
+
 def test_a_worker_that_stood_still_goes_on_where_it_was():
     """Evicted while the others wait for it and back before they have all met, it keeps its own run."""
     pause = Event(at=5.5, kind="pause", worker=1, duration=70.0)
