@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.nodes import World
 
-from dure.errors import CallTimeout, Refused
+from dure.errors import CallTimeout, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment, restrict
 from dure.runtime.base import Address, Call, Ghost, Operation, Reply, Work
 from dure.sync.clock import Barrier, Bounded, Policy
@@ -421,6 +421,8 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
         fleet.run(zombie.ask())
     joined = fleet.run(zombie.join())
     assert joined == (1, 1, 1)
+    with pytest.raises(Evicted, match="not in under incarnation 0"):
+        fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
     fleet.run(zombie.push(vector(3), base=[1, 1]))
     fleet.run(other.push(vector(4), base=[1, 1]))
     assert (fleet.shards[0].log or [])[2:] == [(0, 1, 1), (1, 0, 2)]
