@@ -85,6 +85,7 @@ def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
         ("ps+dc-asgd:lambda=1", ["dc-asgd", 'write "ps" alone']),
         ("bsp+dc-asgd", ["dc-asgd", "bsp has none", "no gradient that is older", '"downpour+dc-asgd"']),
         ("downpour+dc-asgd+dc-asgd", ["dc-asgd is joined twice to downpour"]),
+        ("downpour+dc-asgd:lambda=0.1+dc-asgd:lambda=0.2", ["dc-asgd is joined twice to downpour"]),
         ("downpour+ssp", ['"ssp" is a sync, not a remedy', "momentum-compensation, dc-asgd, staleness-lr"]),
         ("dc-asgd ps", ['"dc-asgd" is a remedy', 'as in "downpour+dc-asgd"']),
         ("downpour+dc-asgd:lambda=-1", ["dc-asgd: lambda must be a number >= 0", "-1"]),

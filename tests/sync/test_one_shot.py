@@ -49,8 +49,9 @@ def test_is_averaging_with_a_period_of_the_whole_run(topology, optimizer, period
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_is_the_mean_of_independent_runs(topology):
-    run = virtual(bowls(PAIRS, lr=0.5), f"one-shot {topology}", workers=3, steps=6)
+    segment, run = last_segment(f"one-shot {topology}", steady(1.0, (1.0, 1.0, 1.0)), steps=6)
     assert float(run.params) == pytest.approx(sum(alone(pair, 6) for pair in PAIRS) / 3, abs=1e-14)
+    assert all(torch.equal(worker.params, run.params) for worker in segment.workers.values())
 
 
 @pytest.mark.parametrize("steps", [1, 4, 9])
