@@ -217,16 +217,20 @@ def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
 
 
 def command(*options):
-    """`dure train` as a process of its own."""
+    """`dure train` as a process of its own, which hears SIGINT even if the tests run where it is ignored."""
     name = configured("waits_now_and_then", "bsp").job
     arguments = ["train", name, "--on", "local", "--workers", "2", "--steps", "100000", *options]
-    return subprocess.Popen(
-        [sys.executable, "-m", "dure", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dure", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def family(process, size):

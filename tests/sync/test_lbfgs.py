@@ -360,8 +360,8 @@ def test_the_work_ends_in_time():
 def test_timing_only():
     """Without numbers every line search takes its first trial."""
     options: dict[str, Any] = {"workers": 4, "steps": 300, "timing_only": True}
-    run = virtual("mnist-mlp", "lbfgs:batch=3200 ps:shards=2", **options)
-    assert run.summary["updates_applied"] == 300 * 4 // 200
+    run = virtual("digits-mlp", "lbfgs:batch=640 ps:shards=2", **options)
+    assert 20 <= run.summary["updates_applied"] <= 300 * 4 // 20  # idle workers repeat portions of others
     assert run.summary["bytes_sent"] > 0
 
 
