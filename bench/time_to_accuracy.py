@@ -8,7 +8,7 @@ step takes a worker 10 ms, in the mean. The clusters:
 
 - `even`: all alike, with links of 10 Gbit/s;
 - `straggler`: the last worker is five times slower for good;
-- `heavy tail`: log-normal steps of sigma 1.5, whose longest of 16 is five times their mean;
+- `heavy tail`: log-normal steps of sigma 1.5, whose longest of 16 is nearly seven times their mean;
 - `slow links`: all alike, with links of 100 Mbit/s: the model of 100 kB takes one of them 8 ms.
 
 `--real` trains each method for real instead, with 3 processes on this machine and three times as many steps, and says

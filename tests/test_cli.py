@@ -161,6 +161,15 @@ def test_a_closed_pipe_is_no_error():
     assert "Traceback" not in done.stderr
 
 
+def assert_runs(program):
+    """What a Python program of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_importing_dure_leaves_torch_alone_and_names_are_lazy():
     program = (
         "import sys, dure, dure.cli\n"
@@ -170,10 +179,7 @@ def test_importing_dure_leaves_torch_alone_and_names_are_lazy():
         "import dure.compare\n"
         "assert callable(dure.compare), dure.compare\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
+    assert_runs(program)
 
 
 def test_help_is_there_without_waiting_for_torch():
@@ -185,8 +191,4 @@ def test_help_is_there_without_waiting_for_torch():
         "    assert not end.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--sync" in done.stdout
+    assert "--sync" in assert_runs(program)
