@@ -146,7 +146,28 @@ class Report:
         return {"runs": [run.summary() for run in runs], "report": str(path)}
 
 
-Command = Methods | Train | Compare | Report
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """A table or figure of a paper, made again."""
+
+    name: Positional[str]
+    """What to reproduce: sharding."""
+    on: str = "virtual"
+    """Where."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self) -> dict[str, Any]:
+        """Make it, print its table and return its rows."""
+        from dure.reproduce import find
+
+        module = find(self.name)
+        result: dict[str, Any] = module.reproduce(self.on)
+        _show(module.table(result), to_error=self.json)
+        return result
+
+
+Command = Methods | Train | Compare | Report | Reproduce
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,6 +237,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
         | Annotated[Train, tyro.conf.subcommand("train", default=train)]
         | Annotated[Compare, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     )
     style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."

@@ -244,7 +244,7 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     places: dict[int, str] = {}
     for name, parameter in found:
         other = places.setdefault(parameter.data_ptr(), name)
-        if other != name and parameter.numel():
+        if other != name and parameter.numel() and not parameter.is_meta:
             raise ReplicaError(
                 f"parameters {other!r} and {name!r} are two objects in the same memory, which a flat buffer would "
                 f"separate. Share the object instead: module.{name} = module.{other}."
