@@ -48,7 +48,7 @@ def test_methods_as_json_is_the_last_line_alone():
     assert rows["dc-asgd"]["axis"] == "remedy"
     assert rows["ssp"]["combines"] == ["ps"]
     assert rows["ps"]["axis"] == "topology"
-    assert {"name": "split", "type": "memory|layer", "default": "memory"} in rows["ps"]["parameters"]
+    assert {"name": "split", "type": "memory|layer|keys|hybrid", "default": "memory"} in rows["ps"]["parameters"]
     assert "averaging" in done.stderr
 
 

@@ -142,7 +142,7 @@ class Task:
         if self.shares_memory:
             return [[(0, replica.numel)]]
         assert isinstance(topology, ParameterServer)
-        return split(replica.layers, replica.numel, topology.shards, by=topology.split)
+        return split(replica.layers, replica.numel, topology.shards, by=topology.split, bound=topology.bound)
 
     @cached_property
     def _samplers(self) -> list[Any]:

@@ -150,7 +150,8 @@ def test_averaging_over_servers_is_averaging_over_collectives(steps):
 def test_results_do_not_depend_on_the_shards(sync, optimizer):
     """Workers take turns, so that pushes come in one order however many servers there are."""
     cluster = staggered(3, STEPS)
-    choices = [*SERVERS, "ps:shards=5,split=layer", "ps:shards=2,colocated=true"]
+    others = ["ps:shards=3,split=hybrid,bound=1000", "ps:shards=5,split=layer", "ps:shards=3,split=keys"]
+    choices = [*SERVERS, *others, "ps:shards=2,colocated=true"]
     if sync != "bsp":
         choices = choices[::3]
     digests = {

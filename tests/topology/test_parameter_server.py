@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.nodes import World
 
 from dure.errors import CallTimeout, Evicted, Refused
@@ -17,7 +20,7 @@ from dure.runtime.base import Address, Call, Ghost, Operation, Reply, Work
 from dure.sync.clock import Barrier, Bounded, Policy
 from dure.topology.ledger import Ledger
 from dure.topology.parameter_server import ClockService, Pulled, ServerClient, Servers, Shard
-from dure.topology.sharding import gather, split
+from dure.topology.sharding import SPLITS, gather, split
 
 NUMEL = 41
 SPECS = [
@@ -54,10 +57,11 @@ class Fleet:
         reduce: str = "mean",
         values: torch.Tensor | None = None,
         segments: Sequence[Segment] = (),
+        layers: Sequence[Layer] = LAYERS,
     ) -> None:
         self.world = World()
         self.values = vector(0) if values is None else values
-        ranges = split(LAYERS, NUMEL, shards, by)  # type: ignore[arg-type]
+        ranges = split(layers, self.values.numel(), shards, by, bound=10)  # type: ignore[arg-type]
         nodes = [self.world.node(f"server {shard}") for shard in range(shards)]
         self.shards = [
             Shard(node, gather(self.values, part), spec, ranges=part, segments=restrict(segments, part), log=True)
@@ -81,7 +85,7 @@ class Fleet:
 
 
 def serial(spec: OptimizerSpec, values: torch.Tensor, gradients: Sequence[torch.Tensor], **kwargs: Any) -> torch.Tensor:
-    optimizer = FlatOptimizer(spec, NUMEL, values.dtype, **kwargs)
+    optimizer = FlatOptimizer(spec, values.numel(), values.dtype, **kwargs)
     values = values.clone()
     for gradient in gradients:
         optimizer.apply(values, gradient, values)
@@ -92,7 +96,10 @@ def serial(spec: OptimizerSpec, values: torch.Tensor, gradients: Sequence[torch.
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("shards", "by"), [(1, "memory"), (2, "memory"), (3, "memory"), (2, "layer"), (4, "layer")])
+@pytest.mark.parametrize(
+    ("shards", "by"),
+    [(1, "memory"), (2, "memory"), (3, "memory"), (2, "layer"), (4, "layer"), (3, "keys"), (3, "hybrid")],
+)
 def test_updates_on_arrival_equal_no_server_bit_for_bit(spec: OptimizerSpec, shards: int, by: str) -> None:
     segments = [Segment(5, 25, {"lr": 0.3})]
     fleet = Fleet(shards, by, spec, workers=2, segments=segments)
@@ -114,8 +121,30 @@ def test_groups_are_bitwise_the_same_for_every_cut(spec: OptimizerSpec, reduce: 
         return fleet.model()
 
     one = result(1, "memory")
-    for shards, by in [(2, "memory"), (3, "memory"), (2, "layer"), (5, "layer"), (7, "layer")]:
+    cuts = [(2, "memory"), (3, "memory"), (2, "layer"), (5, "layer"), (7, "layer"), (2, "keys"), (4, "hybrid")]
+    for shards, by in cuts:
         assert torch.equal(result(shards, by), one)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 1, 2, 3, 9, 10, 11, 40]), max_size=7),
+    shards=st.integers(1, 6),
+    by=st.sampled_from(SPLITS),
+    spec=st.sampled_from(SPECS),
+)
+def test_whatever_the_tensors_every_cut_gives_the_same_bits(
+    sizes: list[int], shards: int, by: str, spec: OptimizerSpec
+) -> None:
+    """Tensors without elements and of one are among them, models of none, and more servers than elements."""
+    stops = list(accumulate(sizes, initial=0))
+    layers = [Layer(*bounds) for bounds in pairwise(stops)]
+    draw = torch.Generator().manual_seed(len(sizes))
+    values, *gradients = (torch.randn(stops[-1], generator=draw) for _ in range(5))
+    fleet = Fleet(shards, by, spec, values=values, layers=layers)
+    for step, gradient in enumerate(gradients):
+        fleet.run(fleet.clients[step % 2].push(gradient, base=[0] * shards))
+    assert torch.equal(fleet.model(), serial(spec, values, gradients))
 
 
 @pytest.mark.parametrize(("shards", "by"), [(1, "memory"), (3, "memory"), (2, "layer")])

@@ -58,7 +58,7 @@ class Hosts:
         self._meeting = meeting
         self._replica = replica
         self._sync = sync
-        self._ranges = split(replica.layers, replica.numel, topology.shards, by=topology.split)
+        self._ranges = split(replica.layers, replica.numel, topology.shards, by=topology.split, bound=topology.bound)
         one, other = (sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
         self._rule = None if one == other else ServerRule(optimizer, replica)
         self._world_size = meeting.place.world_size
