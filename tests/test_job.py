@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.reviews import invented, reviews, unpack
 from torch import nn
 
+import dure
 from dure.data.dataset import Data
 from dure.data.split import Dirichlet, Whole
 from dure.errors import UsageError
 from dure.job import BUILT_IN, Job, load_job
 from dure.optim import OptimizerSpec
 
-NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn"}
-has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with MNIST and CIFAR-10")
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "embedding-text"}
+has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
 
 JOB_FILE = """
@@ -45,15 +47,18 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
-    """The job's model after `steps` of plain SGD."""
+    """The job's model after `steps` of its optimizer, without momentum."""
     module = job.build(seed)
     (sampler,) = job.samplers([job.batch_size], seed=seed)
+    rule = torch.optim.Adagrad if job.optimizer.name == "adagrad" else torch.optim.SGD
+    optimizer = rule(module.parameters(), lr=job.optimizer.lr)
     for _ in range(steps):
         inputs, targets = job.train.batch(sampler.next())
-        gradients = torch.autograd.grad(job.loss(module(inputs), targets), list(module.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-                parameter -= job.optimizer.lr * gradient
+        optimizer.zero_grad()
+        job.loss(module(inputs), targets).backward()
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.to_dense()
+        optimizer.step()
     return module.eval()
 
 
@@ -67,7 +72,7 @@ def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
     job = load_job(name)
     assert job.name == name
     assert job.source
-    assert job.optimizer.name == "sgd"
+    assert job.optimizer.name == ("adagrad" if name == "embedding-text" else "sgd")
     batch = min(job.batch_size, 32)
     before, after = loss_of(job, job.build().eval()), loss_of(job, trained(load_job(name, batch_size=batch), 40))
     assert after < 0.9 * before
@@ -198,3 +203,37 @@ def test_a_job_refuses_what_would_fail_later() -> None:
     with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):
         Job(nn.Flatten, loss, (data.inputs, data.targets))  # type: ignore[arg-type]
     assert Job(nn.Flatten, loss, data).optimizer == OptimizerSpec()
+
+
+def test_the_text_job_has_sparse_gradients_and_reads_words_alone(tmp_path: Path) -> None:
+    unpack(tmp_path, reviews())
+    job = load_job("embedding-text", data_root=tmp_path, vocabulary=30, dim=3, hidden=2, tokens=8)
+    module = job.build()
+    assert [tuple(each.shape) for each in module.parameters()] == [(30, 3), (2, 3), (2,), (2, 2), (2,)]
+    inputs, targets = job.train.batch(torch.tensor([0, 5]))
+    job.loss(module(inputs), targets).backward()
+    table, *dense = [each.grad for each in module.parameters()]
+    assert table.is_sparse
+    assert set(table.coalesce().indices()[0].tolist()) == set(inputs[inputs > 0].tolist())
+    assert not any(each.is_sparse for each in dense)
+    with torch.no_grad():
+        module.bag.weight[0] = 1e6
+    assert torch.equal(module(inputs)[1], module(inputs[1:, :3])[0])
+
+
+@pytest.mark.parametrize("setting", ["dim", "hidden"])
+def test_the_text_job_refuses_what_has_no_width(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="must be >= 1"):
+        load_job("embedding-text", data_root=tmp_path, **{setting: 0})
+
+
+@pytest.mark.parametrize(
+    ("on", "strategy"),
+    [("virtual", "bsp collective"), ("virtual", "bsp ps"), ("virtual", "downpour"), ("local", "bsp collective")],
+)
+def test_the_text_job_runs_as_any_other(on: str, strategy: str, tmp_path: Path) -> None:
+    """Its sparse gradients are made dense where a method knows nothing of them."""
+    unpack(tmp_path, invented(40))
+    run = dure.train("embedding-text", strategy=strategy, on=on, workers=2, data=tmp_path, steps=30, eval_every=30)
+    assert run.history[-1]["loss"] < 0.6
+    assert run.history[-1]["accuracy"] > 0.8

@@ -1,12 +1,13 @@
 """What is trained: a model, a loss, data, and how one would train it alone.
 
-    | built-in job    | data                          | model                                            |
-    |-----------------|-------------------------------|--------------------------------------------------|
-    | `digits-mlp`    | 8x8 digits, bundled           | one hidden layer                                 |
-    | `mnist-mlp`     | MNIST                         | one hidden layer; `hidden=32`                    |
-    | `mnist-cnn`     | MNIST                         | two convolutions, no batch norm                  |
-    | `cifar10-cnn`   | CIFAR-10                      | three convolutions with batch norm               |
-    | `quadratic`     | drawn; `dim`, `conditioning`, `noise` | a point, whose best place is known exactly |
+    | built-in job     | data                          | model                                          |
+    |------------------|-------------------------------|------------------------------------------------|
+    | `digits-mlp`     | 8x8 digits, bundled           | one hidden layer                               |
+    | `mnist-mlp`      | MNIST                         | one hidden layer; `hidden=32`                  |
+    | `mnist-cnn`      | MNIST                         | two convolutions, no batch norm                |
+    | `cifar10-cnn`    | CIFAR-10                      | three convolutions with batch norm             |
+    | `embedding-text` | IMDB reviews                  | mean of words' embeddings, two dense layers; sparse gradients |
+    | `quadratic`      | drawn; `dim`, `conditioning`, `noise` | a point, whose best place is known exactly |
 
 Anything else is `FILE.py:FUNCTION`, a function that returns a `Job`.
 """
@@ -41,6 +42,7 @@ BUILT_IN: Mapping[str, str] = {
     "mnist-mlp": "dure.models.mnist:mnist_mlp",
     "mnist-cnn": "dure.models.mnist:mnist_cnn",
     "cifar10-cnn": "dure.models.cifar10:cifar10_cnn",
+    "embedding-text": "dure.models.text:embedding_text",
     "quadratic": "dure.models.quadratic:quadratic",
 }
 

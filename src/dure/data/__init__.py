@@ -5,9 +5,11 @@
     | dataset.py  | `Data`: inputs and targets side by side                                        |
     | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
     | download.py | `fetch`: a published file, checked and written whole or not at all             |
+    | archive.py  | `files`: those of a tar.gz archive, checked and read without unpacking it      |
     | digits.py   | `load_digits`: 8x8 digits that come with scikit-learn                          |
     | mnist.py    | `load_mnist`: the published IDX files                                          |
     | cifar10.py  | `load_cifar10`: the published binary layout, packed or unpacked                |
+    | imdb.py     | `load_imdb`: film reviews as published, as rows of a vocabulary                |
     | split.py    | `parse_split`: `iid`, `whole`, `striped`, `dirichlet`; `Sampler`: one worker's batches |
 
 A loader returns `Loaded(train, test, source)`; `source` says in words how much was found, and where. It raises
@@ -18,6 +20,7 @@ from dure.data.cifar10 import load_cifar10
 from dure.data.dataset import Data, Loaded
 from dure.data.digits import load_digits
 from dure.data.download import fetch
+from dure.data.imdb import load_imdb
 from dure.data.location import data_root, find
 from dure.data.mnist import load_mnist
 from dure.data.split import IID, Dirichlet, Sampler, Split, Striped, Whole, parse_split
@@ -36,6 +39,7 @@ __all__ = [
     "find",
     "load_cifar10",
     "load_digits",
+    "load_imdb",
     "load_mnist",
     "parse_split",
 ]

@@ -10,14 +10,12 @@ Nothing is unpacked to disk. A set with only some of the training batches is use
 
 from __future__ import annotations
 
-import gzip
-import tarfile
-import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dure.data.archive import files
 from dure.data.dataset import Data, Loaded
 from dure.data.download import Published, fetch
 from dure.data.location import find
@@ -80,33 +78,9 @@ def _from_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _from_archive(path: Path) -> dict[str, Tensor]:
-    """Every member is looked at, so that a damaged or unsafe archive is refused as a whole."""
-    batches = {}
-    try:
-        with gzip.open(path) as packed, tarfile.open(fileobj=packed, mode="r:") as archive:
-            for member in archive:
-                _check_member(member, path)
-                folder, name = PurePosixPath(member.name).parent, PurePosixPath(member.name).name
-                if member.isfile() and str(folder) == FOLDER and name in (*TRAIN, TEST):
-                    where = f"{member.name} in {path}"
-                    _check_length(member.size, where, path)
-                    stream = archive.extractfile(member)
-                    batches[name] = _records(stream.read() if stream else b"", where, path)
-            while packed.read(1 << 20):  # to the end, where the checksum is
-                pass
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"{path} is no whole tar.gz archive: {error}. {_again(path)}") from error
-    return batches
-
-
-def _check_member(member: tarfile.TarInfo, path: Path) -> None:
-    name = PurePosixPath(member.name)
-    if name.is_absolute() or ".." in name.parts:
-        raise DataError(f"{path} is unsafe: its member {member.name!r} leaves the folder. {_again(path)}")
-    if not (member.isfile() or member.isdir()):
-        raise DataError(f"{path} is unsafe: its member {member.name!r} is neither file nor folder. {_again(path)}")
-    if member.size > RECORD * MOST_RECORDS:
-        raise DataError(f"{path} holds {member.name!r} of {member.size:,} bytes, more than published. {_again(path)}")
+    wanted = {f"{FOLDER}/{name}": name for name in (*TRAIN, TEST)}
+    found = files(path, wanted.__contains__, most=RECORD * MOST_RECORDS, again=_again(path))
+    return {wanted[member]: _records(body, f"{member} in {path}", path) for member, body in found}
 
 
 def _check_length(nbytes: int, where: str, path: Path) -> None:

@@ -4,6 +4,7 @@ Under a root, each data set has its folder:
 
     ROOT/mnist/train-images-idx3-ubyte.gz      and three more (plain files without .gz do as well)
     ROOT/cifar10/cifar-10-binary.tar.gz        or the unpacked folder cifar-10-batches-bin/
+    ROOT/imdb/aclImdb_v1.tar.gz                or the unpacked folder aclImdb/
 """
 
 from __future__ import annotations

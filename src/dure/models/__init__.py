@@ -6,6 +6,7 @@
     | digits.py    | `digits_mlp`: the job `digits-mlp`                                             |
     | mnist.py     | `mnist_mlp`, `mnist_cnn`: the jobs `mnist-mlp`, `mnist-cnn`                    |
     | cifar10.py   | `cifar10_cnn`: the job `cifar10-cnn`, the one with buffers (batch norm)        |
+    | text.py      | `embedding_text`: the job `embedding-text`, the one with sparse gradients      |
     | quadratic.py | `quadratic`: the job `quadratic`, whose optimum is known exactly               |
 
 A job function's parameters are settings of the job (`load_job("mnist-mlp", hidden=64)`).
@@ -16,5 +17,16 @@ from dure.models.digits import digits_mlp
 from dure.models.mlp import mlp, mlp_maker, top1
 from dure.models.mnist import mnist_cnn, mnist_mlp
 from dure.models.quadratic import quadratic
+from dure.models.text import embedding_text
 
-__all__ = ["cifar10_cnn", "digits_mlp", "mlp", "mlp_maker", "mnist_cnn", "mnist_mlp", "quadratic", "top1"]
+__all__ = [
+    "cifar10_cnn",
+    "digits_mlp",
+    "embedding_text",
+    "mlp",
+    "mlp_maker",
+    "mnist_cnn",
+    "mnist_mlp",
+    "quadratic",
+    "top1",
+]
