@@ -6,11 +6,13 @@ values, for the others; whoever fails leaves a note as well, so that nobody wait
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +26,13 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MEETING_SECONDS = 120.0
 """How long the others may take to come up."""
 
+ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable by which the engine is told which network its collectives use."""
+
 LOOK_SECONDS = 0.02
 """How often a rank looks for a note that is not there yet."""
+
+_SIOCGIFADDR = 0x8915  # Linux; elsewhere the engine is left to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,28 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     return Place(rank, world_size, master, restarts, _launch(environ))
 
 
+def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have the engine's collectives use the network on which this machine is `address`, unless told otherwise.
+
+    By itself the engine takes the one that the machine's own name leads to: on many machines the loopback, where no
+    other machine can reach it.
+    """
+    name = _interface_at(address)
+    if name is not None:
+        environ.setdefault(ENGINE_INTERFACE, name)
+
+
+def _interface_at(address: str) -> str | None:
+    """The network interface whose IPv4 address is `address`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
 def _launch(environ: Mapping[str, str]) -> str:
     """What the restarts of one launch have in common, and no other launch has.
 
@@ -105,6 +134,7 @@ class Meeting:
         import torch.distributed as dist
 
         self.place = place
+        lead_engine(place.interface)
         base = _engine_store(place)
         number = base.add(f"dure/{topic}/{place.rank}", 1)
         self.store = dist.PrefixStore(f"dure/{topic}/meeting {number}", base)  # type: ignore[attr-defined]
