@@ -89,6 +89,7 @@ def run_together(
             meeting.fail(f"{type(error).__name__}: {error}")
         raise
     meeting.put("record", {"history": run.history, "summary": run.summary()})
+    meeting.part()
     return run
 
 
@@ -150,6 +151,7 @@ def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
             _let_rank_0_speak(meeting)
             raise
         record = meeting.get("record", RUN_SECONDS)
+        meeting.part()
     return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seed)
 
 

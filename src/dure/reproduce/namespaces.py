@@ -15,6 +15,7 @@ It needs Linux, root, and the programs `ip` and `tc` (Debian's package iproute2)
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count as counted
 from pathlib import Path
 
 from dure.errors import DureError, UsageError
@@ -35,6 +37,7 @@ QUEUE_SECONDS = 0.05
 
 COMMAND_SECONDS = 20.0
 LOOK_SECONDS = 0.05
+_serial = counted()
 FAREWELL_SECONDS = 15.0
 """How long the others may take to end by themselves once one has failed."""
 
@@ -59,10 +62,8 @@ def missing() -> str:
 
 
 @contextmanager
-def hosts(count: int, *, bandwidth: float, congestion: str | None = None) -> Iterator[Hosts]:
+def hosts(count: int, *, bandwidth: float) -> Iterator[Hosts]:
     """`count` hosts whose cards carry `bandwidth` bytes per second in each direction, headers of frames included.
-
-    `congestion` is TCP's congestion control on them, the machine's own if left out.
 
     Raises:
         UsageError: what is asked for cannot be, here or anywhere.
@@ -76,7 +77,7 @@ def hosts(count: int, *, bandwidth: float, congestion: str | None = None) -> Ite
     if not bandwidth > 0:
         raise UsageError(f"bandwidth is in bytes per second and must be > 0, got {bandwidth}. 100 Mbit/s are 12.5e6.")
     sweep()
-    stem = f"{PREFIX}-{_mark(os.getpid())}"
+    stem = f"{PREFIX}-{_mark(os.getpid())}-{next(_serial)}"
     names = tuple(f"{stem}-{number}" for number in range(count))
     switch = f"{stem}-switch"
     with ExitStack() as stack:
@@ -86,8 +87,6 @@ def hosts(count: int, *, bandwidth: float, congestion: str | None = None) -> Ite
         for number, name in enumerate(names):
             _add(name, stack)
             _connect(name, switch, number, bandwidth)
-            if congestion is not None:
-                _do("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={congestion}")
         found = _do("ip", "netns", "exec", names[0], "cat", "/proc/sys/net/ipv4/tcp_congestion_control").strip()
         yield Hosts(names, tuple(map(_address, range(count))), bandwidth, found)
 
@@ -178,16 +177,15 @@ def _wait(programs: Sequence[Program], seconds: float) -> bool:
 def sweep() -> None:
     """Delete what was left behind by processes that are no more, and end what still runs in it."""
     for name in _there():
-        owner = name.removeprefix(f"{PREFIX}-").rpartition("-")[0]
-        pid = owner.partition("-")[0]
-        if pid.isdigit() and _mark(int(pid)) != owner:
+        _, pid, began, *_ = name.split("-")
+        if _mark(int(pid)) != f"{pid}-{began}":
             _clear(name)
 
 
 def _there() -> list[str]:
     """Namespaces that this module has made."""
-    lines = _do("ip", "netns", "list").splitlines()
-    return [line.split()[0] for line in lines if line.startswith(f"{PREFIX}-")]
+    names = [line.split()[0] for line in _do("ip", "netns", "list").splitlines()]
+    return [name for name in names if re.fullmatch(rf"{PREFIX}-\d+-\d+-\d+-\w+", name)]
 
 
 def _mark(pid: int) -> str:

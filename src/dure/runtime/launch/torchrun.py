@@ -29,6 +29,9 @@ MEETING_SECONDS = 120.0
 ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which the engine is told which network its collectives use."""
 
+PARTING_SECONDS = 5.0
+"""How long rank 0 waits for the others to have read its last note."""
+
 LOOK_SECONDS = 0.02
 """How often a rank looks for a note that is not there yet."""
 
@@ -158,6 +161,14 @@ class Meeting:
         """What every rank has put under `key`, by rank; returns once all have."""
         self.put(f"{key} {self.place.rank}", mine)
         return [self.get(f"{key} {rank}") for rank in range(self.place.world_size)]
+
+    def part(self) -> None:
+        """This rank reads no more notes. Rank 0, in whose process they may lie, waits a little for the others."""
+        self.put(f"parted {self.place.rank}", True)
+        if self.place.rank == 0:
+            with suppress(PeerLost, CallTimeout):
+                for rank in range(1, self.place.world_size):
+                    self.get(f"parted {rank}", PARTING_SECONDS)
 
     def fail(self, reason: str) -> None:
         """Tell everybody who waits, now or later, that this rank is out."""
