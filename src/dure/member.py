@@ -238,7 +238,7 @@ class WorkerLife(Life):
         node, task = self.node, self.task
         self.node.serve("process", self._control())
         reply = await self.register(where)
-        if task.needs_everybody:
+        if task.uses_engine:
             node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
         self.worker = worker = task.worker(node, node.rank, node.meter)
         if task.shares_memory:

@@ -145,7 +145,7 @@ class Hub:
         self.node.on_lost = self._lost
         self.address = (interface, self.node.wire.listen(interface))
         self.node.serve("hub", self)
-        self.store = self._store() if task.needs_everybody else None
+        self.store = self._store() if task.uses_engine else None
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []

@@ -210,7 +210,7 @@ def name_of(axis: str, member: Any) -> str:
 
 
 def member_text(axis: str, member: Any) -> str:
-    """An object as text: its first parameter always, the others where they differ from their defaults.
+    """An object as text: its first parameter (always, as a rule), the others where they differ from their defaults.
 
     >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
     ('ps:shards=1', 'ps:shards=2,split=layer')
@@ -223,7 +223,7 @@ def _call_text(axis: str, member: Any) -> str:
     shown = []
     for position, parameter in enumerate(parameters(type(member))):
         value = getattr(member, parameter.field)
-        if position == 0 or value != parameter.default:
+        if (position == 0 and parameter.shown) or value != parameter.default:
             shown.append(f"{parameter.name}={value_text(value)}")
     name = name_of(axis, member)
     return f"{name}:{','.join(shown)}" if shown else name

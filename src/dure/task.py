@@ -16,7 +16,7 @@ from dure.data.split import IID
 from dure.errors import UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec
 from dure.replica import Replica
-from dure.runtime.base import Address, Ghost, Node
+from dure.runtime.base import Address, Ghost, Group, Node
 from dure.runtime.memory import Memory
 from dure.runtime.meter import Meter
 from dure.source import JobSource
@@ -24,6 +24,7 @@ from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
+from dure.topology.collective import SentGroup
 from dure.topology.coordinator import Coordinator, Limits
 from dure.topology.corrections import Corrections
 from dure.topology.gossip import Peer
@@ -90,8 +91,14 @@ class Task:
 
     @property
     def needs_everybody(self) -> bool:
-        """Whether every operation needs every worker, as the engine's collectives do: then a death ends the run."""
+        """Whether every operation needs every worker, as collectives do: then a death ends the run."""
         return isinstance(self.strategy.topology, Collective)
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether workers meet by the engine's collectives, and so in a process group of its own."""
+        topology = self.strategy.topology
+        return isinstance(topology, Collective) and topology.algorithm == "engine"
 
     @property
     def coordinated(self) -> bool:
@@ -197,8 +204,15 @@ class Task:
             worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
             node.serve("peer", worker.peer)
         elif self.needs_everybody:
-            worker.group = node.group(range(self.workers))
+            worker.group = self.group(node, meter)
         return worker
+
+    def group(self, node: Node, meter: Meter) -> Group:
+        """All workers as one of them sees them: the engine's group, or one written from sends."""
+        topology = self.strategy.topology
+        assert isinstance(topology, Collective)
+        ranks = range(self.workers)
+        return node.group(ranks) if self.uses_engine else SentGroup(node, ranks, topology, meter)
 
     @cached_property
     def _shards(self) -> tuple[Address, ...]:

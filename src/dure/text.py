@@ -25,12 +25,16 @@ class Call(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a member. `default` is `REQUIRED` where there is none."""
+    """A parameter of a member. `default` is `REQUIRED` where there is none.
+
+    `shown`: where it is the first of a member, the member's text has it even if it is the default.
+    """
 
     name: str
     field: str
     annotation: Any
     default: Any
+    shown: bool = True
 
     def __str__(self) -> str:
         return self.name if self.default is REQUIRED else f"{self.name}={value_text(self.default)}"
@@ -82,7 +86,11 @@ def typed(call: Call, kind: type) -> dict[str, Any]:
 def parameters(kind: type) -> tuple[Parameter, ...]:
     """The fields of the dataclass `kind`. A field named like a Python keyword ends in `_`; its text does not."""
     hints = get_type_hints(kind)
-    return tuple(Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default) for f in fields(kind) if f.init)
+    return tuple(
+        Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default, f.metadata.get("shown", True))
+        for f in fields(kind)
+        if f.init
+    )
 
 
 def parse_value(text: str, annotation: Any) -> Any:

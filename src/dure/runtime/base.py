@@ -334,9 +334,17 @@ class Node(Protocol):
         """
         ...
 
-    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]: ...
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
+        """A message to `peer`, which leaves once `peer` has asked for it; done when `tensor` has left."""
+        ...
 
-    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]: ...
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
+        """Ask `peer` for its next message under `tag`, of as many elements as `into`.
+
+        Messages between two nodes under one tag keep their order. Whether a wait for one who is gone ends at once is
+        the runtime's: on processes `recv` raises `PeerLost`; a service of the node hears of it anyway (`lost`).
+        """
+        ...
 
     def group(self, ranks: Sequence[int]) -> Group: ...
 
@@ -381,18 +389,25 @@ class Apply:
 class Ghost:
     """Stands for a tensor of `numel` elements in a timing-only run: has a size, holds nothing."""
 
-    __slots__ = ("_numel", "nbytes")
+    __slots__ = ("_itemsize", "_numel", "nbytes")
 
     def __init__(self, numel: int, itemsize: int = 4) -> None:
         self._numel = numel
+        self._itemsize = itemsize
         self.nbytes = numel * itemsize
 
     def numel(self) -> int:
         return self._numel
+
+    def new_empty(self, numel: int) -> Ghost:
+        return Ghost(numel, self._itemsize)
+
+    def __getitem__(self, part: slice) -> Ghost:
+        return Ghost(len(range(self._numel)[part]), self._itemsize)
 
     def _same(self, *_: Any, **__: Any) -> Ghost:
         return self
 
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _same
     __mul__ = __rmul__ = __imul__ = __truediv__ = __itruediv__ = __neg__ = _same
-    add_ = sub_ = mul_ = div_ = zero_ = copy_ = clone = lerp_ = detach = _same
+    add_ = sub_ = mul_ = div_ = zero_ = copy_ = clone = lerp_ = detach = view = _same

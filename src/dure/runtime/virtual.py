@@ -7,6 +7,7 @@ evaluated when its value is first needed, together with all others that have sta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -193,10 +194,10 @@ class VirtualNode:
         return RemoteCall(self, service, Call(self.name, method, fields, tensors), into)
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
-        return self.runtime.mail(self.name, peer, tag).send(self, tensor)
+        return self.runtime.mail(self.name, peer, tag).send(tensor)
 
     def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
-        return self.runtime.mail(peer, self.name, tag).recv(self, into)
+        return self.runtime.mail(peer, self.name, tag).recv(into)
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         return VirtualGroup(self, tuple(ranks))
@@ -419,42 +420,52 @@ def _weight(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class Mailbox:
-    """Messages from one node to another under one tag, in order."""
+    """Messages from one node to another under one tag, in order: each leaves once its receiver has asked for it.
+
+    So it is on processes. What is sent is read when it arrives: it is lent until then.
+    """
 
     def __init__(self, runtime: VirtualRuntime, source: str, target: str) -> None:
-        self.runtime = runtime
-        self.source = source
-        self.target = target
-        self.arrived: list[torch.Tensor] = []
-        self.waiting: list[tuple[Operation[torch.Tensor], torch.Tensor]] = []
+        self.source = runtime.nodes[source]
+        self.target = runtime.nodes[target]
+        self.deposits: deque[tuple[Operation[None], torch.Tensor]] = deque()
+        self.asked: deque[tuple[Operation[torch.Tensor], torch.Tensor]] = deque()
 
-    def send(self, node: VirtualNode, tensor: torch.Tensor) -> Operation[None]:
-        operation: Operation[None] = Operation(self.runtime.kernel, f"its message to {self.target}")
-        kept = tensor if isinstance(tensor, Ghost) else tensor.clone()
-        target = self.runtime.nodes[self.target]
-
-        def deliver() -> None:
-            target.payload_received += kept.nbytes
-            self.arrived.append(kept)
-            operation.resolve()
-            self._match()
-
-        node.post(target, tensor.nbytes, HEADER, deliver)
-        return operation
-
-    def recv(self, node: VirtualNode, into: torch.Tensor) -> Operation[torch.Tensor]:
-        operation: Operation[torch.Tensor] = Operation(self.runtime.kernel, f"a message from {self.source}")
-        self.waiting.append((operation, into))
+    def send(self, tensor: torch.Tensor) -> Operation[None]:
+        operation: Operation[None] = Operation(self.source.kernel, f"its message to {self.target.name} to be fetched")
+        self.deposits.append((operation, tensor))
         self._match()
         return operation
 
+    def recv(self, into: torch.Tensor) -> Operation[torch.Tensor]:
+        operation: Operation[torch.Tensor] = Operation(self.target.kernel, f"a message from {self.source.name}")
+        self.target.post(self.source, 0, HEADER, partial(self._ask, operation, into))
+        return operation
+
+    def _ask(self, operation: Operation[torch.Tensor], into: torch.Tensor) -> None:
+        if self.source.is_paused():
+            self.source.when_awake(partial(self._ask, operation, into))
+            return
+        self.asked.append((operation, into))
+        self._match()
+
     def _match(self) -> None:
-        while self.arrived and self.waiting:
-            tensor = self.arrived.pop(0)
-            operation, into = self.waiting.pop(0)
-            if not isinstance(tensor, Ghost):
-                into.copy_(tensor)
-            operation.resolve(into)
+        while self.deposits and self.asked:
+            (sent, tensor), (received, into) = self.deposits.popleft(), self.asked.popleft()
+            arrive = partial(self._arrive, sent, tensor, received, into)
+            self.source.post(self.target, tensor.nbytes, HEADER, arrive)
+
+    def _arrive(
+        self, sent: Operation[None], tensor: torch.Tensor, received: Operation[torch.Tensor], into: torch.Tensor
+    ) -> None:
+        if self.target.is_paused():
+            self.target.when_awake(partial(self._arrive, sent, tensor, received, into))
+            return
+        self.target.payload_received += tensor.nbytes
+        if not isinstance(tensor, Ghost):
+            into.copy_(tensor)
+        sent.resolve()
+        received.resolve(into)
 
 
 class VirtualRuntime:
