@@ -410,4 +410,4 @@ class Ghost:
 
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _same
     __mul__ = __rmul__ = __imul__ = __truediv__ = __itruediv__ = __neg__ = _same
-    add_ = sub_ = mul_ = div_ = zero_ = copy_ = clone = lerp_ = detach = view = _same
+    add_ = sub_ = mul_ = div_ = zero_ = copy_ = clone = lerp_ = detach = view = view_as = _same

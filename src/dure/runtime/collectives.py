@@ -1,4 +1,4 @@
-"""What collectives cost in virtual time: closed forms of the algorithms that engines use, not simulated messages.
+"""What the engine's collectives cost in virtual time: closed forms of its algorithms, not simulated messages.
 
     kind            algorithm             rounds           bytes that a rank sends (n elements of b bytes, K ranks)
     all_reduce      ring                  2 (K - 1)        2 (K - 1) / K n b
@@ -10,7 +10,7 @@
 The ring cuts a tensor into K chunks whose sizes differ by at most one element, the larger first. A round lasts
 as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), and where
 it adds, gamma for each byte. Chunks travel without headers. Nothing else that uses the cards at that time slows
-a collective, or is slowed by it.
+a collective, or is slowed by it. Collectives written from sends are simulated messages (`sent_collectives`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 HEADER = 64
 """Bytes of a message's header."""
+
+SMALL = 4096
+"""Bytes, the header included, up to which a message queues nowhere, and costs no `beta`."""
 
 
 class Path(NamedTuple):
@@ -35,6 +38,12 @@ class Path(NamedTuple):
         """One message of `nbytes`, alone; its bytes are added to others at the end if `adds`."""
         per_byte = self.beta + 1.0 / self.bandwidth + (self.gamma if adds else 0.0)
         return self.latency + self.alpha + nbytes * per_byte
+
+    def message(self, nbytes: int = 0) -> float:
+        """One message of `nbytes` and a header, alone in the network model."""
+        wire = nbytes + HEADER
+        per_byte = 1.0 / self.bandwidth + (self.beta if wire > SMALL else 0.0)
+        return self.latency + self.alpha + wire * per_byte
 
 
 class Cost(NamedTuple):

@@ -36,10 +36,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 from dure.runtime.cluster import Cluster
-from dure.runtime.collectives import COLLECTIVES, HEADER, Cost, Path
-
-SMALL = 4096
-"""Bytes, the header included, up to which a message queues nowhere."""
+from dure.runtime.collectives import COLLECTIVES, HEADER, SMALL, Cost, Path
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 

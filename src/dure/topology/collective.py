@@ -110,7 +110,7 @@ class SentGroup:
         parts = [whole[start:stop] for start, stop in cuts]
         parts[here].copy_(tensor.view(-1))
         await self._algorithm.all_gather(whole, cuts)
-        return [part.view(tensor.shape) for part in parts]
+        return [part.view_as(tensor) for part in parts]
 
     async def _reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone().view(-1)
