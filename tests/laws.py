@@ -47,6 +47,7 @@ POST_LOCAL = Path(__file__).parents[1] / "examples" / "03_post_local.py"
 
 LAWS = [
     Law("bsp collective", survives=False),
+    Law("bsp collective:algorithm=ring", survives=False),
     Law("bsp ps:shards=2"),
     Law("one-shot collective", survives=False),
     Law("one-shot ps:shards=2"),
@@ -59,6 +60,7 @@ LAWS = [
     Law("bmuf:period=4,momentum=0.5 collective", survives=False),
     Law("bmuf:period=4,momentum=0.5,nesterov=true ps:shards=2"),
     Law("bmuf:period=4,momentum=0.5,overlap=3,fragments=3 collective", survives=False),
+    Law("bmuf:period=4,overlap=2,fragments=2 collective:algorithm=hierarchical,per_host=3", survives=False),
     Law("diloco:period=4 collective", survives=False, options={"lr": 0.003}),
     Law("diloco:period=4 ps:shards=2", options={"lr": 0.003}),
     Law("easgd:period=4 collective", survives=False),

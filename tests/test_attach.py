@@ -79,7 +79,7 @@ def close(one, other):
 # ---- two ranks
 
 
-@pytest.mark.parametrize("strategy", ["bsp", "bsp ps:shards=2,split=layer", "averaging:period=1"])
+@pytest.mark.parametrize("strategy", attached.WHOLE)
 def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
     for rank in ranks:
         assert close(rank["means"][strategy], plain())
@@ -154,7 +154,7 @@ def test_evaluation_shows_what_would_be_delivered(ranks):
 
 
 def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
-    for strategy in ("bsp", "averaging:period=2"):
+    for strategy in ("bsp", "averaging:period=2", attached.RING):
         kind, message, seconds, again = ranks[0]["one_fails"][strategy]
         assert kind == "PeerLost"
         assert "rank 1 failed with OverflowError: the user's own mistake" in message

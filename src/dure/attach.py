@@ -28,7 +28,7 @@ from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.strategy import Strategy
-from dure.topology.spec import ParameterServer
+from dure.topology.spec import Collective, ParameterServer
 from dure.user_loop.optimizer import UserOptimizer
 from dure.user_loop.peers import Peers
 from dure.user_loop.sampler import EpochSampler, share_of
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from dure.codec.fp32 import Float32
     from dure.sync.base import Sync
-    from dure.topology.spec import Collective
 
 T = TypeVar("T")
 
@@ -85,7 +84,8 @@ def attach(
         if isinstance(strategy.topology, ParameterServer):
             ties = Hosts(node, meeting, replica, strategy, optimizer)
         else:
-            ties = Peers(node, meeting, replica, strategy.sync.delivers)
+            assert isinstance(strategy.topology, Collective)
+            ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
     return Attached(strategy, meeting, replica, mine, worker, ties)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from support import dyadic_jobs
 from support.runs import local, virtual
+
+from dure.runtime.launch.nursery import Nursery
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 
@@ -60,3 +64,24 @@ def test_rows_on_the_way_are_those_of_virtual_time():
     for ours, theirs in zip(real.rows, modelled.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert real.rows[0]["seconds"] < real.rows[1]["seconds"] < real.rows[2]["seconds"]
+
+
+SENT = ["ring", "tree", "halving-doubling", "hierarchical,per_host=3"]
+
+
+def test_bsp_over_any_collective_is_bsp_in_every_bit():
+    """On data whose sums are exact in any order, with four workers: by the engine, and by sends, in both runtimes."""
+    options: dict[str, Any] = {"workers": 4, "steps": 4}
+    expected = virtual(dyadic_jobs.dyadic(), "bsp collective", **options)
+    bytes_sent: dict[str, int] = {}
+    with Nursery() as nursery:
+        for algorithm in SENT:
+            strategy = f"bsp collective:algorithm={algorithm}"
+            modelled = virtual(dyadic_jobs.dyadic(), strategy, **options)
+            real = local(f"{dyadic_jobs.__file__}:dyadic", strategy, nursery=nursery, **options)
+            assert torch.equal(modelled.params, expected.params)
+            assert torch.equal(real.params, expected.params)
+            assert real.summary["bytes_sent"] == modelled.summary["bytes_sent"]
+            bytes_sent[algorithm] = real.summary["bytes_sent"]
+    assert set(bytes_sent.values()) == {4 * 2 * 3 * 64}  # altogether; how evenly differs
+    assert expected.summary["bytes_sent"] == 4 * 2 * 3 * 64

@@ -215,7 +215,10 @@ def test_elsewhere_checkpoints_do_change_a_run(strategy, tmp_path):
 # ---- real runs
 
 
-@pytest.mark.parametrize("strategy", ["bsp collective", "bsp ps:shards=2", "downpour:n_push=2 ps", "ssp:bound=1 ps"])
+REAL = ["bsp collective", "bsp collective:algorithm=tree", "bsp ps:shards=2", "downpour:n_push=2 ps", "ssp:bound=1 ps"]
+
+
+@pytest.mark.parametrize("strategy", REAL)
 def test_a_real_run_is_resumed(strategy, tmp_path):
     """From its first checkpoint, as if it had been killed before the next. BSP comes to the same end."""
     options: dict[str, Any] = {"workers": 2, "steps": 12, "dtype": "float64", "optimizer": "momentum"}

@@ -21,7 +21,9 @@ from dure.data import load_digits
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
-ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps")
+RING = "bsp collective:algorithm=ring"
+WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
+ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 
 def model(seed=0):
@@ -84,7 +86,7 @@ def halving(optimizer):
 
 def case_means():
     """Every way to be one worker with the whole batch."""
-    return {strategy: train(strategy) for strategy in ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1")}
+    return {strategy: train(strategy) for strategy in WHOLE}
 
 
 def case_groups():
@@ -214,7 +216,7 @@ def error_of(function):
 def case_one_fails():
     """Rank 1's loop raises at its third step; it lives on, and rank 0 hears of it at once."""
     found = {}
-    for strategy in ("bsp", "averaging:period=2"):
+    for strategy in ("bsp", "averaging:period=2", RING):
         module = model(RANK)
         replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy)
         try:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dure.errors import PeerLost, StrategyError
 from dure.runtime.base import Ghost, Operation
 from dure.runtime.cluster import Cluster, Link
 from dure.runtime.network import Network
 from dure.runtime.sent_collectives import form_of
 from dure.runtime.virtual import VirtualRuntime
+from dure.strategy import Strategy, make
 from dure.topology.collective import SentGroup
 from dure.topology.sharding import equal_ranges
 from dure.topology.spec import Collective
 
 SIZES = range(1, 10)
-LENGTHS = [0, 1, 5, 7, 16, 100]
+LENGTHS = [0, 1, 7, 100]
 ALGORITHMS = [
     Collective("ring"),
     Collective("tree"),
@@ -116,7 +119,7 @@ def test_all_ranks_end_with_the_same_bits_where_sums_are_not_exact(topology):
 @pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
 def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
     for size in SIZES:
-        for numel in (*LENGTHS, 3001, DIVISIBLE, 16 * DIVISIBLE):
+        for numel in (0, 5, 3001, DIVISIBLE, 16 * DIVISIBLE):
             run = Virtual(topology, size)
             cost = form_of(topology.algorithm, kind, topology.per_host)(numel, size, run.path, 4)
             run.all(call_of(kind, [Ghost(numel) for _ in range(size)]))
@@ -128,3 +131,77 @@ def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
             else:
                 assert taken <= cost.seconds * (1 + 1e-9), (size, numel)
                 assert taken >= cost.seconds * 0.98 - 2 * run.path.message(), (size, numel)
+
+
+@pytest.mark.parametrize("topology", ALGORITHMS[:5], ids=str)
+def test_who_comes_late_is_waited_for(topology):
+    """Each rank comes at a time of its own; nothing is lost or mixed up, and nobody ends before the last has come."""
+    for size in (2, 5, 8):
+        run, given = Virtual(topology, size), values(size, 3000)
+        operations: list[tuple[Operation[Any], Operation[Any]]] = []
+
+        def come(run: Virtual, given: list[torch.Tensor], rank: int, into: list[Any]) -> None:
+            group = run.groups[rank]
+            into.append((group.all_reduce(given[rank].clone()), group.all_gather(given[rank])))
+
+        for rank in range(size):
+            run.runtime.kernel.at(0.01 * ((rank * 3) % size), partial(come, run, given, rank, operations))
+        run.runtime.kernel.run()
+        assert run.runtime.kernel.now > 0.01 * (size - 1)
+        for total, rows in operations:
+            same(total.result(), np.sum([each.numpy() for each in given], axis=0))
+            for row, one in zip(rows.result(), given, strict=True):
+                same(row, one.numpy())
+
+
+def test_a_pause_holds_up_what_its_machine_would_answer():
+    calm, paused = (Virtual(Collective("ring"), 3) for _ in range(2))
+    paused.runtime.kernel.at(1e-4, lambda: paused.nodes[1].pause(0.5))
+    for run in (calm, paused):
+        run.all(lambda group, rank: group.all_reduce(torch.ones(3000)))
+    assert calm.runtime.kernel.now < 0.1
+    assert 0.5 < paused.runtime.kernel.now < 0.6
+
+
+@pytest.mark.parametrize("topology", ALGORITHMS[:5], ids=str)
+def test_when_one_is_gone_everybody_hears_who(topology):
+    """In the middle, with two more operations called after it, and again in every later one."""
+    for size in (2, 5, 8):
+        whole = Virtual(topology, size)
+        whole.all(lambda group, rank: group.all_reduce(torch.ones(40_000)))
+        run, victim = Virtual(topology, size), size // 2
+        operations = [[group.all_reduce(torch.ones(40_000)) for _ in range(3)] for group in run.groups]
+        crash = whole.runtime.kernel.now / 2
+        run.runtime.kernel.at(crash, lambda run=run, victim=victim: run.runtime.lose(run.nodes[victim]))
+        run.runtime.kernel.run()
+        for rank in range(size):
+            if rank != victim:
+                for operation in [*operations[rank], run.groups[rank].barrier()]:
+                    run.runtime.kernel.run()
+                    with pytest.raises(PeerLost, match=f"worker {victim} is gone, and a collective needs every rank"):
+                        operation.result()
+        assert run.runtime.kernel.now < crash + run.runtime.detection + 0.01
+
+
+@pytest.mark.parametrize(
+    "text", ["collective", "collective:algorithm=ring", "collective:algorithm=hierarchical,per_host=2"]
+)
+def test_its_text_is_read_back(text):
+    assert str(Strategy.of("bsp", text)) == f"bsp {text} fp32 none"
+    assert make(text) == Strategy.parse(f"bsp {text}").topology
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("collective:algorithm=hierarchical", "needs per_host.*Write collective:algorithm=hierarchical,per_host=2"),
+        ("collective:algorithm=hierarchical,per_host=0", "of at least 1, got 0"),
+        ("collective:algorithm=tree,per_host=2", "per_host=2 is for hierarchical, and algorithm is tree"),
+        ("collective:algorithm=star", "engine or ring or tree or halving-doubling or hierarchical, got .star"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text, words):
+    with pytest.raises(StrategyError, match=words):
+        make(text)
+    with pytest.raises(ValueError, match="algorithm must be one of engine, ring"):
+        Collective("star")

@@ -6,25 +6,57 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.errors import UsageError
 from dure.runtime.agreement import Agreement, Intention, going_on
+from dure.runtime.alone import AloneGroup
 from dure.runtime.engine import Engine
 from dure.runtime.exchange import Exchange, Failed
+from dure.topology.collective import SentGroup
 
 if TYPE_CHECKING:
     from dure.replica import Replica
+    from dure.runtime.base import Group
     from dure.runtime.launch.torchrun import Meeting
     from dure.runtime.process import ProcessNode
+    from dure.topology.spec import Collective
     from dure.user_loop.source import LoopSource
     from dure.worker import Worker
+
+
+class Sends:
+    """The group of all ranks in `meeting`, by a collective written from sends; the same to `Peers` as an `Engine`.
+
+    Raises `UsageError` for a model that is not in main memory.
+    """
+
+    def __init__(self, node: ProcessNode, meeting: Meeting, replica: Replica, topology: Collective) -> None:
+        size, interface = meeting.place.world_size, meeting.place.interface
+        if replica.device.type != "cpu":
+            raise UsageError(
+                f"the model is on {replica.device}, and {topology.algorithm} sends from main memory: attach a model on "
+                'the CPU, or use the engine\'s collectives (topology="collective").'
+            )
+        self.alone = size == 1
+        self.group: Group = AloneGroup(node)
+        if not self.alone:
+            self.group = SentGroup(node, range(size), topology, node.meter)
+            places = meeting.exchange("place", [interface, node.wire.listen(interface)])
+            node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
+
+    def close(self) -> None:
+        """Nothing: what there is, is the node's."""
 
 
 class Peers:
     """Ties over collectives. `delivers` is the method's (`sync.base.Sync`)."""
 
-    def __init__(self, node: ProcessNode, meeting: Meeting, replica: Replica, delivers: str) -> None:
+    def __init__(
+        self, node: ProcessNode, meeting: Meeting, replica: Replica, delivers: str, topology: Collective
+    ) -> None:
         self._node = node
         self._replica = replica
-        self._engine = Engine(node, meeting)
+        by_engine = topology.algorithm == "engine"
+        self._engine = Engine(node, meeting) if by_engine else Sends(node, meeting, replica, topology)
         self._delivers = delivers
         self._agreement = Agreement(self._engine.group, replica.device)
         self._source: LoopSource | None = None
