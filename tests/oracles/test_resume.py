@@ -239,7 +239,8 @@ def test_a_real_run_is_resumed(strategy, tmp_path):
         exact = virtual("digits-mlp", strategy, **options)
         assert float((resumed.params - exact.params).abs().max()) < 1e-12
         for key in ("bytes_sent", "bytes_received", "messages"):
-            assert resumed.summary[key] == pytest.approx(whole.summary()[key], rel=0.1), key
+            introductions = 8 if key == "messages" else 0  # connections are made anew
+            assert resumed.summary[key] == pytest.approx(whole.summary()[key], rel=0.1, abs=introductions), key
 
 
 def test_the_run_of_a_killed_launcher_is_resumed(tmp_path):
