@@ -199,6 +199,19 @@ def test_snapshots_without_lead_are_bsp_with_summed_updates() -> None:
     assert any(not torch.equal(result(Bounded(2), "sum", seed), expected) for seed in range(5))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_all_shards_are_asked_before_any_has_answered(ordered: bool) -> None:
+    fleet = Fleet(4, policy=Barrier() if ordered else None)
+    client, into = fleet.clients[0], torch.empty(NUMEL)
+    for begun in (client.push(vector(1), base=[0] * 4), client.pull(into), client.status()):
+        strand = fleet.world.spawn(begun, "a call of every shard")
+        fleet.world.run_ready()
+        asked = fleet.world.choices()
+        assert [address.node for _, address in asked] == [f"server {shard}" for shard in range(4)]
+        fleet.world.settle(lambda choices: choices[-1])
+        assert strand.done
+
+
 # ---- versions are values
 
 

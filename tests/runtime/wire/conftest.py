@@ -50,9 +50,9 @@ class World:
         self.wires.append(wire)
         return wire
 
-    def server(self, **options):
+    def server(self, name="server 0", **options):
         host = Recorder()
-        wire = self.wire("server 0", host, **options)
+        wire = self.wire(name, host, **options)
         return wire, host, wire.listen(nearby=self.nearby)
 
     def join(self, caller, server, port, name="server 0", timeout=5.0):

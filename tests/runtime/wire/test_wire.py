@@ -108,6 +108,31 @@ def test_what_is_not_served_is_refused_and_the_connection_stays(world):
     assert not host.losses
 
 
+@pytest.mark.parametrize("upwards", [True, False], ids=["requests", "replies"])
+def test_bulk_with_several_hosts_moves_in_turn_a_piece_at_a_time(world, upwards, spec):
+    """Whoever calls several shards has all of them move at once: none waits until another is through."""
+    names = ["server 0", "server 1", "server 2"]
+    bulk, landed, servers = torch.ones(4 << 20), [torch.zeros(4 << 20) for _ in names], []
+    caller = world.wire("worker 0")
+    for name in names:
+        server, host, port = world.server(name)
+        world.join(caller, server, port, name)
+        host.specs["bulk"] = [spec(bulk)] if upwards else []
+        host.answer = lambda call, respond: respond(Reply({}, [] if call.tensors else [bulk]))
+        servers.append(server)
+    bulks = [([bulk], []) if upwards else ([], [into]) for into in landed]
+    outs = [world.call(caller, "bulk", *each, peer=name)[0] for name, each in zip(names, bulks, strict=True)]
+    all_under_way = False
+    while not all(outs):
+        for wire in world.wires:
+            wire.poll(0.0)
+        begun = [server.staging_peak_nbytes for server in servers] if upwards else [bool(into[0]) for into in landed]
+        all_under_way |= all(begun) and not any(outs)
+    assert all_under_way
+    assert all(isinstance(out[0], Reply) for out in outs)
+    assert upwards or all(bool((into == 1).all()) for into in landed)
+
+
 def test_a_large_payload_that_nobody_expects_costs_the_connection_and_the_call_says_why(world):
     _, host, caller = world.pair()
     other, _ = world.call(caller)
