@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from dure import errors
 from dure.errors import DureError, RemoteError
+from dure.restarts import LIMIT
 
 if TYPE_CHECKING:
     from dure.process_run import Launcher
+    from dure.restarts import Restarts
     from dure.runtime.process import ProcessLoop
 
 EXPLAIN_SECONDS = 1.0
@@ -65,16 +67,17 @@ class Casualties:
             if self._explained(name):
                 self._explain(name)
 
-    def check(self, workers: Collection[str]) -> None:
-        """Raise what ends the run."""
+    def check(self, workers: Collection[str], restarts: Restarts) -> None:
+        """Raise what ends the run; a server that comes back does not."""
         own = [error for error in self.failures.values() if not isinstance(error, RemoteError)]
         if own:
             raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
         for name in self.dead:
             fatal = name.startswith("server") or self._needed
-            if fatal and name not in self.failures and self._explained(name):
+            if fatal and name not in restarts.awaited and name not in self.failures and self._explained(name):
+                again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 serves = name.startswith("server")
-                loss = "its part of the model is gone" if serves else f"{self._strategy} needs everybody"
+                loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
                 raise DureError(f"{name} died: {self.cause(name)}; {loss}. {_RESUME}")
         if workers and all(name in self.dead for name in workers):
             first = next(iter(name for name in self.dead if name in workers))

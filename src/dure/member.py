@@ -30,6 +30,7 @@ from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, 
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
+from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
 from dure.worker import work_through
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from dure.task import Task
     from dure.topology.admission import ClockService
     from dure.topology.coordinator import Coordinator
-    from dure.topology.parameter_server import Shard
     from dure.topology.shared_memory import SharedShard
     from dure.worker import Worker
 
@@ -59,12 +59,14 @@ class Terms:
     """On what terms the processes of a run work together.
 
     `absent` workers are not there at first. A worker that shows no progress for `evict_seconds` (more, if it is slow)
-    is left behind. `log` has the shards keep what they apply, for `status`.
+    is left behind. `log` has the shards keep what they apply, for `status`. A server that is gone is waited for
+    `return_seconds`; with 0, none comes back.
     """
 
     absent: Sequence[int] = ()
     evict_seconds: float = EVICT_SECONDS
     log: bool = False
+    return_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def main(task: Task, start: Start) -> None:
     node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
-    life = WorkerLife(task, node) if kind == "worker" else ServerLife(task, node, start.terms)
+    life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)
     parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
     node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
     node.wire.close()
@@ -125,6 +127,10 @@ class Life:
                 counts["bytes_received"] += traffic.payload_nbytes_received
                 counts["messages"] += traffic.messages_sent
         return counts
+
+    def _meet(self, name: str, place: Sequence[Any]) -> None:
+        """Another process is there, or there again."""
+        self.node.directory[name] = (place[0], place[1])
 
     def _lost(self, loss: Loss) -> None:
         if loss.peer != "hub":
@@ -169,6 +175,7 @@ class ServerLife(Life):
         if number == 0:
             self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
+            self.clock.shards_return = bool(terms.return_seconds)
             self.coordinator = self.task.coordinator(self.clock, terms.evict_seconds)
         if parts:
             self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
@@ -176,13 +183,15 @@ class ServerLife(Life):
                 self.clock.restore(parts["clock"].plain)
             if self.coordinator is not None:
                 self.coordinator.restore(parts["coordinator"].plain)
+        if parts and self.node.incarnation and isinstance(self.shard, Shard):
+            self.shard.come_back(self.node.incarnation)
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             self.node.serve("clock", self.clock)
         if self.coordinator is not None:
             self.node.serve("coordinator", self.coordinator)
-        control = Control(bye=self.bye.resolve, settle=self._settle, save=self._save, lost=self._worker_lost)
-        self.node.serve("process", control)
+        handlers = {"lost": self._worker_lost, "meet": self._meet, "returned": self._returned}
+        self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, **handlers))
         await self.register(where)
         go = await self.node.call(HUB, "ready")
         if self.coordinator is not None:
@@ -194,6 +203,11 @@ class ServerLife(Life):
         """A worker died before it had called us."""
         if self.clock is not None:
             self.clock.lost(name)
+
+    async def _returned(self, name: str) -> None:
+        """Another server is back."""
+        if self.clock is not None:
+            await self.clock.returned(Address(name, "shard"))
 
     def _evicted(self, worker: int) -> None:
         self.node.call(HUB, "evicted", worker=f"worker {worker}")
@@ -216,8 +230,9 @@ class ServerLife(Life):
 class WorkerLife(Life):
     """A process that is one worker."""
 
-    def __init__(self, task: Task, node: ProcessNode) -> None:
+    def __init__(self, task: Task, node: ProcessNode, terms: Terms = Terms()) -> None:
         super().__init__(task, node)
+        self.terms = terms
         self.suspending = False
         self.evaluates = False
         self.next_checkpoint = 0
@@ -230,10 +245,6 @@ class WorkerLife(Life):
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
         return Control(bye=self.bye.resolve, **handlers)
 
-    def _meet(self, name: str, place: Sequence[Any]) -> None:
-        """Another worker is there, or there again."""
-        self.node.directory[name] = (place[0], place[1])
-
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         node, task = self.node, self.task
         self.node.serve("process", self._control())
@@ -241,6 +252,8 @@ class WorkerLife(Life):
         if task.uses_engine:
             node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
         self.worker = worker = task.worker(node, node.rank, node.meter)
+        if worker.server is not None:
+            worker.server.return_seconds = self.terms.return_seconds
         if task.shares_memory:
             await self._map_memory()
         worker.on_step = self._on_step

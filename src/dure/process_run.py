@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
 from dure.member import Terms
 from dure.outcome import Outcome, Totals
+from dure.restarts import Restarts
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.meter import Span
@@ -133,13 +134,15 @@ class Hub:
         *,
         folder: Path | None,
         terms: Terms = Terms(),  # noqa: B008
+        restarts: Restarts | None = None,
         interface: str = "127.0.0.1",
     ) -> None:
         self.task = task
         self.watch = watch
         self.launcher = launcher
         self.folder = folder
-        self.terms = terms
+        self.restarts = restarts or Restarts(task, None)
+        self.terms = replace(terms, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
         self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seed)
         self.node.on_lost = self._lost
@@ -214,7 +217,9 @@ class Hub:
         self.present.add(call.caller)
         self._look_who_is_here()
         await self._registering
-        if newcomer and self.task.graph is not None:
+        if newcomer and call.caller in self._servers:
+            self.node.spawn(self._bring_back(call.caller), f"introducing {call.caller} again")
+        elif newcomer and self.task.graph is not None:
             self._introduce(call.caller)
         store = None if self.store is None else [self.store.host, self.store.port]
         directory = {name: list(place) for name, place in self.places.items()}
@@ -224,6 +229,15 @@ class Hub:
         """Tell the workers where a newcomer is, who may want to call it."""
         for name in self._living() & self.ready - {newcomer}:
             self.node.call(Address(name, "process"), "meet", name=newcomer, place=list(self.places[newcomer]))
+
+    async def _bring_back(self, server: str) -> None:
+        """Tell everybody where a server is now, the clock first: it knows which incarnations are over."""
+        place = list(self.places[server])
+        with suppress(RemoteError):  # whoever is gone is heard of
+            await self.node.call(Address(self._servers[0], "process"), "meet", name=server, place=place)
+            await self.node.call(Address(self._servers[0], "process"), "returned", name=server)
+        for name in self.present.intersection(self._workers):
+            self.node.call(Address(name, "process"), "meet", name=server, place=place)
 
     def _look_who_is_here(self) -> None:
         """Go on once nobody is missing, the dead apart."""
@@ -367,6 +381,8 @@ class Hub:
             return
         self.casualties.died(name, reason)
         self.present.discard(name)
+        if name in self._servers and self._going.done:
+            self.restarts.died(name, self.node.now())
         if name.startswith("server") or self.task.needs_everybody or name in self.casualties.failures:
             return
         self.evicted.discard(name)
@@ -420,7 +436,7 @@ class Hub:
             self.casualties.returned(name)
             self.ready.discard(name)
             self._everyone.add(name)
-            if name not in self._workers:
+            if name not in self._workers and name not in self._servers:
                 self._workers.append(name)
         self.launcher.start(
             name,
@@ -431,10 +447,14 @@ class Hub:
             resume=None if resume is None else str(resume),
         )
 
-    def run(self, resume: Path | None = None) -> Outcome:
-        """Start everybody, and wait until the work is done."""
+    def run(self, resume: Path | None = None, *, after: Hub | None = None) -> Outcome:
+        """Start everybody, and wait until the work is done; `after` a hub of the same run that has lost a server."""
         if resume is not None:
             self._resume(checkpoint.load(resume).parts["run"])
+        if after is not None:
+            self.totals.seconds = after.node.now()
+            self.totals.failures_survived = after.totals.failures_survived + 1
+            self.casualties.causes.update(after.casualties.causes)
         for name in (*self._servers, *self._workers):
             if name not in self.finished:
                 self.start(name, resume=resume)
@@ -454,13 +474,17 @@ class Hub:
             self._died(name, f"exit status {status}")
         self.grader.look()
         self.casualties.look()
-        self.casualties.check(self._workers)
+        for name in self.restarts.due(self.node.now(), self.launcher.exited):
+            self.totals.failures_survived += 1
+            self.start(name, resume=self.folder)
+        self.casualties.check(self._workers, self.restarts)
         if not self._going.done and self.node.now() > START_SECONDS:
             missing = sorted(self._everyone - self.ready - self.dead.keys())
             raise DureError(f"{', '.join(missing)} did not come up within {START_SECONDS:g} s.")
 
     def _all_finished(self) -> bool:
-        return self._going.done and bool(self.finished) and not self._living()
+        through = self._going.done and bool(self.finished) and not self._living()
+        return through and not self.restarts.awaited and self.ready.issuperset(self._servers)
 
     def _resume(self, part: checkpoint.Part) -> None:
         plain, tensors = part.plain, part.tensors
@@ -532,6 +556,10 @@ class Hub:
         self.history.append(row)
         self.watch.row(row)
 
+    def begin_again(self) -> float | None:
+        """After an error: in how many seconds another hub may go on from the last checkpoint; None if none may."""
+        return self.restarts.together(self.dead) if self._going.done else None
+
     def close(self) -> None:
         """Let go of everything; if the run is not over, at once."""
         self.grader.abandon()
@@ -563,6 +591,26 @@ def run_processes(
             nursery = stack.enter_context(Nursery())
         nursery.load(task.config.plain())
         stack.callback(nursery.clear)
-        hub = Hub(task, watch, nursery, folder=folder)
-        stack.callback(hub.close)
-        return hub.run(resume)
+        restarts = Restarts(task, folder)
+        return keep_running(lambda: Hub(task, watch, nursery, folder=folder, restarts=restarts), nursery, resume)
+
+
+def keep_running(make: Callable[[], Hub], nursery: Nursery, resume: Path | None) -> Outcome:
+    """One hub after another, each going on from the last checkpoint, until the work is done."""
+    before: Hub | None = None
+    pause: float | None = 0.0
+    while True:
+        hub = make()
+        try:
+            hub.node.loop.run_until(hub.node.sleep(pause or 0.0))
+            return hub.run(resume, after=before)
+        except DureError:
+            pause = hub.begin_again()
+            if pause is None:
+                raise
+        finally:
+            hub.close()
+        nursery.clear()
+        assert hub.folder is not None
+        resume, before = hub.folder, hub
+        hub.watch.rewind(checkpoint.last_row(checkpoint.load(resume)))

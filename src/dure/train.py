@@ -228,19 +228,18 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
             progress.update(step, steps if steps < ENDLESS else None, loss, samples)
 
-        yield folder, Watch(row, advance, save)
+        def rewind(step: int) -> None:
+            if folder is not None:
+                folder.rewind(step)
+
+        yield folder, Watch(row, advance, save, rewind)
 
 
 def _folder(config: TrainConfig) -> RunFolder | None:
     if config.resume is not None:
         newest = checkpoint.load(config.resume / "checkpoints")
-        return RunFolder.resume(config.resume, step=_last_row(newest))
+        return RunFolder.resume(config.resume, step=checkpoint.last_row(newest))
     return None if config.out is None else RunFolder.create(config.out)
-
-
-def _last_row(newest: checkpoint.Checkpoint) -> int:
-    history = newest.parts["run"].plain["history"]
-    return int(history[-1]["step"]) if history else 0
 
 
 def _save(place: Path, step: int, state: State) -> None:

@@ -51,6 +51,7 @@ class Watch:
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
     checkpoint: Callable[[int, State], None] = lambda step, state: None
+    rewind: Callable[[int], None] = lambda step: None
 
 
 @contextmanager

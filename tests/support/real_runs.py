@@ -19,7 +19,8 @@ from dure.config import TrainConfig
 from dure.member import Terms
 from dure.optim import FlatOptimizer
 from dure.outcome import Outcome
-from dure.process_run import Hub
+from dure.process_run import Hub, keep_running
+from dure.restarts import Restarts
 from dure.runtime.base import Address
 from dure.runtime.launch.nursery import Nursery
 from dure.task import Task
@@ -69,23 +70,40 @@ class Trial:
         self.config = config
         self.terms = terms or Terms(log=True)
         self.task: Task = resolve(config)[0]
-        self.hub: Driven
+        self.hubs: list[Driven] = []
 
     def run(
-        self, act: Callable[[Trial], None] = lambda trial: None, *, always: bool = False, nursery: Nursery | None = None
+        self,
+        act: Callable[[Trial], None] = lambda trial: None,
+        *,
+        always: bool = False,
+        nursery: Nursery | None = None,
+        watch: Watch | None = None,
     ) -> Outcome:
         """To its end; `act` is called at every turn, from when all are ready on or `always`."""
+        folder = self.config.out and self.config.out / "checkpoints"
+        restarts = Restarts(self.task, folder)
+
+        def make() -> Driven:
+            shown = watch or Watch()
+            hub = Driven(self.task, shown, self.nursery, folder=folder, terms=self.terms, restarts=restarts)
+            hub.act = lambda _: act(self)
+            hub.always = always
+            self.hubs.append(hub)
+            return hub
+
         with ExitStack() as stack:
             self.nursery = nursery or stack.enter_context(Nursery())
             self.nursery.load(self.config.plain())
-            self.hub = Driven(self.task, Watch(), self.nursery, folder=None, terms=self.terms)
-            self.hub.act = lambda hub: act(self)
-            self.hub.always = always
             try:
-                return self.hub.run()
+                return keep_running(make, self.nursery, None)
             finally:
-                self.hub.close()
                 self.nursery.clear()
+
+    @property
+    def hub(self) -> Driven:
+        """The one that the run has now, or had last."""
+        return self.hubs[-1]
 
     def kill(self, name: str) -> None:
         self.nursery.signal(name, signal.SIGKILL)

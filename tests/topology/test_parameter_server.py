@@ -586,6 +586,51 @@ def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
         assert resumed.version == straight.version
 
 
+def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing_twice() -> None:
+    fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    client, one = fleet.clients[0], torch.ones(NUMEL)
+    for _ in range(2):
+        fleet.run(client.push(one, base=[0]))
+    tensors, plain = fleet.shards[0].state()
+    tensors, plain = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(plain))
+    for _ in range(1500):
+        seen = fleet.run(client.push(one, base=[2]))
+    assert seen == [1502]
+    fresh = Shard(fleet.shards[0].node, torch.zeros(NUMEL), OptimizerSpec(lr=1.0), log=True)
+    fresh.restore(tensors, plain)
+    fresh.come_back(1)
+    fleet.world.services[fleet.servers.shards[0]] = fresh
+    assert fresh.values.tolist() == [-2.0] * NUMEL
+    assert fleet.run(client.pull(one.clone())).versions > seen, "a version went backwards"
+    client.seq = 1
+    fleet.run(client.push(one, base=seen))
+    assert fresh.applied == 2, "an update that the snapshot has was applied again"
+    client.seq = 1502
+    again = fleet.run(client.push(one, base=seen))
+    client.seq = 1502
+    assert fleet.run(client.push(one, base=seen)) == again
+    assert fresh.log == [(0, 0, 1), (0, 0, 2), (0, 0, 1503)]
+    assert fresh.staleness == {**dict(plain["staleness"]), 0: 2}, "staleness across epochs is counted from the return"
+    (status,) = fleet.run(client.status())
+    assert (status["epoch"], status["version"]) == (1, 3)
+    fresh.restore(*fresh.state())
+    fresh.come_back(2)
+    assert fleet.run(client.pull(one.clone())).versions > again
+
+
+def test_the_clock_tells_a_shard_that_comes_back_who_is_gone() -> None:
+    fleet = Fleet(2, workers=2)
+    tensors, plain = fleet.shards[1].state()
+    fleet.clock.lost("worker 1")
+    fleet.world.settle()
+    fleet.shards[1].restore(tensors, plain)
+    fleet.shards[1].ledger = Ledger()
+    fleet.run(fleet.clock.returned(fleet.servers.shards[1]))
+    with pytest.raises(Evicted, match="incarnation 0 of worker 1 is over"):
+        fleet.shards[1].ledger.check(1, 0)
+    fleet.shards[1].ledger.check(0, 0)
+
+
 def test_what_the_dead_have_staged_counts_after_a_restart_too() -> None:
     """Worker 1 has staged its update for the open group, and dies before worker 0 completes it."""
     saved = Fleet(2, spec=SPECS[3], policy=Barrier())

@@ -127,12 +127,18 @@ class RunFolder:
         """Go on with the run in `path` from its checkpoint at `step`: later rows of its history are dropped."""
         path = Path(path)
         _require_run(path)
-        kept = [row for row in read_history(path / HISTORY) if row.get("step", 0) <= step]
-        with replacing(path / HISTORY) as file:
-            file.writelines(f"{to_json(row)}\n" for row in kept)
+        folder = cls(path)
+        folder.rewind(step)
         (path / SUMMARY).unlink(missing_ok=True)
         (path / CHECKPOINTS).mkdir(exist_ok=True)
-        return cls(path)
+        return folder
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of the history after `step`: the run goes on from there."""
+        self.close()
+        kept = [row for row in read_history(self.path / HISTORY) if row.get("step", 0) <= step]
+        with replacing(self.path / HISTORY) as file:
+            file.writelines(f"{to_json(row)}\n" for row in kept)
 
     @property
     def checkpoints(self) -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from dure.errors import Evicted, Refused
+from dure.errors import Evicted, PeerLost, Refused
 from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
 from dure.sync.clock import Abort, Accept, Close, End, Policy, Refuse, Start, Verdict
 from dure.topology.ledger import Ledger
@@ -32,7 +33,8 @@ class ClockService:
     | `status` |                                 | counters                                           |
 
     While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
-    told, and whatever it still sends under its old incarnation is refused (`Evicted`).
+    told, and whatever it still sends under its old incarnation is refused (`Evicted`). Where `shards_return`, one that
+    is gone comes back: it is told then what it has missed.
 
     `refused` counts the gradients that were for nothing: refused when they were offered, or aborted before.
 
@@ -58,6 +60,7 @@ class ClockService:
         self.refused = 0
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
+        self.shards_return = False
         self._patience = Patience(node.now, evict_seconds)
         self._guarding = False
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
@@ -191,6 +194,12 @@ class ClockService:
             self.lost_workers.append(int(rank))
             self._remove(int(rank))
 
+    async def returned(self, shard: Address) -> None:
+        """A shard is back from a snapshot: it may not know which incarnations are over (`shards_return`)."""
+        for worker, incarnation in sorted(self.incarnations.items()):
+            gone = incarnation if worker in self.live else incarnation + 1
+            await self.node.call(shard, "leave", worker=worker, incarnation=gone - 1, keep=[])
+
     def evict(self, worker: int) -> None:
         """Go on without `worker`, which has stopped; it comes back only by joining, under a new incarnation."""
         self.lost_workers.append(worker)
@@ -239,8 +248,18 @@ class ClockService:
         if self._expected:
             self._expected.discard(worker)
         while self._outstanding and self._outstanding[0].done:
-            self._outstanding.popleft().result()
+            with self._telling_a_shard():
+                self._outstanding.popleft().result()
         return worker
+
+    @contextmanager
+    def _telling_a_shard(self) -> Iterator[None]:
+        """One that is gone is told again when it returns."""
+        try:
+            yield
+        except PeerLost:
+            if not self.shards_return:
+                raise
 
     def _ruled(self) -> Policy:
         if self.policy is None:
@@ -347,7 +366,8 @@ class ClockService:
     async def settled(self) -> None:
         """Once the shards have applied all that they were told; nobody makes a step meanwhile."""
         while self._outstanding:
-            await self._outstanding.popleft()
+            with self._telling_a_shard():
+                await self._outstanding.popleft()
 
     def state(self) -> dict[str, Any]:
         """What survives a restart, plain values, while nobody is in the middle of a step.

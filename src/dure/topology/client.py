@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from dure.errors import CallTimeout, Refused, RemoteError, Superseded
+from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded
 from dure.runtime.base import Address, EndOfWork, Ghost, Node, Operation, Reply, nothing
 from dure.topology.sharding import Ranges, pieces
 
 PROGRESS_SECONDS = 1.0
 """How often a worker that pushes seldom says that it is at work."""
+
+
+AGAIN_SECONDS = 0.1
+"""How long to wait before a shard that is gone is called again."""
 
 
 class Servers(NamedTuple):
@@ -58,7 +62,8 @@ class ServerClient:
     An update costs one call per shard and, if ordered, one `staged` to the clock. Before it comes an `offer`,
     so that what is refused is refused before its bytes travel; where the policy refuses nobody
     (`may_refuse=False`) the offer is skipped. What is not answered in `timeout` seconds is sent again, up to
-    `attempts` times, under the same number; a question of admission as often as it takes.
+    `attempts` times, under the same number; a question of admission as often as it takes. A shard that is gone is
+    called again for `return_seconds`.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class ServerClient:
         self.incarnation = incarnation
         self.timeout = timeout
         self.attempts = attempts
+        self.return_seconds = 0.0
         self.seq = 0
         self.heard: list[Mapping[str, float]] = []
         self.slowest = 0
@@ -289,8 +295,8 @@ class ServerClient:
         if count == 1:
             try:
                 return [await start(0)]
-            except CallTimeout as late:
-                return [await self._insist(partial(start, 0), late)]
+            except (CallTimeout, PeerLost) as failed:
+                return [await self._insist(partial(start, 0), failed)]
         operations = [start(shard) for shard in range(count)]
         replies = []
         error: RemoteError | None = None
@@ -298,21 +304,30 @@ class ServerClient:
             try:
                 try:
                     reply = await operation
-                except CallTimeout as late:
-                    reply = await self._insist(partial(start, shard), late)
-            except RemoteError as failed:
-                error = error or failed
+                except (CallTimeout, PeerLost) as failed:
+                    reply = await self._insist(partial(start, shard), failed)
+            except RemoteError as final:
+                error = error or final
             else:
                 replies.append(reply)
         if error is not None:
             raise error
         return replies
 
-    async def _insist(self, again: Callable[[], Operation[Reply]], late: CallTimeout) -> Reply:
-        """Call once more, and again, until an attempt is answered or was the last; the first was `late`."""
-        for _ in range(self.attempts - 1):
+    async def _insist(self, again: Callable[[], Operation[Reply]], failed: CallTimeout | PeerLost) -> Reply:
+        """Call once more, and again, until an attempt is answered or was the last; the first has `failed`."""
+        left, until = self.attempts - 1, math.inf
+        while True:
+            if isinstance(failed, PeerLost):
+                until = min(until, self.node.now() + self.return_seconds)
+                if not self.return_seconds or self.node.now() >= until:
+                    raise failed
+                await self.node.sleep(AGAIN_SECONDS)
+            elif not left:
+                raise failed
+            else:
+                left -= 1
             try:
                 return await again()
-            except CallTimeout as still:
-                late = still
-        raise late
+            except (CallTimeout, PeerLost) as still:
+                failed = still

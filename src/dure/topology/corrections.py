@@ -97,6 +97,11 @@ class Corrections:
             self._let_go(worker)
             self._forget(worker)
 
+    def forget_readers(self) -> None:
+        """What workers have read is not known any more."""
+        for worker in list(self._readers):
+            self._let_go(worker)
+
     def _keep(self, reader: _Reader, buffers: list[Buffer]) -> None:
         for buffer in reader.buffers:
             if buffer not in buffers:

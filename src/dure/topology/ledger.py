@@ -15,12 +15,14 @@ class Ledger:
     """Which updates of each worker have been seen: exact, in a few numbers per worker.
 
     A worker numbers its updates 1, 2, 3, ... in each incarnation. Messages may be repeated, lost and sent again
-    later; what is missing below the highest number is kept as a hole.
+    later; what is missing below the highest number is kept as a hole. After a restart, what is missing before the
+    first new update of a worker will never come: it was acknowledged, and is lost.
     """
 
-    __slots__ = ("_holes", "_incarnation", "_last")
+    __slots__ = ("_heard", "_holes", "_incarnation", "_last")
 
     def __init__(self) -> None:
+        self._heard: set[int] | None = None
         self._incarnation: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._holes: dict[int, set[int]] = {}
@@ -29,6 +31,9 @@ class Ledger:
         """Whether this update has not been seen before; now it has. Raises `Evicted` for one of a past life."""
         self.check(worker, incarnation)
         last = self._last.get(worker, 0)
+        if self._heard is not None and worker not in self._heard and seq > last:
+            self._heard.add(worker)
+            last = seq - 1
         if seq == last + 1:
             self._last[worker] = seq
             return True
@@ -69,6 +74,7 @@ class Ledger:
         return [[w, self._incarnation[w], self._last.get(w, 0), sorted(self._holes.get(w, ()))] for w in workers]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        self._heard = set()
         self._incarnation = {int(worker): int(incarnation) for worker, incarnation, _, _ in state}
         self._last = {int(worker): int(last) for worker, _, last, _ in state}
         self._holes = {int(worker): set(holes) for worker, _, _, holes in state if holes}

@@ -43,6 +43,10 @@ from dure.topology.vectors import Vectors
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
 
 
+EPOCH = 1 << 40
+"""Versions of one life of a shard that applies on arrival; a version is its epoch times this, plus a count."""
+
+
 class _Staged(NamedTuple):
     buffer: Buffer
     weight: float
@@ -73,6 +77,8 @@ class Shard:
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
     A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group.
+    A shard that has lost what it applied since a snapshot goes on from there in a new epoch (`come_back`), so that no
+    version ever stands for two things.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class Shard:
         self._staged: dict[tuple[int, int], _Staged] = {}
         self._awaited: dict[int, list[Operation[Reply]]] = {}
         self._closing = 0
+        self._returned = 0
         self._busy = False
         self._queue: deque[Operation[None]] = deque()
         looks_back = corrections is not None and corrections.compares
@@ -330,8 +337,7 @@ class Shard:
     def _correcting(self, updates: Sequence[tuple[int, int, int | None, torch.Tensor]]) -> Callable[[], None]:
         """What corrects these updates (worker, seq, base, gradient) in place, as they are about to be applied."""
         assert self.corrections is not None
-        version = self.version
-        members = [Member(w, seq, 0 if base is None else version - base, each) for w, seq, base, each in updates]
+        members = [Member(w, seq, self._behind(base), each) for w, seq, base, each in updates]
         return partial(self.corrections.correct, members, self.values)
 
     def _swap(self, fresh: Buffer, *, keep: bool = False) -> None:
@@ -355,10 +361,14 @@ class Shard:
         self.applied += 1
         if self.corrections is not None:
             self.corrections.done(worker, seq)
-        behind = 0 if base is None else self.version - base
+        behind = self._behind(base)
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         if self.log is not None:
             self.log.append((worker, incarnation, seq))
+
+    def _behind(self, base: int | None) -> int:
+        """Versions since `base`; since this shard has come back, where that is all that is known."""
+        return 0 if base is None else self.version - max(base, self._returned)
 
     # ---- for who commands the vectors
 
@@ -451,7 +461,8 @@ class Shard:
         log = None if self.log is None else [list(entry) for entry in self.log]
         return Reply(
             {
-                "version": self.version,
+                "version": self.version % EPOCH,
+                "epoch": self.version // EPOCH,
                 "applied": self.applied,
                 "refused": self.refused,
                 "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
@@ -519,6 +530,13 @@ class Shard:
         self.vectors.restore(named, plain["vectors"])
         if self.corrections is not None:
             self.corrections.restore(tensors, plain["remedies"], self._holding(tensors))
+
+    def come_back(self, lives: int) -> None:
+        """Go on alone after `restore`, for the `lives`-th time in this run; workers may have seen later versions."""
+        self._returned = (self.version // EPOCH + lives) * EPOCH + self.version % EPOCH
+        self.current.publish(self._returned)
+        if self.corrections is not None:
+            self.corrections.forget_readers()
 
     def _holding(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[int], Buffer]:
         """What gives the buffer of a version that somebody has read, with one holder more."""
