@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,19 @@ def test_methods_tells_all_about_one():
     assert "bound=3" in done.stdout
     assert "Ho et al." in done.stdout
     assert "downpour" not in done.stdout
+
+
+def test_methods_shows_how_fast_graphs_of_gossip_mix():
+    done = dure("methods", "gossip")
+    assert re.search(r"^ring +16 +2 +0.004758 +0.05075 +146 +7$", done.stdout, flags=re.MULTILINE)
+    assert len(re.findall(r"^(?:ring|exponential|complete) ", done.stdout, flags=re.MULTILINE)) == 9
+    assert len(re.findall(r"^random-regular,", done.stdout, flags=re.MULTILINE)) == 3
+    done = dure("methods", "gossip:graph=0-1/1-2", "--json")
+    (graph,) = json.loads(done.stdout)["methods"][0]["graphs"]
+    assert graph["mixing"] == [[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]
+    assert (graph["workers"], graph["gap"]) == (3, pytest.approx(0.25))
+    assert "\n0 75 25  \N{MIDDLE DOT}\n" in done.stderr
+    assert "dure methods gossip --workers 16" in refused("methods", "ssp", "--workers", "4")
 
 
 def test_an_unknown_method_is_refused_with_the_nearest():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dure.sync.momentum_compensation import MomentumCompensation
     from dure.sync.ssp import SSP
     from dure.sync.staleness_lr import StalenessLR
-    from dure.topology.spec import Collective, ParameterServer
+    from dure.topology.spec import Collective, Gossip, ParameterServer
     from dure.train import train
 
 __version__ = "0.1.0"
@@ -47,6 +47,7 @@ __all__ = [
     "Data",
     "Downpour",
     "DureError",
+    "Gossip",
     "Job",
     "MomentumCompensation",
     "ParameterServer",
@@ -69,6 +70,7 @@ _HOMES = {
     "Data": "dure.data.dataset",
     "Downpour": "dure.sync.downpour",
     "DureError": "dure.errors",
+    "Gossip": "dure.topology.spec",
     "Job": "dure.job",
     "MomentumCompensation": "dure.sync.momentum_compensation",
     "ParameterServer": "dure.topology.spec",

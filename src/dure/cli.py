@@ -41,16 +41,19 @@ class Methods:
     """Every method, topology, codec and partition; or all about one of them."""
 
     name: Positional[str] = ""
-    """Which one; all if left out."""
+    """Which one; all if left out. Of gossip also a graph, as in gossip:graph=ring."""
+    workers: int | None = None
+    """How many gossip with each other; 8, 16 and 64 if left out."""
     json: bool = False
     """Print one JSON object as the last line."""
 
     def execute(self) -> dict[str, Any]:
         """Print the table and return what is in it."""
-        from dure.methods import described, table
+        from dure.methods import described, tables
 
-        rows = described(self.name)
-        _show(table(rows, details=bool(self.name)), to_error=self.json)
+        rows = described(self.name, self.workers)
+        for table in tables(rows, details=bool(self.name)):
+            _show(table, to_error=self.json)
         return {"methods": rows}
 
 

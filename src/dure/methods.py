@@ -5,25 +5,121 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dure.strategy import AXES, REMEDY, catalogue, find
+from dure.errors import StrategyError, UsageError
+from dure.strategy import AXES, REMEDY, catalogue, find, make
 from dure.text import REQUIRED, Parameter, parameters, type_text, value_text
+from dure.topology.spec import GRAPHS, Gossip
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 Row = dict[str, Any]
 
+SIZES = (8, 16, 64)
+"""Workers for which graphs are shown where nothing else is asked for."""
 
-def described(name: str = "") -> list[Row]:
-    """The member called `name`, or all of them. Raises `StrategyError` for a name that is none."""
+GAPS = (
+    "A gap is one minus what is left of a disagreement in its slowest direction: of its square after an averaging of "
+    "two, of itself after a round in which all average with all neighbors (Metropolis weights)."
+)
+
+WIDEST = 16
+"""Columns of a matrix that a terminal has room for."""
+
+
+def described(name: str = "", workers: int | None = None) -> list[Row]:
+    """The member called `name`, or all of them. Raises `StrategyError` for a name that is none.
+
+    `gossip` comes with its graphs: all that have a name, or the one that is asked for, as in "gossip:graph=ring"; for
+    so many `workers` with the mixing matrix of an averaging.
+    """
+    if name.partition(":")[0] == "gossip":
+        return [{**_row("topology", "gossip"), "graphs": _graphs(name, workers)}]
+    if workers is not None:
+        raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
     if name:
         return [_row(find(name)[0], name)]
     return [_row(axis, member) for axis in (*AXES, REMEDY) for member in catalogue(axis)]
 
 
-def table(rows: Sequence[Row], *, details: bool) -> Table:
-    """`rows` as a table; with `details`, one line per parameter in place of one per member."""
-    return _details(rows[0]) if details else _overview(rows)
+def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
+    """`rows` as a table; with `details`, one line per parameter in place of one per member, then its graphs if any."""
+    if not details:
+        return [_overview(rows)]
+    graphs = rows[0].get("graphs", ())
+    shown: list[RenderableType] = [_details(rows[0])]
+    if graphs:
+        shown += ["", _mixing_table(graphs), GAPS]
+    for graph in graphs:
+        shown += _matrix(graph["mixing"]) if "mixing" in graph else []
+    return shown
+
+
+# ---- graphs of gossip
+
+
+def _graphs(text: str, workers: int | None) -> list[Row]:
+    """Every graph that `text` means, at every number of workers that is asked for."""
+    from dure.topology.graph import size
+
+    asked: Gossip = make(text, "topology")
+    if workers is not None and workers < 2:
+        raise UsageError(f"workers should be 2 or more, got {workers}: nobody gossips alone.")
+    if ":" not in text:
+        return [_graph(Gossip(name), count) for name in GRAPHS for count in ((workers,) if workers else SIZES)]
+    count = workers or size(asked)
+    return [_graph(asked, count, matrix=True)] if count else [_graph(asked, each) for each in SIZES]
+
+
+def _graph(topology: Gossip, workers: int, *, matrix: bool = False) -> Row:
+    from dure.topology.graph import build, mixing, pairwise_mixing
+
+    name = topology.graph
+    if name == "random-regular":
+        name += f", degree={topology.degree}"
+    try:
+        graph = build(topology, workers)
+    except StrategyError as error:
+        if matrix:
+            raise
+        return {"graph": name, "workers": workers, "impossible": str(error)}
+    row = {"graph": name, **mixing(graph).as_dict()}
+    return {**row, "mixing": pairwise_mixing(graph).tolist()} if matrix else row
+
+
+def _mixing_table(graphs: Sequence[Row]) -> Table:
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("graph", overflow="fold", max_width=40)
+    for heading in ("workers", "neighbors", "gap, averaging", "gap, round", "averagings to halve it", "rounds"):
+        shown.add_column(heading, justify="right")
+    for row in graphs:
+        if "impossible" in row:
+            shown.add_row(row["graph"], str(row["workers"]), "\N{EN DASH}")
+            continue
+        gaps = (f"{row[name]:.4g}" for name in ("gap", "round_gap"))
+        halving = (f"{row[name]:,}" for name in ("averagings_to_halve", "rounds_to_halve"))
+        shown.add_row(row["graph"], str(row["workers"]), row["neighbors"], *gaps, *halving)
+    return shown
+
+
+def _matrix(matrix: Sequence[Sequence[float]]) -> list[RenderableType]:
+    """A mixing matrix in per cent, or where to find it."""
+    from rich.table import Table
+
+    if len(matrix) > WIDEST:
+        return ["", f"The mixing matrix has {len(matrix)} columns: --json shows it."]
+    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in ("", *map(str, range(len(matrix)))):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for rank, row in enumerate(matrix):
+        shown.add_row(str(rank), *(f"{100 * value:.3g}" if value else "\N{MIDDLE DOT}" for value in row))
+    return ["", "The mixing matrix that is expected of an averaging, in %:", shown]
+
+
+# ---- members
 
 
 def _row(axis: str, name: str) -> Row:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from dure.replica import digest
 from dure.report.metrics import Staleness, TimeShare
+from dure.topology.graph import mixing
 
 if TYPE_CHECKING:
     import torch
 
     from dure.runtime.meter import Span
     from dure.task import Task
+
+DRAWN = 128
+"""Workers up to which the record of a run holds the graph of their gossip."""
 
 COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applied", "updates_refused")
 
@@ -105,8 +109,16 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "seed": task.config.seed,
         "per_worker": totals.per_worker,
         "per_shard": totals.per_shard,
+        **_graph(task),
         **outcome.notes,
     }
+
+
+def _graph(task: Task) -> dict[str, Any]:
+    """Who gossiped with whom, and how fast that mixes; for so many workers as can be drawn."""
+    if task.graph is None or not 1 < task.workers <= DRAWN:
+        return {}
+    return {"graph": {**mixing(task.graph).as_dict(), "edges": [list(edge) for edge in task.graph.edges]}}
 
 
 def _steps(task: Task, totals: Totals) -> int:

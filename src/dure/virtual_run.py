@@ -9,6 +9,7 @@ read from the disk. So a run that was killed and resumed is, bit for bit, the ru
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -342,6 +343,7 @@ class Segment:
             "loss": grade.loss,
             "accuracy": grade.accuracy,
             "bytes": self.totals.counts["bytes_sent"] + (0 if final else self._bytes_sent()),
+            **self._consensus(),
         }
         self.whole.history.append(row)
         self.whole.watch.row(row)
@@ -358,6 +360,14 @@ class Segment:
             return values
         models = [tensors["params"] for tensors in self._models()]
         return torch.stack(models).mean(dim=0) if self.task.sync.delivers == "mean" else models[0]
+
+    def _consensus(self) -> dict[str, float]:
+        """Of gossip: how far the workers' models are from their mean, the root of the mean of squares."""
+        if self.task.graph is None:
+            return {}
+        models = torch.stack([tensors["params"] for tensors in self._models()])
+        apart = models - models.mean(dim=0)
+        return {"consensus": math.sqrt(float(apart.square().sum(dtype=torch.float64)) / len(models))}
 
     def _models(self) -> list[dict[str, torch.Tensor]]:
         """What each worker delivers, in rank order, those apart that have crashed."""

@@ -1,5 +1,6 @@
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from dure.errors import UsageError
 from dure.report import Run, write_report
 from dure.report.comparison import entries
-from dure.report.figures import COLORS, curves, looks
+from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -139,6 +140,50 @@ def test_a_loss_that_stops_being_a_number_ends_in_a_cross(made):
     marker = rf"<use [^>]*fill: {COLORS[0].lower()}"
     assert len(re.findall(marker, whole)) == 0
     assert len(re.findall(marker, broken)) == 1
+
+
+def gossip(made, edges, workers, **options):
+    """A run of gossip, as training records it."""
+    found = made("ad-psgd", **options)
+    mixes = {"neighbors": "2", "gap": 0.25, "round_gap": 0.5, "averagings_to_halve": 1234, "rounds_to_halve": 2}
+    history = [{**row, "consensus": 0.5 ** row["step"]} for row in found.history]
+    figures = {**found.figures, "graph": {"workers": workers, "edges": edges, **mixes}}
+    return replace(found, history=history, figures=figures)
+
+
+RING = [[rank, (rank + 1) % 5] for rank in range(5)]
+STAR = [[0, rank] for rank in range(1, 64)]
+
+
+def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):
+    runs = [gossip(made, RING, 5), gossip(made, RING, 5), gossip(made, STAR, 64), made("bsp")]
+    text = page(runs)
+    words = Outline(text).text
+    assert "ad-psgd #1, ad-psgd #2: 2 neighbors each, spectral gap 0.25 of an averaging; 1,234 averagings" in words
+    assert words.count("spectral gap") == 2
+    assert "Distance between models against virtual time" in words
+    assert (
+        len(figures(text)) == len(figures(page([made("ad-psgd"), made("ad-psgd"), made("ad-psgd"), made("bsp")]))) + 4
+    )
+    assert "Who gossips" not in page([made("bsp")])
+
+
+def test_the_drawing_of_a_graph_shows_each_pair_and_each_share():
+    ring, star = graph(RING, 5, color=COLORS[0]), graph(STAR, 64, color=COLORS[0])
+    lines = [len(re.findall(r'<path d="M [-\d.]+ [-\d.]+ \nL [-\d.]+ [-\d.]+ \n" clip', each)) for each in (ring, star)]
+    assert lines == [5, 63]
+    assert set(re.findall(r">(\d)</text>", ring)) == {"0", "1", "2", "3", "4"}
+    assert "up to 10 %" in ring, "half of 1 / 5, each of both neighbors drawing the other with one half"
+    assert "up to 0.79 %" in star
+    assert len(star) < 60_000
+
+
+def test_a_long_graph_is_named_by_its_beginning(made):
+    text = "gossip:graph=" + "/".join(f"0-{rank}" for rank in range(1, 40))
+    run = made("ad-psgd")
+    run = replace(run, figures={**run.figures, "strategy": {"sync": "ad-psgd", "topology": text}})
+    (entry,) = entries([run], target=0.95)
+    assert entry.label == "ad-psgd gossip:graph=0-1/0-2/0-3/..."
 
 
 def drawn(run, x="step", y="loss"):

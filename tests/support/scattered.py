@@ -39,10 +39,11 @@ def scattered(
     lr: float = 0.0,
     curvature: float = 1.0,
     place: float = 0.0,
+    seed: int = 0,
 ) -> tuple[float, list[float], Segment]:
     """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, the center at `place`."""
     job = bowls([(curvature, 0.0)] * len(starts), lr=lr, start=place)
-    task, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000)
+    task, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000, seed=seed)
     moved = Strategy(Scattered(task.sync, starts), task.strategy.topology)  # type: ignore[arg-type]
     object.__setattr__(task, "strategy", moved)
     segment = Segment(VirtualRun(task, cluster, Watch()), None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from support.post import Post, PostNode
@@ -272,6 +274,41 @@ def test_an_exchange_shrinks_the_disagreement_as_the_theory_says(kind, workers):
             for other in graph.neighbors(one)
         ),  # type: ignore[arg-type]
     )
+
+
+def product(graph: nx.Graph, averagings: int, seed: int) -> torch.Tensor:
+    """W_k ... W_1 of so many averagings, one after another, each begun by a worker that is drawn."""
+    post, everybody = peers(graph, one_hot(graph))
+    chance = random.Random(seed)
+    for number in range(averagings):
+        peer = everybody[chance.randrange(len(everybody))]
+        peer.model.clock = seed * averagings + number
+        peer._asked = False
+        peer.average()
+        post.settle()
+    return torch.stack([peer.model.params for peer in everybody])
+
+
+@pytest.mark.parametrize("kind", ["ring", "exponential", "random-regular"])
+def test_disagreement_decays_at_the_rate_of_the_gap(kind):
+    """Expected models are W^k x: in the slowest direction (1 - gap)^k of x, on both sides within 4 standard errors.
+
+    Of its square, at least that squared (Jensen) and at most (1 - gap)^k are left. The errors are small enough to tell
+    a gap that is a tenth off, as with weights of 1/3 and 2/3 (8/9 of the gap).
+    """
+    graph = build(Gossip(kind), 16)
+    values, vectors = np.linalg.eigh(pairwise_mixing(graph))
+    slowest = torch.from_numpy(vectors[:, np.isclose(values, values[-2])])
+    averagings = 40 if kind == "ring" else 20
+    products = [product(graph, averagings, seed) @ slowest for seed in range(60 if kind == "ring" else 240)]
+    expected = values[-2] ** averagings
+    kept = np.array([float((slowest * left).sum()) for left in products]) / slowest.shape[1]
+    squares = np.array([float(left.square().sum()) for left in products]) / slowest.shape[1]
+    error = 4 * kept.std() / math.sqrt(len(kept))
+    assert error < 0.1 * (1 - expected)
+    assert kept.mean() == pytest.approx(expected, abs=error)
+    error = 4 * squares.std() / math.sqrt(len(squares))
+    assert expected**2 - error <= squares.mean() <= expected + error
 
 
 def test_rounds_of_pairs_that_make_the_full_mean_are_bsp():

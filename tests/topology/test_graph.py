@@ -9,7 +9,16 @@ import pytest
 
 from dure.errors import StrategyError
 from dure.strategy import Strategy
-from dure.topology.graph import build, contraction, knit, metropolis_mixing, pairwise_mixing, spectral_gap
+from dure.topology.graph import (
+    build,
+    contraction,
+    knit,
+    metropolis_mixing,
+    mixing,
+    pairwise_mixing,
+    size,
+    spectral_gap,
+)
 from dure.topology.spec import GRAPHS, Gossip
 
 
@@ -51,6 +60,17 @@ def test_a_graph_is_read_from_a_file(tmp_path):
     assert sorted(build(Gossip(str(tmp_path / "named.graphml")), 3).neighbors(1)) == [0, 2]
 
 
+def test_a_graph_is_given_as_pairs_or_as_an_object():
+    pairs = Gossip("0-1/1-2/2-3/3-1")
+    assert sorted(build(pairs, 4).neighbors(1)) == [0, 2, 3]
+    assert (size(pairs), size(Gossip("ring"))) == (4, None)
+    given = nx.relabel_nodes(nx.MultiDiGraph([(30, 9), (9, 30), (9, 9), (100, 9)]), {30: "n30", 9: "n9", 100: "n100"})
+    assert Gossip(given).graph == "0-1/0-2"  # by their numbers: 9, 30, 100
+    strategy = Strategy.of("ad-psgd", Gossip(nx.star_graph(3)))
+    assert str(Strategy.parse(str(strategy))) == str(strategy)
+    assert set(build(strategy.topology, 4).edges) == {(0, 1), (0, 2), (0, 3)}
+
+
 def test_what_is_no_graph_for_the_run_is_refused(tmp_path):
     path = tmp_path / "two.edges"
     path.write_text("0 1\n2 3\n")
@@ -60,9 +80,14 @@ def test_what_is_no_graph_for_the_run_is_refused(tmp_path):
         (Gossip("rign"), 4, "none of ring, exponential, random-regular, complete"),
         (Gossip("random-regular"), 4, "needs more than 4 workers"),
         (Gossip("random-regular", 3), 7, "needs an even number of workers"),
+        (Gossip("0-1/2-3"), 4, r"0-1/2-3 falls apart into 2 parts, the first of them \[0, 1\]"),
+        (Gossip("0-1/1-2"), 4, "the graph 0-1/1-2 has 3 nodes, and the run 4 workers"),
+        (Gossip("0-1/1"), 2, "none of ring, .* no pairs of ranks"),
     ):
         with pytest.raises(StrategyError, match=reason):
             build(topology, workers)
+    with pytest.raises(StrategyError, match="that was given falls apart into 2 parts"):
+        Gossip(nx.Graph([("a", "b"), ("c", "d")]))
     with pytest.raises(StrategyError, match="degree counts neighbors"):
         Strategy.parse("ad-psgd gossip:graph=random-regular,degree=1")
     assert str(Strategy.parse("gossip:graph=ring ad-psgd").topology) == str(Gossip("ring"))
@@ -93,10 +118,28 @@ def test_closed_forms(workers):
     assert spectral_gap(metropolis_mixing(build(Gossip("complete"), workers))) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("mixing", [pairwise_mixing, metropolis_mixing])
+def test_what_halves_the_disagreement():
+    """Of 16: on a ring (1 - cos(2 pi/16)) / 16 is the gap of an averaging, 2/3 (1 - cos) that of a round."""
+    wave = 1 - math.cos(math.pi / 8)
+    ring = mixing(build(Gossip("ring"), 16))
+    assert (ring.workers, ring.neighbors) == (16, "2")
+    assert (ring.gap, ring.round_gap) == (pytest.approx(wave / 16), pytest.approx(2 / 3 * wave))
+    assert (1 - ring.gap) ** ring.averagings_to_halve <= 0.5 < (1 - ring.gap) ** (ring.averagings_to_halve - 1)
+    assert (
+        (1 - ring.round_gap) ** (2 * ring.rounds_to_halve)
+        <= 0.5
+        < (1 - ring.round_gap) ** (2 * ring.rounds_to_halve - 2)
+    )
+    assert mixing(build(Gossip("exponential"), 16)).gap == pytest.approx(1 / 28)
+    assert mixing(nx.star_graph(7)).neighbors == "1 to 7"
+    pair = mixing(build(Gossip("complete"), 2))
+    assert (pair.gap, pair.averagings_to_halve, pair.rounds_to_halve) == (pytest.approx(1), 1, 1)
+
+
+@pytest.mark.parametrize("weights", [pairwise_mixing, metropolis_mixing])
 @pytest.mark.parametrize("graph", [nx.star_graph(5), nx.path_graph(6), nx.cycle_graph(7), nx.wheel_graph(6)])
-def test_mixing_is_symmetric_and_keeps_the_mean(mixing, graph):
-    matrix = mixing(graph)
+def test_mixing_is_symmetric_and_keeps_the_mean(weights, graph):
+    matrix = weights(graph)
     assert np.allclose(matrix, matrix.T)
     assert np.allclose(matrix.sum(axis=1), 1)
     assert (matrix >= 0).all()

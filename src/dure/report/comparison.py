@@ -7,6 +7,7 @@ wall clock's, and no ratio is taken between them.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ NOTHING = "\N{EN DASH}"
 _AXES = ("sync", "topology", "codec", "partition")
 _REAL_PLACES = ("local", "torchrun", "ray")
 _DEFAULTS = ("", "none", "fp32")
+_LONG_GRAPH = re.compile(r"((?:\d+-\d+/){3})[\d/-]{20,}")
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -94,7 +96,8 @@ def _axes(run: Run, figures: Mapping[str, Any]) -> dict[str, str]:
     strategy = figures.get("strategy") or run.config.get("strategy") or run.config
     if isinstance(strategy, str):
         strategy = {"sync": strategy}
-    return {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
+    texts = {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
+    return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
 
 
 def _strategies(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,10 +13,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dure.report.comparison import Entry, target_text
 from dure.report.metrics import Staleness
+from dure.topology.graph import pairwise_mixing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +35,8 @@ _INK, _FAINT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
 _MOST_POINTS = 400
 _MOST_BARS = 40
 _LOG_FROM = 30.0
+_MOST_NAMED = 32
+_STAYS = -1.0
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -51,6 +57,7 @@ _SETTINGS: dict[Any, Any] = {
     "xtick.major.size": 3,
     "ytick.major.size": 3,
 }
+_LOSSES = {"loss": "loss", "consensus": "distance from the mean (RMS)"}
 _ACCURACIES = (0.0, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 _SECONDS = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
 _BYTES = ((1e12, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (1e3, 1e3, "kB"), (0.0, 1.0, "B"))
@@ -84,7 +91,7 @@ def looks(found: Sequence[Entry]) -> list[Look]:
 
 
 def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: float) -> str | None:
-    """`y` ("loss" or "accuracy") over `x` ("seconds", "step" or "bytes"); None when there is nothing to draw.
+    """`y` ("loss", "consensus" or "accuracy") over `x` ("seconds", "step" or "bytes"); None when nothing is to draw.
 
     A run whose loss is no number any more ends in a cross.
     """
@@ -100,8 +107,8 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
             _curve(axes, [(place / unit[1], value) for place, value in points], look)
         _scale_x(axes, [end / unit[1] for end in ends])
         axes.set_xlabel(_x_label(x, unit, found))
-        if y == "loss":
-            _scale_loss(axes, [[value for _, value in points] for _, _, points in drawn])
+        if y in _LOSSES:
+            _scale_loss(axes, _LOSSES[y], [[value for _, value in points] for _, _, points in drawn])
         else:
             _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], target)
         for entry, look, points in drawn:
@@ -136,6 +143,62 @@ def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
         axes.set_xlabel("staleness (versions)" if width == 1 else f"staleness (versions, in bars of {width})")
         axes.set_ylabel("updates")
     return svg()
+
+
+def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
+    """Who gossips with whom: the workers in a circle, and beside it the mixing matrix expected of an averaging."""
+    with _drawing(f"graph {workers} {edges}", width=6.4, height=3.2) as (figure, svg):
+        circle, matrix = figure.subplots(1, 2)
+        _circle(circle, edges, workers, color)
+        _mixing(matrix, edges, workers, color)
+    return svg()
+
+
+def _circle(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str) -> None:
+    from matplotlib.collections import LineCollection
+
+    turns = [math.tau * (0.25 - rank / workers) for rank in range(workers)]
+    places = [(math.cos(turn), math.sin(turn)) for turn in turns]
+    lines = [(places[one], places[other]) for one, other in edges]
+    axes.add_collection(LineCollection(lines, linewidths=1.1, alpha=min(0.8, 12 / len(edges) ** 0.6), colors=color))
+    named = workers <= _MOST_NAMED
+    x, y = zip(*places, strict=True)
+    axes.scatter(x, y, s=190 if named else 14, color="white" if named else color, edgecolors=color, zorder=2)
+    for rank, place in enumerate(places if named else ()):
+        axes.text(*place, str(rank), ha="center", va="center_baseline", fontsize=8, zorder=3)
+    axes.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal")
+    axes.set_axis_off()
+
+
+def _mixing(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str) -> None:
+    """The darker, the larger the share of a neighbor; what stays where it is, far more, is grey."""
+    import networkx as nx
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    shares = pairwise_mixing(nx.Graph([(one, other) for one, other in edges]))
+    darkness = LinearSegmentedColormap.from_list("", ["white", color])
+    largest = (shares - np.diag(shares.diagonal())).max()
+    corners, colors = [], []
+    for rank in range(workers):
+        start = 0
+        for share, cells in groupby((_STAYS if other == rank else shares[rank, other]) for other in range(workers)):
+            end = start + len(list(cells))
+            if share:
+                corners.append([(x - 0.5, y - 0.5) for x, y in _corners(start, rank, end)])
+                colors.append(_GRID if share is _STAYS else darkness(share / largest))
+            start = end
+    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="none"))
+    axes.set(xlim=(-0.5, workers - 0.5), ylim=(workers - 0.5, -0.5), aspect="equal")
+    axes.set_title(f"a neighbor's share: up to {100 * largest:.2g} %", fontsize=9, color=_FAINT)
+    axes.grid(visible=False)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+
+
+def _corners(start: int, row: int, end: int) -> tuple[tuple[int, int], ...]:
+    return (start, row), (end, row), (end, row + 1), (start, row + 1)
 
 
 def _points(entry: Entry, x: str, y: str) -> list[tuple[float, float]]:
@@ -186,11 +249,11 @@ def _scale_x(axes: Axes, ends: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(_plain(""))
 
 
-def _scale_loss(axes: Axes, values: Sequence[Sequence[float]]) -> None:
+def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> None:
     finite = [[value for value in run if math.isfinite(value)] for run in values]
     lowest, highest = min(map(min, finite)), max(map(max, finite))
     highest = min(highest, 10 * max(run[0] for run in finite)) if lowest > 0 else highest
-    axes.set_ylabel("loss")
+    axes.set_ylabel(label)
     if lowest > 0 and highest / lowest > 5:
         axes.set_yscale("log")
         axes.set_ylim(lowest / 1.15, highest * 1.15)

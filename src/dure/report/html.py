@@ -78,6 +78,8 @@ def render(runs: Sequence[Run], *, title: str, target: float) -> str:
         curves=_curves(found, given, target),
         staleness=_staleness(found, given),
         fresh=[entry.label for entry in found if entry.figure("staleness", "max") == 0],
+        graphs=_graphs(found, given),
+        consensus=_consensus(found, given, target),
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
         groups=comparison.lines(found, target=target),
@@ -170,6 +172,36 @@ def _staleness(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
     largest = max((int(entry.figure("staleness", "max") or 0) for entry in found), default=0)
     drawn = [(entry, figures.staleness(entry, look, largest=largest)) for entry, look in zip(found, given, strict=True)]
     return [Panel(entry.label, svg) for entry, svg in drawn if svg]
+
+
+def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
+    """Who gossiped with whom, and how fast that mixes: one panel for each graph, with the names of its runs."""
+    runs: dict[str, list[int]] = {}
+    for place, entry in enumerate(found):
+        if entry.figures.get("graph"):
+            runs.setdefault(to_json(entry.figures["graph"]), []).append(place)
+    panels = []
+    for places in runs.values():
+        graph = found[places[0]].figures["graph"]
+        labels = ", ".join(found[place].label for place in places)
+        about = (
+            f"{labels}: {graph['neighbors']} neighbors each, spectral gap {graph['gap']:.3g} of an averaging; "
+            f"{graph['averagings_to_halve']:,} averagings among {graph['workers']} halve the squared distances"
+        )
+        panels.append(Panel(about, figures.graph(graph["edges"], graph["workers"], color=given[places[0]].color)))
+    return panels
+
+
+def _consensus(found: Sequence[Entry], given: Sequence[Look], target: float) -> list[Panel]:
+    """How far models were apart, where a run recorded that: for each kind of time, and over steps."""
+    panels = []
+    for kind in dict.fromkeys(entry.time for entry in found):
+        places = [place for place, entry in enumerate(found) if entry.time == kind]
+        some, styles = [found[place] for place in places], [given[place] for place in places]
+        for x, title in (("seconds", f"against {kind} time"), ("step", _X_TITLES["step"])):
+            svg = figures.curves(some, styles, x=x, y="consensus", target=target)
+            panels += [Panel(f"Distance between models {title}", svg)] if svg else []
+    return panels
 
 
 def _shares(entry: Entry) -> dict[str, float]:
