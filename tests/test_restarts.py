@@ -64,20 +64,20 @@ def in_order(log: list[tuple[int, int, int]], worker: int) -> list[int]:
 def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(tmp_path):
     out, notes_folder = tmp_path / "run", tmp_path / "notes"
     notes_folder.mkdir()
-    options = {"workers": 3, "steps": 150, "data": notes_folder, "out": out, "checkpoint_every": 30}
-    trial = Trial(configured("counted", "downpour ps:shards=3", **options))
+    options = {"workers": 3, "steps": 300, "data": notes_folder, "out": out, "checkpoint_every": 50}
+    trial = Trial(configured("counted_slowly", "downpour ps:shards=3", **options))
     killer = ServerKiller(["server 1", "server 2", "server 1"], out / "checkpoints")
     outcome = trial.run(killer)
     assert killer.killed == ["server 1", "server 2", "server 1"], "a fault did not fire"
     assert outcome.totals.failures_survived == 3
     assert outcome.notes["deaths"] == dict.fromkeys(("server 1", "server 2"), "killed by signal 9 (SIGKILL)")
     assert len(trial.hubs) == 1, "the others were not left alone"
-    assert {said["done"] for said in trial.hub.finished.values()} == {150}
+    assert {said["done"] for said in trial.hub.finished.values()} == {300}
     notes, logs = Notes(notes_folder), trial.hub.logs
     for log in logs:
         assert len(set(log)) == len(log), "an update was applied twice"
         assert all(in_order(log, worker) == sorted(in_order(log, worker)) for worker in range(3))
-    assert len(logs[0]) == len(notes.acknowledged) == 450
+    assert len(logs[0]) == len(notes.acknowledged) == 900
     assert all(notes.acknowledged - set(log) for log in logs[1:]), "nothing was lost: was anybody killed?"
     assert outcome.params.equal(notes.replay(trial.task, logs)), "a slice is not what its updates make"
     epochs = [status["epoch"] for status in trial.hub.statuses]
@@ -91,12 +91,12 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
 
 @pytest.mark.parametrize(("strategy", "victim"), [("bsp ps:shards=2", "server 1"), ("bsp ps:shards=2", "server 0")])
 def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kill(strategy, victim, tmp_path, nursery):
-    options = {"workers": 2, "steps": 60, "checkpoint_every": 20, "eval_every": 10}
-    calm = Trial(configured("small", strategy, **options, out=tmp_path / "calm"))
+    options = {"workers": 2, "steps": 180, "checkpoint_every": 60, "eval_every": 20}
+    calm = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "calm"))
     expected = calm.run(nursery=nursery)
-    trial = Trial(configured("small", strategy, **options, out=tmp_path / "run"))
+    trial = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "run"))
     killer = ServerKiller([victim], tmp_path / "run" / "checkpoints")
-    killer.after, rewound = 3, []
+    rewound: list[int] = []
     outcome = trial.run(killer, nursery=nursery, watch=Watch(rewind=rewound.append))
     assert killer.killed == [victim]
     assert len(trial.hubs) == 2
@@ -107,17 +107,17 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     assert rewound == [checkpoint.last_row(killer.snapshots[0])]
     steps = [row["step"] for row in outcome.history]
     assert steps == sorted(set(steps))
-    assert outcome.totals.counts["updates_applied"] == 120
+    assert outcome.totals.counts["updates_applied"] == 360
 
 
 def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, nursery):
-    options = {"workers": 2, "steps": 200, "checkpoint_every": 40, "out": tmp_path / "run"}
+    options = {"workers": 2, "steps": 320, "checkpoint_every": 80, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))
     killer = ServerKiller(["server 0"], tmp_path / "run" / "checkpoints")
     outcome = trial.run(killer, nursery=nursery)
     assert killer.killed == ["server 0"]
     assert len(trial.hubs) == 2
-    assert [len(set(log)) for log in trial.hub.logs] == [len(log) for log in trial.hub.logs] == [400, 400]
+    assert [len(set(log)) for log in trial.hub.logs] == [len(log) for log in trial.hub.logs] == [640, 640]
     assert outcome.totals.failures_survived == 1
 
 

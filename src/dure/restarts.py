@@ -42,7 +42,8 @@ class Restarts:
         policy = task.sync.policy()
         ordered = policy is not None and policy.ordered
         self.folder = folder
-        self.alone = bool(task.config.checkpoint_every) and not (ordered or task.coordinated or task.shares_memory)
+        saving = folder is not None and bool(task.config.checkpoint_every)
+        self.alone = saving and not (ordered or task.coordinated or task.shares_memory)
         self.made: Counter[str] = Counter()
         self._due: dict[str, float] = {}
 
