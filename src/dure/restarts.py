@@ -39,7 +39,7 @@ class Restarts:
     """Who has been started again, and who will be. `folder` holds the run's checkpoints."""
 
     def __init__(self, task: Task, folder: Path | None) -> None:
-        policy = task.sync.policy()
+        policy = task.sync.policy() if task.servers else None  # a method of a user's own may have none
         ordered = policy is not None and policy.ordered
         self.folder = folder
         saving = folder is not None and bool(task.config.checkpoint_every)
