@@ -1,0 +1,145 @@
+"""All-reduce written from sends, beside the engine's, and in virtual time.
+
+    python bench/collectives.py [--workers 4] [--repeats 15] [--json FILE]
+    python bench/collectives.py --virtual [--workers 8]
+
+Real: the same processes, one thread each and over loopback, all-reduce a tensor by each algorithm in turn, in a
+rotating order, so many times from a barrier to the last process's end; medians. The engine is Gloo, as dure calls it.
+
+Virtual: for each size and latency, seconds of one all-reduce of workers with 10 Gbit/s links, which do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import _side_by_side as side
+import torch
+import torch.distributed as dist
+
+from dure.runtime.base import Ghost, Group, Operation
+from dure.runtime.cluster import Cluster, Link
+from dure.runtime.network import Network
+from dure.runtime.process import ProcessNode
+from dure.runtime.process_group import ProcessGroup
+from dure.runtime.virtual import VirtualRuntime
+from dure.runtime.wire import Identity
+from dure.strategy import make
+from dure.topology.collective import SentGroup
+
+SENT = ("ring", "tree", "halving-doubling")
+SIZES = {"1 kB": (1_000, 40), "1 MB": (1_000_000, 8), "16 MB": (16_000_000, 2)}
+"""Bytes, and all-reduces per turn."""
+
+VIRTUAL_SIZES = {"1 kB": 1_000, "1 MB": 1_000_000, "100 MB": 100_000_000}
+LATENCIES = {"1 ms": 1e-3, "20 us": 20e-6}
+
+
+@dataclass
+class AllReduces:
+    """One group, and the tensor that it reduces over and over: zeros, so that it stays as it is."""
+
+    node: ProcessNode
+    group: Group
+    tensor: torch.Tensor
+
+    def train(self, steps: int) -> None:
+        async def work() -> None:
+            for _ in range(steps):
+                await self.group.all_reduce(self.tensor)
+
+        self.node.loop.run_until(self.node.spawn(work(), self.node.name))
+
+    @property
+    def params(self) -> torch.Tensor:
+        return self.tensor
+
+
+def connected(rank: int, workers: int) -> ProcessNode:
+    """A node that knows where the others are."""
+    node = ProcessNode(Identity("bench", f"worker {rank}", rank))
+    ports: list[Any] = [None] * workers
+    dist.all_gather_object(ports, node.wire.listen())
+    node.directory.update({f"worker {other}": ("127.0.0.1", port) for other, port in enumerate(ports)})
+    return node
+
+
+def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Median seconds of one all-reduce, by size and algorithm."""
+    node, ranks = connected(rank, given.workers), range(given.workers)
+    groups: dict[str, Group] = {"engine": ProcessGroup(node, ranks, None)}
+    for name in given.algorithms:
+        groups[name] = SentGroup(node, ranks, make(f"collective:algorithm={name}"), node.meter)
+    found = {}
+    for size, (nbytes, steps) in SIZES.items():
+        arms: dict[str, side.Arm] = {
+            name: AllReduces(node, group, torch.zeros(nbytes // 4)) for name, group in groups.items()
+        }
+        side.warm_up(arms, steps)
+        seconds = side.take_turns(arms, steps, given.repeats)
+        found[size] = {name: statistics.median(each) / steps for name, each in seconds.items()}
+    dist.barrier()
+    node.services.clear()
+    node.wire.close(1.0)
+    return found
+
+
+def virtual_seconds(algorithm: str, nbytes: int, latency: float, workers: int) -> float:
+    """Of one all-reduce of `workers` who come together."""
+    cluster = Cluster.uniform(workers, link=Link(bandwidth=1.25e9, latency=latency))
+    runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, cluster.hosts()), None, seed=0)
+    nodes = [runtime.node(f"worker {rank}", rank) for rank in range(workers)]
+    ranks = range(workers)
+    groups: Sequence[Group] = [node.group(ranks) for node in nodes]
+    if algorithm != "engine":
+        topology = make(f"collective:algorithm={algorithm}")
+        groups = [SentGroup(node, ranks, topology, node.meter) for node in nodes]
+    tensor: Any = Ghost(nbytes // 4)
+    ends: list[Operation[Any]] = [group.all_reduce(tensor) for group in groups]
+    runtime.kernel.run()
+    for end in ends:
+        end.result()
+    return runtime.kernel.now
+
+
+def study(workers: int) -> dict[str, dict[str, float]]:
+    """Seconds by latency and size, and algorithm."""
+    algorithms = ("engine", *SENT, "hierarchical,per_host=4")
+    return {
+        f"{size}, {wait}": {name: virtual_seconds(name, nbytes, latency, workers) for name in algorithms}
+        for wait, latency in LATENCIES.items()
+        for size, nbytes in VIRTUAL_SIZES.items()
+    }
+
+
+def show(rows: dict[str, dict[str, float]]) -> None:
+    """A row per size, in milliseconds; the fastest of those written from sends is marked."""
+    names = list(next(iter(rows.values())))
+    print(" " * 16 + "".join(f"{name:>26}" for name in names))
+    for row, seconds in rows.items():
+        best = min((each, name) for name, each in seconds.items() if name != "engine")[1]
+        cells = [f"{seconds[name] * 1e3:.3f} ms{'*' if name == best else ' '}" for name in names]
+        print(f"{row:>16}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--algorithms", nargs="+", default=SENT, choices=SENT)
+    parser.add_argument("--virtual", action="store_true")
+    parser.add_argument("--json", type=side.Path)
+    given = parser.parse_args()
+    given.workers = given.workers or (8 if given.virtual else 4)
+    with side.told("collectives", given.json) as facts:
+        rows = study(given.workers) if given.virtual else side.in_processes(measure, given)
+        show(rows)
+        facts |= {"workers": given.workers, "virtual": given.virtual, "seconds": rows}
+
+
+if __name__ == "__main__":
+    main()
