@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dure.errors import DureError, Refused, RemoteError
-from dure.runtime.base import Address, Call, Loop, Operation, Reply, Service, Strand, TensorSpec, Work
+from dure.runtime.base import Address, Apply, Call, Loop, Operation, Reply, Service, Strand, TensorSpec, Work
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
 from dure.runtime.wire import Identity, Limits, Loss, Request, Respond, Wire
@@ -32,6 +32,9 @@ CALL_SECONDS = 300.0
 """How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
 
 CONNECT_SECONDS = 20.0
+
+SHORT_NBYTES = 1 << 20
+"""Memory work on fewer bytes is over before a helper thread has been woken to move others meanwhile."""
 
 IDLE_SECONDS = 1.0
 """The longest that the loop sleeps without looking around."""
@@ -123,7 +126,8 @@ class ProcessNode:
 
     def compute(self, work: Work) -> Operation[Any]:
         operation: Operation[Any] = Operation(self.loop, "its computation")
-        if self.wire.busy:
+        short = isinstance(work, Apply) and work.nbytes < SHORT_NBYTES
+        if self.wire.busy and not short:
             with self.wire.in_background():
                 value = self._value_of(work)
         else:
