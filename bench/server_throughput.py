@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ from dure.runtime.wire import Identity, Limits
 from dure.topology.parameter_server import Shard
 
 JOB = "server-throughput"
+HAS_RAY = importlib.util.find_spec("ray") is not None
 LIMIT = datetime.timedelta(seconds=120)
 WARM_UP = 2
 RATE = 0.1
@@ -263,7 +265,7 @@ def ratio(arms: dict[str, list[float]], other: str) -> float:
 
 def throughput(given: argparse.Namespace) -> dict[str, Any]:
     """All numbers of workers, one after another."""
-    ray_at = begin_ray(given) if given.ray else None
+    ray_at = begin_ray(given) if given.ray and HAS_RAY else None
     rows, small = [], {}
     for workers in given.workers:
         measured = measure(workers, given, ray_at)
