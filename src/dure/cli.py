@@ -156,7 +156,7 @@ class Reproduce:
     name: Positional[str]
     """What to reproduce: sharding."""
     on: str = "virtual"
-    """Where."""
+    """virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     json: bool = False
     """Print one JSON object as the last line."""
 
@@ -170,7 +170,51 @@ class Reproduce:
         return result
 
 
-Command = Methods | Train | Compare | Report | Reproduce
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Measure this machine, or under torchrun these hosts and their links, and write a cluster file."""
+
+    job: Positional[str] = ""
+    """A job whose steps are timed too; none if left out."""
+    workers: int = 4
+    """How many machines like this one to describe, where it is alone."""
+    data: Path | None = None
+    """Folder of data sets."""
+    out: Path = Path("cluster.yaml")
+    """Where to write the cluster file."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    @property
+    def on(self) -> str:
+        """Under torchrun every rank measures."""
+        return "torchrun" if os.environ.get("RANK") else ""
+
+    def execute(self) -> dict[str, Any]:
+        """Measure, write the file, print the constants and return what they were made of."""
+        import torch
+
+        from dure.job import load_job
+        from dure.probe import probe, table
+
+        if not self.out.parent.is_dir():  # said before anything is measured
+            raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
+        torch.set_num_threads(1)  # as workers compute
+        found = probe(load_job(self.job, self.data) if self.job else None, workers=self.workers)
+        if found is None:
+            return {}
+        cluster = found.pop("cluster")
+        text = cluster.to_yaml()
+        try:
+            self.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {self.out}: {error.strerror}.") from error
+        _show(table(cluster, found), to_error=self.json)
+        _say(f"cluster: {self.out}")
+        return {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,6 +285,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
         | Annotated[Compare, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+        | Annotated[Probe, tyro.conf.subcommand("probe")]
     )
     style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."

@@ -1,13 +1,15 @@
 """Sharding by layer against by memory, beside what the paper says."""
 
 import json
+from itertools import accumulate, pairwise
 
 import pytest
 
 from dure.cli import main
 from dure.models.vgg16 import convnet, vgg16
-from dure.replica import Replica
-from dure.reproduce.sharding import PAPER, _row
+from dure.replica import Layer, Replica
+from dure.reproduce import namespaces, sharding_real
+from dure.reproduce.sharding import PAPER, _row, _virtual
 from dure.topology.sharding import imbalance, split
 
 
@@ -50,4 +52,31 @@ def test_what_cannot_be_reproduced_is_said(name, place, word, capsys):
 
 def test_without_communication_shards_do_not_matter():
     """The fit is to the network's part: where computing is all, the ratio tends to one."""
-    assert _row(vgg16(), 8, 3000.0)["ratio"] == pytest.approx(1, abs=2e-3)
+    assert _row(8, _virtual(vgg16(), 3000.0))["ratio"] == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_real_hosts_with_slow_links_show_it_too(monkeypatch):
+    monkeypatch.setattr(sharding_real, "LAYERS", (1 << 12, 3 << 12))
+    monkeypatch.setattr(sharding_real, "COMPUTE", 0.0)
+    monkeypatch.setattr(sharding_real, "STEPS", 2)
+    assert 0 < sharding_real.measured(2, 2, "layer") < sharding_real.RUN_SECONDS
+
+
+def test_the_model_at_desk_size_has_the_shape_of_vgg16():
+    assert sum(sharding_real.LAYERS) == sharding_real.MODEL
+    assert max(sharding_real.LAYERS) == 0.75 * sharding_real.MODEL
+    spans = [Layer("", start, stop, ()) for start, stop in pairwise(accumulate(sharding_real.LAYERS, initial=0))]
+    for servers, uneven in ((1, 1.0), (2, 1.5), (4, 3.0)):
+        assert imbalance(split(spans, sharding_real.MODEL, servers, by="layer")) == uneven
+
+
+def test_real_rows_have_the_form_of_the_virtual_ones(monkeypatch, capsys):
+    seconds = {("layer", 1): 2.0, ("layer", 2): 3.0, ("layer", 4): 6.0}
+    monkeypatch.setattr(sharding_real, "measured", lambda workers, servers, by: seconds.get((by, servers), 2.0))
+    assert main(["reproduce", "sharding", "--on", "namespaces", "--json"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert result["time"] == "real"
+    assert [(row["workers"], row["ratio"]) for row in result["rows"]] == [(1, 1.0), (2, 1.0), (4, 1.5), (8, 3.0)]
+    assert "real" in printed.err

@@ -29,8 +29,11 @@ from pathlib import Path
 from dure.errors import DureError, UsageError
 
 PREFIX = "dure"
-BURST = 15_140
-"""Bytes that a card may send at once after a rest: ten frames, small beside a message of a megabyte."""
+FRAME = 9000
+"""Bytes of a frame: jumbo ones, since all hosts share the cores of one machine, and each frame costs them."""
+
+BURST = 3 * (FRAME + 14)
+"""Bytes that a card may send at once after a rest: three frames, little beside a message of a megabyte."""
 
 QUEUE_SECONDS = 0.05
 """How long a frame may wait for its turn at a card before frames behind it are dropped."""
@@ -219,9 +222,9 @@ def _end_all(name: str) -> None:
 def _connect(name: str, switch: str, number: int, bandwidth: float) -> None:
     """Put a cable between host and switch, and limit both its ends."""
     _ip(name, f"link add eth0 type veth peer name port{number} netns {switch}")
-    _ip(switch, f"link set port{number} master bridge up")
+    _ip(switch, f"link set port{number} mtu {FRAME} master bridge up")
     _ip(name, f"addr add {_address(number)}/16 dev eth0")
-    _ip(name, "link set eth0 up")
+    _ip(name, f"link set eth0 mtu {FRAME} up")
     queue = BURST + int(bandwidth * QUEUE_SECONDS)
     for place, device in ((name, "eth0"), (switch, f"port{number}")):
         rule = f"qdisc add dev {device} root tbf rate {round(bandwidth * 8)}bit burst {BURST} limit {queue}"

@@ -9,6 +9,7 @@ machines of their own, and one compute time for all cluster sizes is fitted to t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import UsageError
@@ -25,21 +26,30 @@ STEPS = 10
 
 Row = dict[str, Any]
 
+StepSeconds = Callable[[int, int, str], float]
+"""Seconds of a step, given workers, servers, and what parameters are cut by."""
+
 
 def reproduce(on: str = "virtual") -> dict[str, Any]:
     """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` the first over the second.
 
     `compute_seconds` is the fitted time of a step; `residual` says by how much of the paper's each ratio is off.
+    On "namespaces" the seconds are real, of a small model of the same shape, and nothing is fitted (`sharding_real`).
 
-    Raises `UsageError` for another place than "virtual".
+    Raises `UsageError` for another place, or where there can be no namespaces.
     """
-    if on != "virtual":
-        raise UsageError(f'sharding is reproduced on "virtual", got {on!r}.')
+    if on not in ("virtual", "namespaces"):
+        raise UsageError(f'sharding is reproduced on "virtual" or "namespaces", got {on!r}.')
+    if on == "namespaces":
+        from dure.reproduce.sharding_real import COMPUTE, measured
+
+        rows = [_row(workers, measured) for workers in PAPER]
+        return {"reproduce": "sharding", "time": "real", "compute_seconds": COMPUTE, "rows": rows}
     from dure.models.vgg16 import vgg16
 
     job = vgg16()
     compute = _fit(job)
-    rows = [_row(job, workers, compute) for workers in PAPER]
+    rows = [_row(workers, _virtual(job, compute)) for workers in PAPER]
     residual = {str(row["workers"]): row["ratio"] / row["paper"] - 1 for row in rows}
     return {"reproduce": "sharding", "time": "virtual", "compute_seconds": compute, "residual": residual, "rows": rows}
 
@@ -59,15 +69,20 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _caption(result: dict[str, Any]) -> str:
+    if result["time"] == "real":
+        return (
+            "seconds per step are real: hosts in network namespaces of this machine, a small model of the same shape. "
+            f"A step computes for {result['compute_seconds']:g} s."
+        )
     return (
         "seconds per step are virtual: a model of machines and network. "
         f"Fitted to the paper's ratios: a step computes for {result['compute_seconds']:.2f} s."
     )
 
 
-def _row(job: Job, workers: int, compute: float) -> Row:
+def _row(workers: int, step_seconds: StepSeconds) -> Row:
     servers = max(1, workers // 2)
-    layer, memory = (_step_seconds(job, workers, servers, by, compute) for by in ("layer", "memory"))
+    layer, memory = (step_seconds(workers, servers, by) for by in ("layer", "memory"))
     ratio = layer / memory
     return {
         "workers": workers,
@@ -84,9 +99,13 @@ def _fit(job: Job) -> float:
     from scipy.optimize import minimize_scalar
 
     def distance(compute: float) -> float:
-        return sum(math.log(_row(job, workers, compute)["ratio"] / PAPER[workers]) ** 2 for workers in (4, 8))
+        return sum(math.log(_row(workers, _virtual(job, compute))["ratio"] / PAPER[workers]) ** 2 for workers in (4, 8))
 
     return float(minimize_scalar(distance, bounds=(0.1, 30.0), method="bounded", options={"xatol": 0.05}).x)
+
+
+def _virtual(job: Job, compute: float) -> StepSeconds:
+    return lambda workers, servers, by: _step_seconds(job, workers, servers, by, compute)
 
 
 def _step_seconds(job: Job, workers: int, servers: int, by: str, compute: float) -> float:

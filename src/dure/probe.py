@@ -1,0 +1,287 @@
+"""`dure probe`: measure hosts and what is between them, and describe them as a cluster file.
+
+    rank 0, or this process alone           every rank                         beside it
+      conducts                                a sounder  ---- local ------------> a second sounder
+      "measure" ------------------------------> with each partner, one pair at a time
+      "apply", "compute" ---------------------> by itself
+
+What is measured is dure's own wire and dure's own shard, so that constants stand for what a run will meet. Messages of
+several sizes, alone and a few at once, tell what a byte costs on the link from what it costs beside it: the first they
+pay one after another, the second only once (`wire_of`). Of half a small round trip alpha is what cores spend on a
+message, and the rest is latency.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dure.errors import PeerLost, UsageError
+from dure.runtime.base import Address
+from dure.runtime.cluster import Cluster, Link, Machines, Servers
+from dure.runtime.compute import Compute, Constant
+from dure.runtime.launch.helper import Helper
+from dure.runtime.launch.torchrun import Meeting, Place, place
+from dure.runtime.process import ProcessNode
+from dure.runtime.sounding import SERVICE, Figures, Sounder
+from dure.runtime.wire import Identity, Loss
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dure.job import Job
+
+ALIKE = 0.1
+"""Hosts whose figures differ by at most this share are machines of one kind."""
+
+NOTHING = 1e-9
+"""Seconds below which the largest message's part is none at all."""
+
+PAIR_SECONDS = 600.0
+"""How long the measurements of one pair, or of one host's steps, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """start + sum of slopes * x; `residual` is the root mean square of relative errors."""
+
+    start: float
+    slopes: tuple[float, ...]
+    residual: float
+
+
+def fit(rows: Sequence[Sequence[float]]) -> Fit:
+    """The least squares of relative errors over rows of (x, ..., y), with no slope below zero.
+
+    >>> fit([(0.0, 2.0), (1.0, 5.0), (4.0, 14.0)])
+    Fit(start=2.0, slopes=(3.0,), residual=0.0)
+    """
+    from scipy.optimize import lsq_linear
+
+    table = np.array(rows, dtype=float)
+    x, y = table[:, :-1], table[:, -1:]
+    scale = np.abs(x).max(axis=0)  # seconds per byte are tiny beside seconds
+    matrix = np.hstack([np.ones_like(y), x / scale]) / y
+    if len(rows) < matrix.shape[1] or np.linalg.matrix_rank(matrix) < matrix.shape[1]:
+        raise UsageError(f"{matrix.shape[1]} constants cannot be told from {len(rows)} measurements like these.")
+    lower = [-np.inf] + [0.0] * x.shape[1]
+    solution = lsq_linear(matrix, np.ones(len(rows)), (lower, np.inf), tol=1e-14).x
+    residual = float(np.sqrt(np.mean((matrix @ solution - 1) ** 2)))
+    start, *slopes = (_rounded(value, 9) for value in (solution / [1.0, *scale]))
+    slopes = [slope if slope * most > NOTHING else 0.0 for slope, most in zip(slopes, scale, strict=True)]
+    return Fit(start, tuple(slopes), _rounded(residual, 3) if residual > 1e-9 else 0.0)
+
+
+def wire_of(figures: Figures) -> Fit:
+    """What a byte costs beside the link (beta), and on it (1 / bandwidth), in seconds.
+
+    `count` messages of `size` bytes at once follow one another on the link, and end one handling after the last:
+    start + size * beta + count * size / bandwidth.
+    """
+    return fit([(size, count * size, seconds) for size, count, *both in figures["points"] for seconds in both])
+
+
+# ---- what the figures come to
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host: seconds of half a round trip, seconds per byte on its link, and its compute, where a job was named."""
+
+    way: float
+    per_byte: float
+    seconds: float | None = None
+
+    def like(self, other: Host) -> bool:
+        mine, theirs = ((each.per_byte, each.seconds or 1.0) for each in (self, other))
+        return all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def described(found: Figures, workers: int) -> Cluster:
+    """The cluster that fits the figures; of `workers` machines like this one where it is alone.
+
+    A message within a machine takes alpha + bytes / memory_bandwidth there; one between machines
+    latency + alpha + bytes * (beta + 1 / bandwidth).
+    """
+    between = found["pairs"] or found["local"]
+    hosts = _hosts(found)
+    alpha = min(statistics.median(each["cpu_message"] for each in between), *(host.way for host in hosts))
+    kinds = _kinds(hosts)
+    links = [_link(kind, alpha) for kind in kinds]
+    counts = [len(kind) for kind in kinds] if found["pairs"] else [workers]
+    cores = min(found["cores"])
+    machines = [
+        Machines(count=count, cores=cores, compute=_compute(kind), link=link if len(kinds) > 1 else None)
+        for count, kind, link in zip(counts, kinds, links, strict=True)
+    ]
+    link = links[counts.index(max(counts))]
+    return Cluster(
+        machines=machines,
+        servers=Servers(cores=cores),
+        link=link,
+        alpha=_rounded(alpha),
+        beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
+        gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
+        memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
+    )
+
+
+def _hosts(found: Figures) -> list[Host]:
+    """Each host at its best: with a partner that is slower it shows the partner's link."""
+    hosts = []
+    for rank, local in enumerate(found["local"]):
+        mine = [figures for figures in found["pairs"] if rank in figures["hosts"]] or [local]
+        per_byte = min(wire_of(figures).slopes[1] for figures in mine)
+        way = min(figures["round_trip"] / 2 for figures in mine)
+        steps = found["compute"][rank]
+        hosts.append(Host(way, per_byte, statistics.median(steps) if steps else None))
+    return hosts
+
+
+def _kinds(hosts: Sequence[Host]) -> list[list[Host]]:
+    """Neighbors in rank that are alike, together."""
+    kinds: list[list[Host]] = []
+    for host in hosts:
+        if kinds and host.like(kinds[-1][0]):
+            kinds[-1].append(host)
+        else:
+            kinds.append([host])
+    return kinds
+
+
+def _link(kind: Sequence[Host], alpha: float) -> Link:
+    way, per_byte = (statistics.median(getattr(host, name) for host in kind) for name in ("way", "per_byte"))
+    return Link(bandwidth=_rounded(1 / per_byte), latency=_rounded(max(way - alpha, 0.0)))
+
+
+def _compute(kind: Sequence[Host]) -> Compute:
+    known = [host.seconds for host in kind if host.seconds is not None]
+    return Constant(seconds=_rounded(statistics.median(known))) if known else Constant()
+
+
+def _rounded(value: float, digits: int = 4) -> float:
+    """Four digits are as many as a measurement has, at most."""
+    return float(f"{value:.{digits}g}")
+
+
+# ---- measuring
+
+
+def probe(job: Job | None = None, *, workers: int = 4) -> Figures | None:
+    """Measure; every rank calls this where torchrun has started several. None on all but the first.
+
+    `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `apply`,
+    `compute` (seconds of steps of `job`), `cores`, and `residual`, the worst fit of a link.
+
+    Raises `PeerLost` where a host goes away.
+    """
+    if workers < 1:
+        raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
+    here = place() or Place()
+    meeting = Meeting(here, "probe")
+    if here.rank == 0:
+        meeting.put("run", f"probe-{secrets.token_hex(4)}")
+    run = meeting.get("run")
+    node = ProcessNode(Identity(run, f"host {here.rank}", here.rank))
+    sounder = Sounder(node, job)
+    node.serve(SERVICE, sounder)
+    with ExitStack() as stack:
+        stack.callback(node.wire.close)
+        beside = _begin_beside(node, here, stack)
+        places = meeting.exchange("place", [here.interface, node.wire.listen(here.interface)])
+        node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
+        node.directory[f"beside {here.rank}"] = (here.interface, beside.answer()["port"])
+        meeting.exchange("ready", True)
+        node.on_lost = lambda loss: _lost(loss, sounder)
+        if here.rank:
+            node.loop.run_until(sounder.over)
+            found = None
+        else:
+            found = node.loop.run_until(node.spawn(_conduct(node, here.world_size), "the measurements"))
+            found["cluster"] = described(found, workers)
+            sounder.over.resolve()
+        node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
+        beside.until_gone()
+        meeting.part()
+    return found
+
+
+def _begin_beside(node: ProcessNode, here: Place, stack: ExitStack) -> Helper:
+    """A second process on this host."""
+    name = f"beside {here.rank}"
+    request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
+    helper = Helper("dure.runtime.sounding", request)
+    stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
+    return helper
+
+
+def _lost(loss: Loss, sounder: Sounder) -> None:
+    if not sounder.over.done and not loss.finished:
+        raise PeerLost(f"{loss.peer} is gone in the middle of the measurements: {loss.reason}.")
+
+
+async def _conduct(node: ProcessNode, world: int) -> Figures:
+    """Everything, one after another: what runs at the same time would be measured together."""
+    hosts = [Address(f"host {rank}", SERVICE) for rank in range(world)]
+    found: Figures = {"local": [], "pairs": [], "apply": [], "cores": []}
+    for rank, host in enumerate(hosts):
+        reply = await node.call(host, "measure", peer=f"beside {rank}", timeout=PAIR_SECONDS)
+        found["local"].append(dict(reply.fields))
+        reply = await node.call(host, "apply", timeout=PAIR_SECONDS)
+        found["apply"].append(reply.fields["points"])
+        found["cores"].append(reply.fields["cores"])
+    for one, other in partners(world):
+        reply = await node.call(hosts[one], "measure", peer=f"host {other}", timeout=PAIR_SECONDS)
+        found["pairs"].append({"hosts": [one, other], **reply.fields})
+    computing = [node.call(host, "compute", timeout=PAIR_SECONDS) for host in hosts]
+    found["compute"] = [(await each).fields["seconds"] for each in computing]
+    for host in hosts[1:]:
+        await node.call(host, "over")
+    found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
+    return found
+
+
+def partners(world: int) -> Iterator[tuple[int, int]]:
+    """Pairs at distances 1, 2, 4, ...: each host meets several, and thousands of hosts are no thousand each.
+
+    >>> list(partners(4))
+    [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)]
+    """
+    met = set()
+    distance = 1
+    while distance < world:
+        for one in range(world):
+            pair = (one, (one + distance) % world)
+            if frozenset(pair) not in met:
+                met.add(frozenset(pair))
+                yield pair
+        distance *= 2
+
+
+def table(cluster: Cluster, found: Figures) -> Table:
+    """The constants for people."""
+    from rich.table import Table
+
+    from dure.runtime import units
+
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    shown.add_row("Hosts", str(len(found["local"])))
+    for kind in cluster.machines:
+        link = kind.link or cluster.link
+        text = f"{units.as_rate(link.bandwidth)}, latency {units.as_seconds(link.latency)}"
+        shown.add_row("Link" if len(cluster.machines) == 1 else f"Link of {kind.count}", text)
+    shown.add_row("A message costs a core", units.as_seconds(cluster.alpha))
+    shown.add_row("A byte of it", units.as_per_byte(cluster.beta))
+    shown.add_row("A byte that is applied", units.as_per_byte(cluster.gamma))
+    shown.add_row("Within a machine", units.as_memory_rate(cluster.memory_bandwidth))
+    shown.add_row("Cores", str(cluster.machines[0].cores))
+    for kind in cluster.machines if found["compute"][0] else ():
+        shown.add_row("A step", units.as_seconds(kind.compute.mean(0.0)))
+    shown.add_row("Residual of the links", f"{found['residual']:.1%}")
+    return shown

@@ -1,0 +1,211 @@
+"""What messages, updates and steps cost here, measured: `dure probe` asks, a `Sounder` on each host answers.
+
+    caller                            host                        what it shows
+      ping  ------------------------->                            the smallest round trip, and the cores' time for it
+      <-------------------------
+      take: n bytes ----------------->  acknowledged              the way out; several at once, what of it is the link's
+      give  ------------------------->
+      <------------------- n bytes ---                            the way in
+
+A host that is to measure is told so (`measure`), and answers with its figures: medians over a few repeats, in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.errors import Refused
+from dure.optim import OptimizerSpec
+from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.gradients import Evaluator, GradientWork
+from dure.runtime.launch.sentinel import first_request, watch
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity
+from dure.topology.client import ServerClient, Servers
+from dure.topology.parameter_server import Shard
+
+if TYPE_CHECKING:
+    from dure.job import Job
+
+SERVICE = "sounder"
+
+SIZES = tuple(1 << power for power in range(16, 24))
+"""Bytes of the messages that are measured: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
+
+LONGEST = 0.15
+"""Seconds of a message after which no larger one is measured."""
+
+SPENT = 0.4
+"""Seconds after which a size is not repeated any more, once it has been FEWEST times."""
+
+FEWEST, MOST = 3, 9
+PINGS = 200
+TRAIN = 3
+"""Messages at once, whose time over that of one shows what of a byte's time is the link's."""
+
+APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
+"""Bytes of the updates whose application is measured."""
+
+STEPS = 20
+
+Figures = dict[str, Any]
+
+
+class Sounder:
+    """The service of a host: takes and gives messages, and measures those between itself and a peer.
+
+    | method       | fields | reply                                                                     |
+    |--------------|--------|---------------------------------------------------------------------------|
+    | `ping`       |        |                                                                           |
+    | `take N`     |        | once N bytes are here                                                     |
+    | `give N`     |        | N bytes                                                                   |
+    | `spent`      |        | `seconds` of a core that this process has used                            |
+    | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
+    | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
+    | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
+    | `over`       |        | this host is not needed any more                                          |
+    """
+
+    def __init__(self, node: ProcessNode, job: Job | None = None) -> None:
+        self.over: Operation[None] = node.promise("the end of the measurements")
+        self._node = node
+        self._job = job
+        self._buffer = torch.zeros(SIZES[-1], dtype=torch.uint8)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        kind, _, size = method.partition(" ")
+        return [TensorSpec("uint8", int(size))] if kind == "take" else ()
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        kind, _, size = call.method.partition(" ")
+        if kind in ("ping", "take"):
+            return Reply()
+        if kind == "give":
+            return Reply(tensors=[self._buffer[: int(size)]])
+        if kind == "spent":
+            return Reply({"seconds": time.process_time()})
+        if kind == "measure":
+            return self._measure(call.fields["peer"])
+        if kind == "apply":
+            return self._apply()
+        if kind == "compute":
+            return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
+        if kind == "over":
+            self.over.resolve()
+            return Reply()
+        raise Refused(f'a sounder has no method "{call.method}".')
+
+    async def _measure(self, peer: str) -> Reply:
+        there = Address(peer, SERVICE)
+        await self._node.call(there, "ping")  # connects
+        times, cores = [], await self._spent(there)
+        for _ in range(PINGS):
+            times.append(await self._timed(lambda: [self._node.call(there, "ping")]))
+        pings = [later - earlier for earlier, later in zip(cores, await self._spent(there), strict=True)]
+        figures = {
+            "round_trip": statistics.median(times),
+            "cpu_message": max(pings) / PINGS / 2,  # a round trip is two messages, and each costs both hosts
+            "points": [[*point] async for point in self._points(there)],
+        }
+        return Reply(figures)
+
+    async def _points(self, there: Address) -> AsyncIterator[tuple[int, int, float, float]]:
+        """Seconds of messages out and in, for several sizes; alone, and as a train of TRAIN at once."""
+        for size in SIZES:
+            alone = await self._both_ways(there, size, 1)
+            yield size, 1, *alone
+            yield size, TRAIN, *await self._both_ways(there, size, TRAIN)
+            if min(alone) > LONGEST:
+                break
+
+    async def _both_ways(self, there: Address, size: int, count: int) -> tuple[float, float]:
+        parts = [self._buffer[:size]] * count
+        into = [torch.empty_like(part) for part in parts]
+        call = self._node.call
+        out = await self._repeated(lambda: [call(there, f"take {size}", part) for part in parts])
+        back = await self._repeated(lambda: [call(there, f"give {size}", into=(part,)) for part in into])
+        return statistics.median(out), statistics.median(back)
+
+    async def _repeated(self, start: Callable[[], Sequence[Operation[Reply]]]) -> list[float]:
+        times: list[float] = []
+        while len(times) < FEWEST or (len(times) < MOST and sum(times) < SPENT):
+            times.append(await self._timed(start))
+        return times
+
+    async def _timed(self, start: Callable[[], Sequence[Operation[Reply]]]) -> float:
+        began = time.perf_counter()
+        for operation in start():
+            await operation
+        return time.perf_counter() - began
+
+    async def _spent(self, there: Address) -> tuple[float, float]:
+        """Seconds of a core that this process and the peer's have used."""
+        mine = time.process_time()
+        return mine, (await self._node.call(there, "spent")).fields["seconds"]
+
+    async def _apply(self) -> Reply:
+        """Updates as Downpour's are applied: on arrival, by a shard of this process, with no wire between."""
+        points = []
+        spec = OptimizerSpec() if self._job is None else self._job.optimizer
+        for nbytes in APPLIED:
+            values = torch.zeros(nbytes // 4)
+            update = torch.full_like(values, 1e-6)
+            self._node.serve("shard", Shard(self._node, values, spec))
+            servers = Servers([Address(self._node.name, "shard")], [[(0, nbytes // 4)]], ordered=False)
+            client = ServerClient(self._node, 0, servers)
+            times = [await self._pushed(client, update) for _ in range(MOST)]
+            points.append([nbytes, statistics.median(times[1:])])
+        return Reply({"points": points, "cores": cores()})
+
+    async def _pushed(self, client: ServerClient, update: torch.Tensor) -> float:
+        began = time.perf_counter()
+        await client.push(update)
+        return time.perf_counter() - began
+
+
+def step_seconds(job: Job) -> list[float]:
+    """Seconds of STEPS steps of `job`, one after another, after one that is not counted."""
+    evaluator = Evaluator(job, exact=True)
+    (sampler,) = job.samplers((job.batch_size,), seed=0)
+    values = evaluator.initial_values(0)
+    times = []
+    for step in range(STEPS + 1):
+        inputs, targets = job.train.batch(sampler.next())
+        work = GradientWork(0, step, values, inputs, targets, seed=0, flops=0.0)
+        began = time.perf_counter()
+        evaluator.one(work)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    """A second process on a host: what messages within it are measured with."""
+    torch.set_num_threads(1)
+    watch(int(sys.argv[1]))
+    request = first_request()
+    node = ProcessNode(Identity(request["run"], request["name"], request["rank"]))
+    sounder = Sounder(node)
+    node.serve(SERVICE, sounder)
+    port = node.wire.listen(request["interface"])
+    sys.stdout.write(json.dumps({"port": port}) + "\n")
+    sys.stdout.flush()
+    node.loop.run_until(sounder.over)
+    node.wire.close()
+    os._exit(0)  # nothing is left to tidy up, and the starter waits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`dure probe`: fits that are exact where the figures are, a cluster file that reads back, real hosts and links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dure
+from dure.cli import main
+from dure.errors import UsageError
+from dure.probe import described, fit, partners, probe, wire_of
+from dure.reproduce import namespaces
+from dure.runtime.cluster import Cluster
+from dure.runtime.collectives import Path as Wire
+
+SIZES = [1 << power for power in range(16, 22)]
+
+
+def points(
+    start: float, beta: float, bandwidth: float, sizes: list[int] = SIZES
+) -> list[tuple[int, int, float, float]]:
+    """What a network of the model would show."""
+    rows = []
+    for size in sizes:
+        for count in (1, 3):
+            seconds = start + size * beta + count * size / bandwidth
+            rows.append((size, count, seconds, seconds))
+    return rows
+
+
+def figures(bandwidth: float, latency: float = 1e-4, alpha: float = 2e-5, beta: float = 1e-9) -> dict[str, object]:
+    round_trip = 2 * Wire(latency, alpha, bandwidth).seconds(0)
+    return {"round_trip": round_trip, "cpu_message": alpha, "points": points(round_trip, beta, bandwidth)}
+
+
+def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> dict[str, object]:
+    """The figures of hosts with such links: a pair goes at the slower one's."""
+    world = range(len(bandwidths))
+    met = [{"hosts": [i, j], **figures(min(bandwidths[i], bandwidths[j]))} for i, j in partners(len(bandwidths))]
+    return {
+        "local": [figures(2e9) for _ in world],
+        "pairs": met,
+        "apply": [[(size, 1e-5 + size * 4e-10) for size in SIZES] for _ in world],
+        "cores": [3 for _ in world],
+        "compute": steps or [[] for _ in world],
+    }
+
+
+def test_the_models_constants_come_out_of_what_the_model_shows() -> None:
+    line = wire_of({"points": points(3e-4, 2e-9, 12.5e6)})
+    assert line.start == pytest.approx(3e-4, rel=1e-5)
+    assert line.slopes == pytest.approx((2e-9, 8e-8), rel=1e-5)
+    assert line.residual == 0
+
+
+def test_messages_alone_cannot_tell_the_links_part_of_a_byte() -> None:
+    alone = [row for row in points(3e-4, 2e-9, 12.5e6) if row[1] == 1]
+    with pytest.raises(UsageError, match="cannot be told"):
+        wire_of({"points": alone})
+
+
+def test_handling_that_the_link_hides_is_none() -> None:
+    """A host that handles pieces as they come: a byte costs nothing beside the link, and never less than nothing."""
+    rows = [(size, count, (count - 0.1) * size * 8e-8) for size in SIZES for count in (1, 3)]
+    beta, wire = wire_of({"points": [(*row, row[-1]) for row in rows]}).slopes
+    assert beta == 0
+    assert wire == pytest.approx(8e-8, rel=0.1)
+
+
+def test_a_fit_weighs_relative_errors() -> None:
+    rng = np.random.default_rng(0)
+    sizes = np.geomspace(1e3, 1e8, 60)
+    line = fit([(size, (1e-3 + 1e-7 * size) * rng.uniform(0.99, 1.01)) for size in sizes])
+    assert line.start == pytest.approx(1e-3, rel=0.01)
+    assert line.slopes[0] == pytest.approx(1e-7, rel=0.01)
+    assert 0.004 < line.residual < 0.007
+
+
+def test_too_few_figures_are_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be told from 1"):
+        fit([(1.0, 2.0)])
+    with pytest.raises(UsageError, match="cannot be told"):
+        fit([(1.0, 2.0), (1.0, 2.1)])
+
+
+def test_hosts_that_are_alike_share_a_link() -> None:
+    cluster = described(found([12.5e6, 12.6e6, 12.4e6, 12.5e6]), workers=9)
+    (kind,) = cluster.machines
+    assert (kind.count, kind.link, kind.cores, cluster.servers.cores) == (4, None, 3, 3)
+    assert cluster.link.bandwidth == pytest.approx(12.5e6, rel=0.01)
+    assert cluster.link.latency == pytest.approx(1e-4, rel=1e-3)
+    constants = (cluster.alpha, cluster.beta, cluster.gamma, cluster.memory_bandwidth)
+    assert constants == pytest.approx((2e-5, 1e-9, 4e-10, 1 / (1 / 2e9 + 1e-9)), rel=1e-3)
+
+
+def test_a_host_beside_a_slow_one_keeps_its_own_link() -> None:
+    fast, slow = 100e6, 10e6
+    steps = [[0.1, 0.3, 0.2], [0.2], [0.2], [0.8]]
+    cluster = described(found([fast, fast, fast, slow], steps), workers=4)
+    assert [kind.count for kind in cluster.machines] == [3, 1]
+    rates = [kind.link.bandwidth for kind in cluster.machines if kind.link is not None]
+    assert rates == pytest.approx([fast, slow], rel=1e-3)
+    assert [kind.compute.seconds for kind in cluster.machines] == [0.2, 0.8]
+    assert cluster.link.bandwidth == pytest.approx(fast, rel=1e-3)
+
+
+def test_a_machine_alone_is_described_as_often_as_asked() -> None:
+    cluster = described(found([1e9]), workers=6)
+    assert cluster.workers == 6
+    assert cluster.link.bandwidth == pytest.approx(2e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 64])
+def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
+    pairs = list(partners(world))
+    met = {frozenset(pair) for pair in pairs}
+    assert len(met) == len(pairs)
+    assert all(len(pair) == 2 for pair in met)
+    assert {host for pair in pairs for host in pair} == (set(range(world)) if world > 1 else set())
+    assert len(pairs) <= world * max(world - 1, 1).bit_length()
+
+
+def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.yaml"
+    assert main(["probe", "digits-mlp", "--workers", "3", "--out", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cluster = Cluster.from_yaml(path)
+    assert cluster == Cluster(**told["cluster"])
+    assert cluster.workers == 3
+    assert min(cluster.alpha, cluster.gamma, cluster.link.latency, cluster.machines[0].compute.mean(0.0)) > 0
+    assert told["pairs"] == []
+    assert len(told["compute"][0]) == 20
+    assert told["residual"] >= 0
+    run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
+    assert run.summary()["workers"] == 3
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_hosts_and_the_links_between_them_are_probed(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    command = [sys.executable, "-m", "dure", "probe", "--out", str(path), "--json"]
+    with namespaces.hosts(2, bandwidth=25e6) as hosts:
+        done = hosts.run(command, seconds=100)
+    told = json.loads(done[0].out.splitlines()[-1])
+    assert done[1].out == ""
+    assert [pair["hosts"] for pair in told["pairs"]] == [[0, 1]]
+    cluster = Cluster.from_yaml(path)
+    assert cluster.workers == 2
+    assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="workers counts machines"):
+        probe(workers=0)
+    assert main(["probe", "no-such-job", "--out", str(tmp_path / "x.yaml")]) == 2
+    assert "no job is called" in capsys.readouterr().err
+    assert main(["probe", "--out", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
