@@ -71,6 +71,16 @@ def test_handling_that_the_link_hides_is_none() -> None:
     assert wire == pytest.approx(8e-8, rel=0.1)
 
 
+def test_a_link_that_shows_nowhere_is_still_there() -> None:
+    """Three messages at once take no longer than one: all of a byte's time is the cores'."""
+    rows = [(size, count, size * 1e-9, size * 1e-9) for size in SIZES for count in (1, 3)]
+    figures = found([1e9])
+    figures["local"] = [{"round_trip": 1e-4, "cpu_message": 1e-5, "points": rows}]
+    cluster = described(figures, workers=2)
+    assert cluster.link.bandwidth == pytest.approx(20e9, rel=1e-3)
+    assert cluster.memory_bandwidth == pytest.approx(1e9, rel=1e-3)
+
+
 def test_a_fit_weighs_relative_errors() -> None:
     rng = np.random.default_rng(0)
     sizes = np.geomspace(1e3, 1e8, 60)
@@ -131,7 +141,7 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
     cluster = Cluster.from_yaml(path)
     assert cluster == Cluster(**told["cluster"])
     assert cluster.workers == 3
-    assert min(cluster.alpha, cluster.gamma, cluster.link.latency, cluster.machines[0].compute.mean(0.0)) > 0
+    assert min(cluster.alpha, cluster.link.bandwidth, cluster.machines[0].compute.mean(0.0)) > 0
     assert told["pairs"] == []
     assert len(told["compute"][0]) == 20
     assert told["residual"] >= 0

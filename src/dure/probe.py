@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 ALIKE = 0.1
 """Hosts whose figures differ by at most this share are machines of one kind."""
 
+LEAST_WIRE = 0.05
+"""Share of a byte's time that is the link's at least."""
+
 NOTHING = 1e-9
 """Seconds below which the largest message's part is none at all."""
 
@@ -137,11 +140,17 @@ def _hosts(found: Figures) -> list[Host]:
     hosts = []
     for rank, local in enumerate(found["local"]):
         mine = [figures for figures in found["pairs"] if rank in figures["hosts"]] or [local]
-        per_byte = min(wire_of(figures).slopes[1] for figures in mine)
+        per_byte = min(_on_link(wire_of(figures)) for figures in mine)
         way = min(figures["round_trip"] / 2 for figures in mine)
         steps = found["compute"][rank]
         hosts.append(Host(way, per_byte, statistics.median(steps) if steps else None))
     return hosts
+
+
+def _on_link(wire: Fit) -> float:
+    """Seconds per byte; where cores are the limit and the link shows nowhere, a share of all that a byte takes."""
+    beside, on = wire.slopes
+    return max(on, LEAST_WIRE * (beside + on))
 
 
 def _kinds(hosts: Sequence[Host]) -> list[list[Host]]:
