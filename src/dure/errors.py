@@ -9,6 +9,7 @@ DureError
 ├── DivergedError        the loss is no longer a number
 ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
 ├── RecordError          a run's record is damaged
+├── DamagedMessage       an encoded update that no encoder would have sent
 ├── ReplicaError         a module's parameters left the flat buffer
 └── RemoteError          a call failed
     ├── Refused          the host refused it, and said why
@@ -55,6 +56,10 @@ class CheckpointError(DureError):
 
 class RecordError(DureError):
     """A run's record is damaged."""
+
+
+class DamagedMessage(DureError):
+    """An encoded update that no encoder would have sent. Nothing of it was decoded."""
 
 
 class ReplicaError(DureError):

@@ -1,0 +1,123 @@
+"""What turns flat slices into messages: the coder that a codec makes for one slice of one worker.
+
+    values (float32, flat)  -- encode -->  message (uint8, flat)  -- decode, accumulate -->  values
+
+A codec is a choice (`Sign()`), without state; its coder is bound to a slice, and may keep a residual. Sender and
+receiver each make one for the same slice, so a message says nothing of what both know: its length is bounded by
+`most_bytes`, and whatever it says is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dure.errors import DamagedMessage, DivergedError
+
+
+class Layer(Protocol):
+    """A named slice of the flat parameters, as `replica.Layer` is one."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Layout(NamedTuple):
+    """A slice of `numel` elements, and where in it columns begin.
+
+    A column is what feeds one output of a layer: one row of PyTorch's weight, contiguous in memory. `bounds` are the
+    borders of all of them, 0 and `numel` included; `is_column[i]` is false where what lies between bounds i and i + 1
+    is no matrix (a bias, a scale).
+    """
+
+    numel: int
+    bounds: tuple[int, ...]
+    is_column: tuple[bool, ...]
+
+    @classmethod
+    def plain(cls, numel: int) -> Layout:
+        """One column."""
+        return cls(numel, (0, numel), (True,)) if numel else cls(0, (0,), ())
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> Layout:
+        """The slice that consists of `ranges` of the flat parameters: a column that is cut counts as two."""
+        bounds, is_column, position = [0], [], 0
+        for start, stop in ranges:
+            for layer in layers:
+                low, high = max(start, layer.start), min(stop, layer.stop)
+                if low >= high:
+                    continue
+                matrix = len(layer.shape) > 1
+                width = (layer.stop - layer.start) // layer.shape[0] if matrix else layer.stop - layer.start
+                first = layer.start + ((low - layer.start) // width + 1) * width
+                ends = [*range(first, high, width), high]
+                bounds += [position + end - low for end in ends]
+                is_column += [matrix] * len(ends)
+                position += high - low
+        return cls(position, tuple(bounds), tuple(is_column))
+
+
+class Coder(ABC):
+    """Encodes and decodes the `numel` elements of a slice.
+
+    `most_bytes` bounds a message. A decoder raises `DamagedMessage` for what no encoder would have sent, and writes
+    nothing then.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    @property
+    @abstractmethod
+    def most_bytes(self) -> int: ...
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The message for `values` (flat, of `numel` elements, left as they are).
+
+        Raises `DivergedError` for NaN or infinity: what a coder makes of them looks like an ordinary message.
+        """
+        if not _is_finite(values):
+            raise DivergedError("an update holds NaN or infinity, so it was not encoded: the training diverged.")
+        return self._encode(values.contiguous())
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values of `message` to the flat `out`."""
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times the values of `message` to the flat `out`."""
+        values = torch.empty_like(out)
+        self.decode(message, values)
+        out.add_(values, alpha=weight)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+
+    def _check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:
+        most = least if most is None else most
+        if not least <= message.numel() <= most:
+            right = str(least) if least == most else f"{least} to {most}"
+            kind = type(self).__name__
+            raise DamagedMessage(f"{kind}: {message.numel()} bytes for {self.numel} elements; {right} were expected.")
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """The sum is finite unless an element is not, or it overflows: only then is each looked at."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

@@ -1,0 +1,105 @@
+"""Only what has grown beyond a threshold is sent, as plus or minus that threshold; the rest waits. Strom 2015.
+
+    r = r + values;   for each element with |r| >= threshold:  send its position and sign, r = r -/+ threshold
+
+N. Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015. The residual r is
+error feedback around a quantiser, and written so. At most one threshold per element and message is sent: where values
+stay above it the residual grows without bound, so it must be at least as large as what is typical.
+
+    message      signs, a bit per sent element | positions (`gaps`)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dure.codec import bits, gaps
+from dure.codec.coder import Coder, Layout
+from dure.codec.feedback import FeedbackCoder
+from dure.errors import DamagedMessage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_COUNT = 4  # bytes: how many signs there are
+
+
+@dataclass(frozen=True, slots=True)
+class Strom:
+    """`threshold` in the units of what is encoded; `coding` of positions is "range", nearer to the entropy, or "rice"."""
+
+    threshold: float = 0.01
+    coding: gaps.Coding = "range"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"threshold must be above 0 and finite, got {self.threshold}. Use 0.01.")
+        if self.coding not in ("range", "rice"):
+            raise ValueError(f'coding must be "range" or "rice", got {self.coding!r}.')
+
+    def coder(self, layout: Layout) -> FeedbackCoder:
+        """A coder for a slice."""
+        return FeedbackCoder(ThresholdCoder(layout.numel, self.threshold, self.coding))
+
+
+class ThresholdCoder(Coder):
+    """Elements of at least `threshold` as plus or minus that; all others as zero."""
+
+    def __init__(self, numel: int, threshold: float, coding: gaps.Coding) -> None:
+        super().__init__(numel)
+        self.threshold = threshold
+        self.coding = coding
+
+    @property
+    def most_bytes(self) -> int:
+        return _COUNT + bits.nbytes(self.numel) + gaps.most_bytes(self.numel, self.numel)
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        positions = beyond(values, self.threshold)
+        signs = bits.pack(values[torch.from_numpy(positions).to(values.device)] > 0)
+        body = torch.from_numpy(gaps.encode(positions, self.numel, self.coding)).to(values.device)
+        count = torch.tensor([positions.size], dtype=torch.int32).view(torch.uint8)
+        return torch.cat([count.to(values.device), signs, body])
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        positions, steps = self._read(message, out)
+        out.zero_()
+        out[positions] = steps
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        positions, steps = self._read(message, out)
+        out.index_add_(0, positions, steps, alpha=weight)
+
+    def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where, and plus or minus the threshold."""
+        self._check_length(message, _COUNT + gaps.HEADER, self.most_bytes)
+        count = int(message[:_COUNT].clone().view(torch.int32).item())
+        begin = _COUNT + bits.nbytes(count)
+        if not 0 <= count <= self.numel or message.numel() < begin:
+            raise DamagedMessage(f"{count} signs in a message of {message.numel()} bytes.")
+        positions = gaps.decode(message[begin:].cpu().numpy(), self.numel, self.coding)
+        if positions.size != count:
+            raise DamagedMessage(f"{count} signs for {positions.size} positions.")
+        steps = torch.empty(count, dtype=out.dtype, device=out.device)
+        bits.unpack_into(message[_COUNT:begin], steps, -self.threshold, self.threshold)
+        return torch.from_numpy(positions).to(out.device), steps
+
+
+def beyond(values: torch.Tensor, threshold: float) -> NDArray[np.int64]:
+    """The positions of elements of a magnitude of at least `threshold`, ascending."""
+    if values.device.type != "cpu":
+        found: NDArray[np.int64] = torch.nonzero(values.abs() >= threshold).view(-1).cpu().numpy()
+        return found
+    source = values.detach().numpy()
+    magnitudes = np.empty(min(bits.BLOCK, source.size), source.dtype)
+    parts = [np.empty(0, np.int64)]
+    for start in range(0, source.size, bits.BLOCK):
+        block = source[start : start + bits.BLOCK]
+        large = np.abs(block, out=magnitudes[: block.size]) >= threshold
+        parts.append(np.flatnonzero(large) + start)
+    return np.concatenate(parts)

@@ -1,0 +1,79 @@
+"""The largest elements, as they are; the rest is left out, and fed back unless told otherwise.
+
+    message      positions (`gaps`), preceded by their length | values as float32, in the order of positions
+
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017: today's point of reference for
+sparse messages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dure.codec import gaps
+from dure.codec.coder import Coder, Layout
+from dure.codec.feedback import FeedbackCoder
+from dure.errors import DamagedMessage
+
+_LENGTH = 4  # bytes: those of the positions
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """`share` of the elements, at least one; what is left out waits if `feedback`."""
+
+    share: float = 0.01
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}. Use 0.01.")
+
+    def coder(self, layout: Layout) -> Coder:
+        """A coder for a slice."""
+        inner = LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
+        return FeedbackCoder(inner) if self.feedback else inner
+
+
+class LargestCoder(Coder):
+    """The `count` elements of largest magnitude."""
+
+    def __init__(self, numel: int, count: int) -> None:
+        super().__init__(numel)
+        self.count = count
+
+    @property
+    def most_bytes(self) -> int:
+        return _LENGTH + gaps.most_bytes(self.numel, self.count) + 4 * self.count
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        largest = torch.topk(values.abs(), self.count, sorted=False).indices.sort().values
+        where = torch.from_numpy(gaps.encode(largest.cpu().numpy(), self.numel, "range")).to(values.device)
+        length = torch.tensor([where.numel()], dtype=torch.int32).view(torch.uint8).to(values.device)
+        return torch.cat([length, where, values[largest].float().view(torch.uint8)])
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        positions, sent = self._read(message)
+        out.zero_()
+        out[positions] = sent.to(out)
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        positions, sent = self._read(message)
+        out.index_add_(0, positions, sent.to(out), alpha=weight)
+
+    def _read(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        least = _LENGTH + gaps.HEADER + 4 * self.count
+        self._check_length(message, least, self.most_bytes)
+        length = int(message[:_LENGTH].clone().view(torch.int32).item())
+        if length != message.numel() - _LENGTH - 4 * self.count:
+            raise DamagedMessage(f"{length} bytes of positions in a message of {message.numel()}.")
+        positions = gaps.decode(message[_LENGTH : _LENGTH + length].cpu().numpy(), self.numel, "range")
+        if positions.size != self.count:
+            raise DamagedMessage(f"{positions.size} positions where {self.count} are sent.")
+        sent = message[_LENGTH + length :].clone().view(torch.float32)
+        if not torch.isfinite(sent).all():
+            raise DamagedMessage("a value that is no number.")
+        return torch.from_numpy(positions).to(message.device), sent
