@@ -32,6 +32,7 @@ CODECS = {
     "scaled sign, fed back": ErrorFeedback(Sign(scaled=True)),
     "fp16, fed back": ErrorFeedback(Float16()),
     "signum": Momentum(Sign()),
+    "random zeros": Sign(zeros="random"),
 }
 FED_BACK = [name for name, codec in CODECS.items() if isinstance(codec.coder(Layout.plain(1)), FeedbackCoder)]
 

@@ -107,7 +107,7 @@ class Coder(ABC):
         """What survives a restart."""
         return {}
 
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  (most have nothing to take up)
         """Take up a `state`."""
 
     def _check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:

@@ -20,7 +20,7 @@ from dure.codec.coder import Coder, Layout
 class Inner(Protocol):
     """A codec that another one wraps."""
 
-    def coder(self, layout: Layout) -> Coder: ...
+    def coder(self, layout: Layout, seed: int = 0) -> Coder: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class ErrorFeedback:
 
     codec: Inner
 
-    def coder(self, layout: Layout) -> FeedbackCoder:
+    def coder(self, layout: Layout, seed: int = 0) -> FeedbackCoder:
         """A coder for a slice."""
-        return FeedbackCoder(self.codec.coder(layout))
+        return FeedbackCoder(self.codec.coder(layout, seed))
 
 
 class FeedbackCoder(Coder):
@@ -59,10 +59,12 @@ class FeedbackCoder(Coder):
         self.inner.accumulate(message, out, weight)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {} if self.residual is None else {"residual": self.residual}
+        own = {} if self.residual is None else {"residual": self.residual}
+        return own | self.inner.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         self.residual = state["residual"].clone() if "residual" in state else None
+        self.inner.restore(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,9 @@ class Momentum:
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta must be at least 0 and below 1, got {self.beta}. Use 0.9.")
 
-    def coder(self, layout: Layout) -> MomentumCoder:
+    def coder(self, layout: Layout, seed: int = 0) -> MomentumCoder:
         """A coder for a slice."""
-        return MomentumCoder(self.codec.coder(layout), self.beta)
+        return MomentumCoder(self.codec.coder(layout, seed), self.beta)
 
 
 class MomentumCoder(Coder):

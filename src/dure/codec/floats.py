@@ -1,10 +1,10 @@
 """Every element by itself, in as many bits as one likes: float32, float16, bfloat16, or 8 bits with a scale per block.
 
-    name     bytes                        error of an element
-    fp32     4 n                          none
-    fp16     2 n                          2^-11 of it; beyond 65,504 it is cut there
-    bf16     2 n                          2^-8 of it
-    int8     n + 4 ceil(n / 256)          half of 1 / 127 of the largest of its 256 neighbors (Dettmers, ICLR 2016)
+name     bytes                        error of an element
+fp32     4 n                          none
+fp16     2 n                          2^-11 of it; beyond 65,504 it is cut there
+bf16     2 n                          2^-8 of it
+int8     n + 4 ceil(n / 256)          half of 1 / 127 of the largest of its 256 neighbors (Dettmers, ICLR 2016)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CastCoder(Coder):
 class Float16:
     """Half precision: 5 bits of exponent."""
 
-    def coder(self, layout: Layout) -> CastCoder:
+    def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
         """A coder for a slice."""
         return CastCoder(layout.numel, torch.float16)
 
@@ -55,7 +55,7 @@ class Float16:
 class BFloat16:
     """The upper half of a float32: 8 bits of exponent."""
 
-    def coder(self, layout: Layout) -> CastCoder:
+    def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
         """A coder for a slice."""
         return CastCoder(layout.numel, torch.bfloat16)
 
@@ -64,7 +64,7 @@ class BFloat16:
 class Int8:
     """8 bits and a scale for every 256 elements: today's point of reference."""
 
-    def coder(self, layout: Layout) -> Int8Coder:
+    def coder(self, layout: Layout, seed: int = 0) -> Int8Coder:
         """A coder for a slice."""
         return Int8Coder(layout.numel)
 

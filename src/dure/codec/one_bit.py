@@ -26,7 +26,7 @@ class OneBit:
 
     feedback: bool = True
 
-    def coder(self, layout: Layout) -> Coder:
+    def coder(self, layout: Layout, seed: int = 0) -> Coder:
         """A coder for a slice."""
         inner = TwoMeansCoder(layout)
         return FeedbackCoder(inner) if self.feedback else inner

@@ -10,7 +10,9 @@ The mean of signs is no estimate of the mean's sign, so unscaled signs are for v
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,36 +25,64 @@ _SCALE = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One bit per element, zero counting as positive; `scaled` adds the mean magnitude."""
+    """One bit per element; `scaled` adds the mean magnitude.
+
+    `zeros` are "positive", or of a "random" sign: to call them all positive is a vote for what nobody wants where many
+    elements are exactly zero.
+    """
 
     scaled: bool = False
+    zeros: Literal["positive", "random"] = "positive"
 
-    def coder(self, layout: Layout) -> SignCoder:
-        """A coder for a slice."""
-        return SignCoder(layout.numel, scaled=self.scaled)
+    def __post_init__(self) -> None:
+        if self.zeros not in ("positive", "random"):
+            raise ValueError(f'zeros must be "positive" or "random", got {self.zeros!r}.')
+
+    def coder(self, layout: Layout, seed: int = 0) -> SignCoder:
+        """A coder for a slice; `seed` is that of random signs."""
+        return SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
 
 
 class SignCoder(Coder):
     """Signs of a slice, packed."""
 
-    def __init__(self, numel: int, *, scaled: bool = False) -> None:
+    def __init__(self, numel: int, *, scaled: bool = False, seed: int | None = None) -> None:
         super().__init__(numel)
         self.scaled = scaled
+        self._random = None if seed is None else torch.Generator().manual_seed(seed)
 
     @property
     def most_bytes(self) -> int:
         return bits.nbytes(self.numel) + _SCALE * self.scaled
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        packed = bits.pack_signs(values)
+        packed = bits.pack_signs(values if self._random is None else self._without_zeros(values))
         if not self.scaled:
             return packed
         scale = values.abs().mean(dtype=torch.float32) if self.numel else values.new_zeros((), dtype=torch.float32)
         return torch.cat([packed, scale.reshape(1).view(torch.uint8)])
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _without_zeros(self, values: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randint(2, (self.numel,), generator=self._random, dtype=torch.int8).to(values) - 0.5
+        return torch.where(values == 0, drawn, values)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {} if self._random is None else {"random": self._random.get_state()}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self._random is not None:
+            self._random.set_state(state["random"])
+
+    def checked(self, message: torch.Tensor) -> torch.Tensor:
+        """The packed signs of a message, if it is one."""
         self._check_length(message, self.most_bytes)
         packed = message[: bits.nbytes(self.numel)]
+        if self.numel % 8 and int(packed[-1]) >> self.numel % 8:
+            raise DamagedMessage("a bit is set that belongs to no element.")
+        return packed
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        packed = self.checked(message)
         scale = self._scale(message) if self.scaled else 1.0
         bits.unpack_into(packed, out, -scale, scale)
 

@@ -31,7 +31,7 @@ _COUNT = 4  # bytes: how many signs there are
 
 @dataclass(frozen=True, slots=True)
 class Strom:
-    """`threshold` in the units of what is encoded; `coding` of positions is "range", nearer to the entropy, or "rice"."""
+    """`threshold` in the units of what is encoded; positions are coded by "range" coder or, a little longer, "rice"."""
 
     threshold: float = 0.01
     coding: gaps.Coding = "range"
@@ -42,7 +42,7 @@ class Strom:
         if self.coding not in ("range", "rice"):
             raise ValueError(f'coding must be "range" or "rice", got {self.coding!r}.')
 
-    def coder(self, layout: Layout) -> FeedbackCoder:
+    def coder(self, layout: Layout, seed: int = 0) -> FeedbackCoder:
         """A coder for a slice."""
         return FeedbackCoder(ThresholdCoder(layout.numel, self.threshold, self.coding))
 

@@ -31,7 +31,7 @@ class Ternary:
         if self.coding not in ("entropy", "planes"):
             raise ValueError(f'coding must be "entropy" or "planes", got {self.coding!r}.')
 
-    def coder(self, layout: Layout) -> Coder:
+    def coder(self, layout: Layout, seed: int = 0) -> Coder:
         """A coder for a slice."""
         return (EntropyCoder if self.coding == "entropy" else PlanesCoder)(layout.numel)
 

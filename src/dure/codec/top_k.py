@@ -32,7 +32,7 @@ class TopK:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}. Use 0.01.")
 
-    def coder(self, layout: Layout) -> Coder:
+    def coder(self, layout: Layout, seed: int = 0) -> Coder:
         """A coder for a slice."""
         inner = LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
         return FeedbackCoder(inner) if self.feedback else inner

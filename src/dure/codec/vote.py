@@ -1,0 +1,130 @@
+"""How a server makes one sign out of many workers' signs.
+
+    majority          U_j = sign(sum_m Y_mj); an even split counts as positive, or as zero where zeros abstain
+    log-likelihood    U_j = sign(sum_m L_m Y_mj),  L_m = ln((1 - p_m) / p_m)
+
+where p_m is how often worker m's sign was not what was decided: each worker's sign is the true one sent through a
+binary symmetric channel, and the weighted vote is its maximum-likelihood decoder (Park and Lee, "IT-signSGD"; Park,
+Poor and Lee, 2024, arXiv 2403.16372). p is estimated for each worker and coordinate as in the paper, or for each worker
+over all coordinates, which a single good worker cannot lock onto itself. Weights never leave the server.
+
+Of n voters the majority is right while the wrong ones are fewer than half, if they do not know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from dure.codec import bits
+from dure.codec.coder import Coder
+from dure.codec.sign import SignCoder
+
+Messages = Mapping[int, torch.Tensor]
+"""Encoded signs by worker."""
+
+_BLOCK = 1 << 16
+
+
+class Majority:
+    """One worker, one vote."""
+
+    def decide(self, messages: Messages, coder: Coder) -> torch.Tensor:
+        """The decided signs, encoded as the votes are. Raises `DamagedMessage`."""
+        voters = sorted(messages)
+        if isinstance(coder, SignCoder) and not coder.scaled:
+            return bits.at_least([coder.checked(messages[voter]) for voter in voters], (len(voters) + 1) // 2)
+        total = sum(_votes(messages[voter], coder).to(torch.int16) for voter in voters)
+        assert isinstance(total, torch.Tensor)
+        return coder.encode(total.float())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        return {}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+
+
+class LogLikelihood:
+    """Votes weighted by how reliable each worker has been.
+
+    For the first `start` rounds of a worker its weight is 1. `least` bounds p from below and above. `forget` below 1
+    lets old rounds fade. A zero abstains; pooled over a worker's coordinates it counts as disagreement, being a sign of
+    weakness; for a single coordinate it counts as nothing, since p would exceed 1/2 and turn the next vote around.
+    """
+
+    def __init__(
+        self,
+        granularity: Literal["worker", "coordinate"] = "worker",
+        *,
+        start: int = 50,
+        least: float = 0.01,
+        forget: float = 1.0,
+    ) -> None:
+        self.granularity = granularity
+        self.start = start
+        self.least = least
+        self.forget = forget
+        self.rounds: dict[int, int] = {}
+        self.seen: dict[int, torch.Tensor] = {}
+        self.wrong: dict[int, torch.Tensor] = {}
+
+    def decide(self, messages: Messages, coder: Coder) -> torch.Tensor:
+        """The decided signs, encoded as the votes are. Raises `DamagedMessage`."""
+        voters = sorted(messages)
+        votes = torch.stack([_votes(messages[voter], coder) for voter in voters])
+        total = torch.zeros(coder.numel, device=votes.device)
+        weights = [self.weight(voter, coder.numel) for voter in voters]
+        for begin in range(0, coder.numel, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            for vote, weight in zip(votes[:, block], weights, strict=True):
+                total[block] += vote * (weight[block] if weight.dim() else weight)
+        message = coder.encode(total)
+        self._learn(voters, votes, _votes(message, coder))
+        return message
+
+    def weight(self, voter: int, numel: int) -> torch.Tensor:
+        """What a vote of `voter` counts: one number, or one for each of `numel` coordinates."""
+        if self.rounds.get(voter, 0) < self.start or voter not in self.wrong:
+            return torch.ones(())
+        p = ((self.wrong[voter] + 1) / (self.seen[voter] + 2)).clamp(self.least, 1 - self.least)
+        return torch.log((1 - p) / p)
+
+    def _learn(self, voters: list[int], votes: torch.Tensor, decided: torch.Tensor) -> None:
+        """Count who disagreed with what was decided: at each coordinate, or in which share of them."""
+        for voter, vote in zip(voters, votes, strict=True):
+            differs = (vote != decided).float()
+            if self.granularity == "worker":
+                seen, wrong = torch.ones(()), differs.mean() if differs.numel() else torch.zeros(())
+            else:
+                seen = (vote != 0).float()
+                wrong = differs * seen
+            self.rounds[voter] = self.rounds.get(voter, 0) + 1
+            for counts, new in ((self.seen, seen), (self.wrong, wrong)):
+                counts[voter] = new if voter not in counts else counts[voter] * self.forget + new
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        tensors = {f"rounds {voter}": torch.tensor(rounds) for voter, rounds in self.rounds.items()}
+        for name, counts in (("seen", self.seen), ("wrong", self.wrong)):
+            tensors |= {f"{name} {voter}": count for voter, count in counts.items()}
+        return tensors
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+        for key, tensor in state.items():
+            name, voter = key.split()
+            if name == "rounds":
+                self.rounds[int(voter)] = int(tensor)
+            else:
+                (self.seen if name == "seen" else self.wrong)[int(voter)] = tensor.clone()
+
+
+def _votes(message: torch.Tensor, coder: Coder) -> torch.Tensor:
+    """The signs in a message, as int8."""
+    values = torch.empty(coder.numel, device=message.device)
+    coder.decode(message, values)
+    return values.to(torch.int8)
