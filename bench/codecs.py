@@ -1,0 +1,90 @@
+"""Codecs on 25 million float32 values, on one core, beside a plain copy of the same array in the same run.
+
+    python bench/codecs.py [--numel 25000000] [--repeats 9]
+
+Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from dure.codec import bits
+from dure.codec.coder import Coder, Layout
+from dure.codec.feedback import FeedbackCoder
+from dure.codec.floats import BFloat16, Float16, Int8
+from dure.codec.one_bit import OneBit
+from dure.codec.sign import Sign
+from dure.codec.strom import Strom
+from dure.codec.ternary import Ternary
+from dure.codec.top_k import TopK
+from dure.codec.vote import Majority
+
+VOTERS = 15
+COLUMN = 1000  # elements
+
+BARS = {"sign encode": 1.5, "sign decode": 4.0, "majority of 15": 4.0, "strom encode, 1 %": 6.0}
+"""What is asked for, in times of the copy."""
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--numel", type=int, default=25_000_000)
+    arguments.add_argument("--repeats", type=int, default=9)
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    values = torch.randn(given.numel, generator=torch.Generator().manual_seed(0))
+    steady = Strom(2.576).coder(Layout.plain(given.numel))
+    steady.encode(values)  # its residual is there from the first message on
+    work = tasks(values, steady)
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(given.repeats + 1):  # the first warms up
+        for name, task in work.items():
+            assert steady.residual is not None
+            steady.residual.zero_()  # as before a message of which one element in a hundred is sent
+            started = time.perf_counter()
+            task()
+            times[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(found[1:]) for name, found in times.items()}
+    for name, seconds in medians.items():
+        bar = f"  (at most {BARS[name]})" if name in BARS else ""
+        print(f"{name:24} {seconds * 1e3:9.1f} ms {seconds / medians['copy']:7.2f}x{bar}")
+    print(json.dumps({"numel": given.numel, "ratio_to_copy": {n: s / medians["copy"] for n, s in medians.items()}}))
+
+
+def tasks(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:
+    """What is timed, by name; the copy first."""
+    numel = values.numel()
+    out, layout = torch.empty_like(values), Layout.plain(numel)
+    matrix = Layout(numel, tuple(range(0, numel + 1, COLUMN)), (True,) * (numel // COLUMN))
+    coders: dict[str, Coder] = {
+        "sign": Sign().coder(layout),
+        "fp16": Float16().coder(layout),
+        "bf16": BFloat16().coder(layout),
+        "int8": Int8().coder(layout),
+        "one bit": OneBit(feedback=False).coder(matrix),
+        "ternary": Ternary().coder(layout),
+        "ternary planes": Ternary("planes").coder(layout),
+        "top-k, 1 %": TopK(0.01, feedback=False).coder(layout),
+    }
+    work: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(values)}
+    for name, coder in coders.items():
+        message = coder.encode(values)
+        work[f"{name} encode"] = lambda coder=coder: coder.encode(values)
+        work[f"{name} decode"] = lambda coder=coder, message=message: coder.decode(message, out)
+    message = Strom(2.576).coder(layout).encode(values)
+    work["strom encode, 1 %"] = lambda: steady.encode(values)
+    work["strom accumulate, 1 %"] = lambda: steady.accumulate(message, out)
+    votes = {voter: bits.pack_signs(values.roll(voter)) for voter in range(VOTERS)}
+    work["majority of 15"] = lambda: Majority().decide(votes, coders["sign"])
+    return work
+
+
+if __name__ == "__main__":
+    main()
