@@ -249,10 +249,12 @@ class Reply:
 
 
 class TensorSpec(NamedTuple):
-    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements."""
+    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements, or `at_most` so many.
+    """
 
     dtype: str
     numel: int
+    at_most: bool = False
 
 
 class Service(Protocol):
@@ -322,13 +324,14 @@ class Node(Protocol):
         method: str,
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor] | None = (),
+        at_most: bool = False,
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
         """Call a service. `fields` are plain JSON values.
 
-        The reply's tensors are received into `into`, which must fit exactly. Calls from one node to one
-        service arrive in the order in which they were made.
+        The reply's tensors are received into `into`, which must fit exactly, or be longer where `at_most`. Calls from
+        one node to one service arrive in the order in which they were made.
 
         Raises `Refused`, `PeerLost`, `CallTimeout` where awaited.
         """

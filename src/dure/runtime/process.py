@@ -147,6 +147,7 @@ class ProcessNode:
         method: str,
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor] | None = (),
+        at_most: bool = False,
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
@@ -162,7 +163,7 @@ class ProcessNode:
             else:
                 operation.fail(answer)
 
-        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS)
+        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
 
         def start(error: RemoteError | None) -> None:
             if error is not None:
@@ -244,7 +245,7 @@ class ProcessNode:
                 operation.fail(answer)
                 return
             for destination, tensor in zip(into, answer.tensors, strict=True):
-                destination.copy_(tensor)
+                destination[: tensor.numel()].copy_(tensor)
             answer.release()
             operation.resolve(answer)
 

@@ -188,6 +188,7 @@ class VirtualNode:
         method: str,
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor] | None = (),
+        at_most: bool = False,
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
@@ -394,7 +395,8 @@ class RemoteCall(Operation[Reply]):
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
-                    destination.copy_(tensor)
+                    whole = destination.numel() == tensor.numel()
+                    (destination if whole else destination[: tensor.numel()]).copy_(tensor)
         if reply.release is not nothing and (self._into is not None or self.done):
             reply.release()
         self.resolve(reply)

@@ -129,7 +129,7 @@ class ServerClient:
         """
         parts = self._parts(into)
         call, shards, timing_only = self.node.call, self.servers.shards, self.servers.timing_only
-        told = {"worker": self.worker, "incarnation": self.incarnation} if to_work and self.servers.look_back else {}
+        told = self._told(to_work=to_work)
 
         def start(shard: int) -> Operation[Reply]:
             destination = () if timing_only else parts[shard]
@@ -145,7 +145,7 @@ class ServerClient:
 
     async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """As `pull`, but the shard's own memory, not a copy: to be read, and released."""
-        told = {"worker": self.worker, "incarnation": self.incarnation} if to_work and self.servers.look_back else {}
+        told = self._told(to_work=to_work)
         shard, call, timeout = self.servers.shards[0], self.node.call, self.timeout
         (reply,) = await self._every(lambda _: call(shard, "pull", into=None, timeout=timeout, version=version, **told))
         (values,) = reply.tensors
@@ -261,6 +261,10 @@ class ServerClient:
 
     def restore(self, state: Mapping[str, int]) -> None:
         self.incarnation, self.seq = state["incarnation"], state["seq"]
+
+    def _told(self, *, to_work: bool) -> dict[str, Any]:
+        """What shards that look back are told of a pull."""
+        return {"worker": self.worker, "incarnation": self.incarnation} if to_work and self.servers.look_back else {}
 
     # ---- calls
 

@@ -392,6 +392,34 @@ def test_traffic_counts_every_byte(world):
     assert down.overhead_nbytes_sent == up.overhead_nbytes_received
 
 
+def test_a_payload_may_be_shorter_where_the_service_says_so(world):
+    server, host, caller = world.pair()
+    host.answer = echo
+    host.specs["echo"] = [TensorSpec("uint8", 300_000, at_most=True)]
+    for numel in (0, 1, 5_000, 300_000):
+        sent, into = torch.arange(numel).to(torch.uint8), torch.zeros(300_000, dtype=torch.uint8)
+        out, _ = world.call(caller, "echo", tensors=[sent], into=[into], at_most=True)
+        world.until(lambda out=out: out)
+        assert isinstance(out[0], Reply)
+        assert torch.equal(into[:numel], sent)
+        assert not into[numel:].any()
+    out, _ = world.call(caller, "echo", tensors=[torch.zeros(300_001, dtype=torch.uint8)])
+    world.until(lambda: out)
+    assert "carries uint8[<= 300000], worker 0 announced uint8[300001]" in str(out[0])
+
+
+def test_a_reply_longer_than_its_place_is_refused(world):
+    server, host, caller = world.pair()
+    host.answer = echo
+    host.specs["echo"] = [TensorSpec("uint8", 90, at_most=True)]
+    sent, into = torch.ones(50, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    for at_most in (True, False):
+        out, _ = world.call(caller, "echo", tensors=[sent], into=[into], at_most=at_most)
+        world.until(lambda out=out: out)
+        assert "`into` takes uint8[" in str(out[0])
+        assert not into.any()
+
+
 def test_sixteen_callers_share_a_small_budget(world):
     size = 500_000
     limits = Limits(staging_nbytes=4 * 4 * size, turn_nbytes=1 << 20)

@@ -17,7 +17,7 @@ from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Inbound:
             self.link.parser.drop()
 
     def _specs(self, frame: Frame) -> Sequence[TensorSpec]:
-        """What the service expects, found equal to what the frame announces."""
+        """What the frame announces, found to fit what the service expects."""
         service, method = frame.meta.get("service"), frame.meta.get("method")
         if (
             not isinstance(service, str)
@@ -271,13 +271,14 @@ class Inbound:
         if frame.header.request in self.answers:
             raise DamagedFrame(f"request {frame.header.request} is outstanding already.")
         try:
-            specs = [TensorSpec(*spec) for spec in self.shared.host.expects(service, method)]
+            expected = [TensorSpec(*spec) for spec in self.shared.host.expects(service, method)]
         except LookupError:
             raise Refused(f"{self.shared.identity.name} has no {service!r} with a method {method!r}.") from None
         told = frame.meta.get("tensors")
-        if told != [list(spec) for spec in specs]:
+        specs = fitting(expected, told)
+        if specs is None:
             raise Refused(
-                f"{service}.{method} carries {described(specs)}, {self.caller.name} announced {announced(told)}."
+                f"{service}.{method} carries {described(expected)}, {self.caller.name} announced {announced(told)}."
             )
         size = sum(map(nbytes_of, specs))
         if size != frame.header.payload_nbytes:
@@ -366,7 +367,7 @@ class Answer:
             inbound._send_error(self._request, RemoteError("cancelled."))
             events.append(answer.release)
         else:
-            meta = {"fields": answer.fields, "tensors": [spec_of(tensor) for tensor in answer.tensors]}
+            meta = {"fields": answer.fields, "tensors": [spec_of(tensor)[:2] for tensor in answer.tensors]}
             payload = [bytes_of(tensor) for tensor in answer.tensors]
             inbound.link.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)

@@ -6,7 +6,7 @@ import errno
 import itertools
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import Busy, CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
@@ -15,7 +15,7 @@ from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import connect_nearby, is_loopback
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.staging import announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
@@ -37,11 +37,17 @@ class Pending:
         self.number = number
         self.request = request
         self.on_done = on_done
-        self.into = [spec_of(tensor) for tensor in request.into]
+        self.into = [spec_of(tensor)._replace(at_most=request.at_most) for tensor in request.into]
         self.views = [bytes_of(tensor) for tensor in request.into]
         self.outgoing: Outgoing | None = None
         self.timer: Timer | None = None
         self.done = False
+
+    def places(self, told: Sequence[tuple[str, int]]) -> list[memoryview]:
+        """Where a reply of tensors as `told` goes; they fit."""
+        if not self.request.at_most:
+            return self.views
+        return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into, told, strict=True)]
 
     def cancel(self) -> None:
         """Give up. Afterwards no tensor of the call is read or written; the host may still have done it."""
@@ -76,7 +82,7 @@ class Outbound:
                 "service": request.service,
                 "method": request.method,
                 "fields": request.fields,
-                "tensors": [spec_of(tensor) for tensor in request.tensors],
+                "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
             }
         )
         if self.error is not None:
@@ -194,9 +200,9 @@ class Outbound:
     def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
         """Why the reply does not fit `into`."""
         told = frame.meta.get("tensors")
-        weighs = sum(map(nbytes_of, pending.into))
-        fits = told == [list(spec) for spec in pending.into] and weighs == frame.header.payload_nbytes
-        if fits and isinstance(frame.meta.get("fields"), dict):
+        specs = fitting(pending.into, told)
+        weighs = None if specs is None else sum(map(nbytes_of, specs))
+        if weighs == frame.header.payload_nbytes and isinstance(frame.meta.get("fields"), dict):
             return None
         answered = f"{self.name} answered {_shown(pending)} with {announced(told)}"
         return RemoteError(f"{answered}, `into` takes {described(pending.into)}: give `into` tensors that fit.")
@@ -213,7 +219,7 @@ class Outbound:
             error = self._expected(frame, pending)
             if error is None:
                 self._receiving = pending
-                self.link.parser.place(pending.views)
+                self.link.parser.place(pending.places(frame.meta["tensors"]))
                 return
             self.finish(pending, error)
             self._abandoned[pending.number] = 0

@@ -38,7 +38,23 @@ def nbytes_of(spec: TensorSpec) -> int:
 
 def described(specs: Sequence[TensorSpec]) -> str:
     """Specs in words: `float32[10], int64[1]`."""
-    return ", ".join(f"{spec.dtype}[{spec.numel}]" for spec in specs) or "no tensor"
+    return ", ".join(f"{spec.dtype}[{'<= ' * spec.at_most}{spec.numel}]" for spec in specs) or "no tensor"
+
+
+def fitting(expected: Sequence[TensorSpec], told: object) -> list[TensorSpec] | None:
+    """The specs that a peer told of, if they are those expected: as long, or at most as long where that is said.
+
+    >>> fitting([TensorSpec("uint8", 9, at_most=True)], [["uint8", 4]])
+    [TensorSpec(dtype='uint8', numel=4, at_most=False)]
+    """
+    if not isinstance(told, list) or len(told) != len(expected):
+        return None
+    for spec, each in zip(expected, told, strict=True):
+        if not (isinstance(each, list) and len(each) == 2 and each[0] == spec.dtype and type(each[1]) is int):
+            return None
+        if not (0 <= each[1] <= spec.numel if spec.at_most else each[1] == spec.numel):
+            return None
+    return [TensorSpec(*each) for each in told]
 
 
 def announced(told: object) -> str:

@@ -76,7 +76,7 @@ class Limits:
 class Request:
     """A call to make. `tensors` and `into` are lent until it is done; `timeout` is in seconds.
 
-    `into` is what the reply's tensors must fit exactly, in order, dtype and size.
+    `into` is what the reply's tensors must fit exactly, in order, dtype and size; or, if `at_most`, be no longer than.
     """
 
     service: str
@@ -85,6 +85,7 @@ class Request:
     into: Sequence[torch.Tensor] = ()
     fields: Fields = field(default_factory=dict)
     timeout: float | None = None
+    at_most: bool = False
 
 
 @dataclass(frozen=True, slots=True)
