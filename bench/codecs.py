@@ -17,9 +17,9 @@ import torch
 
 from dure.codec import bits
 from dure.codec.coder import Coder, Layout
-from dure.codec.feedback import FeedbackCoder
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.one_bit import OneBit
+from dure.codec.residual import FeedbackCoder
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary

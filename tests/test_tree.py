@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.strategy import AXES, REMEDY
+from dure.strategy import AXES, REMEDY, WRAPPER
 from dure.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
@@ -14,12 +14,18 @@ SOURCE = ROOT / "src" / "dure"
 FILES = sorted(SOURCE.rglob("*.py"))
 METHODS = ("sync", "codec", "topology", "partition", "rl")
 RUNTIMES = ("virtual", "process", "wire", "network", "launch", "compute", "cluster", "meter")
-SHARED = {"sync": {"base", "clock", "remedied"}, "codec": {"base"}, "partition": {"base"}}
+CODEC_PARTS = {"base", "bits", "cast", "coder", "exchange", "gaps", "residual", "vote"}
+SHARED = {
+    "sync": {"base", "clock", "remedied"},
+    "codec": {"base", "bits", "cast", "coder", "exchange", "gaps", "residual", "vote"},
+    "partition": {"base"},
+}
 
 
 def catalogue(axis):
-    """The members that a folder lists: of `sync`, methods and what joins them."""
-    return {**one_catalogue(axis), **(one_catalogue(REMEDY) if axis == "sync" else {})}
+    """The members that a folder lists, and what joins them."""
+    joins = {"sync": REMEDY, "codec": WRAPPER}
+    return {**one_catalogue(axis), **(one_catalogue(joins[axis]) if axis in joins else {})}
 
 
 @functools.cache

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dure.attach import attach
     from dure.compare import compare
     from dure.data.dataset import Data
+    from dure.ddp_hook import hook
     from dure.errors import DureError
     from dure.job import Job
     from dure.runtime.cluster import Cluster
@@ -55,6 +56,7 @@ __all__ = [
     "Strategy",
     "attach",
     "compare",
+    "hook",
     "train",
 ]
 
@@ -78,6 +80,7 @@ _HOMES = {
     "Strategy": "dure.strategy",
     "attach": "dure.attach",
     "compare": "dure.compare",
+    "hook": "dure.ddp_hook",
     "train": "dure.train",
 }
 

@@ -39,7 +39,7 @@ from dure.worker import Boundary, Worker
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-    from dure.codec.fp32 import Float32
+    from dure.codec.base import Codec
     from dure.sync.base import Sync
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def attach(
     *,
     sync: Sync | str | None = None,
     topology: Collective | ParameterServer | str | None = None,
-    codec: Float32 | str | None = None,
+    codec: Codec | str | None = None,
     batch_size: int = 1,
 ) -> Attached:
     """Have `model` trained by a loop of one's own, together with all ranks that were started with this one.

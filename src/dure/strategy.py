@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure import own_file
 from dure.catalogue import Entry
+from dure.codec.base import Codec
 from dure.codec.fp32 import Float32
 from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
@@ -42,6 +43,11 @@ AXES: Mapping[str, str] = {
 }
 REMEDY = "remedy"
 """What `catalogue` and `find` call the kind of member that joins a method by `+`: it is no axis."""
+WRAPPER = "codec wrapper"
+"""The same of what joins a codec."""
+
+JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
+"""What each joins."""
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
@@ -57,7 +63,7 @@ class Strategy:
 
     sync: Sync
     topology: Topology
-    codec: Float32 = field(default_factory=Float32)
+    codec: Codec = field(default_factory=Float32)
     partition: Whole = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
@@ -86,7 +92,7 @@ class Strategy:
         cls,
         sync: Sync | str | None = None,
         topology: Topology | str | None = None,
-        codec: Float32 | str | None = None,
+        codec: Codec | str | None = None,
         partition: Whole | str | None = None,
     ) -> Strategy:
         """From one choice per axis, each an object, its text, or None for the default. Raises `StrategyError`."""
@@ -107,9 +113,13 @@ class Strategy:
 
 
 def catalogue(axis: str) -> Mapping[str, Entry]:
-    """The members of an axis, or the remedies, by name."""
-    module = import_module("dure.sync" if axis == REMEDY else f"dure.{axis}")
-    members: Mapping[str, Entry] = module.REMEDIES if axis == REMEDY else module.CATALOGUE
+    """The members of an axis, or what joins them, by name."""
+    if axis == REMEDY:
+        members: Mapping[str, Entry] = import_module("dure.sync").REMEDIES
+    elif axis == WRAPPER:
+        members = import_module("dure.codec").WRAPPERS
+    else:
+        members = import_module(f"dure.{axis}").CATALOGUE
     return members
 
 
@@ -121,12 +131,12 @@ def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
     own = own_file.split(name)
     if own is not None:
         return "sync", _own_method(name, *own)
-    for candidate in (*AXES, REMEDY):
+    for candidate in (*AXES, *JOINS):
         if name in catalogue(candidate):
             if axis not in (None, candidate):
                 raise StrategyError(_elsewhere(name, candidate, axis))
             return candidate, catalogue(candidate)[name]
-    axes = (*AXES, REMEDY) if axis is None else (axis,)
+    axes = (*AXES, *JOINS) if axis is None else (axis,)
     known = "; ".join(f"{a} has {names(catalogue(a))}" for a in axes)
     near = nearest(name, [member for a in axes for member in catalogue(a)])
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
@@ -148,9 +158,9 @@ def _own_method(name: str, file: str, member: str) -> Entry:
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:
-    if axis == REMEDY:
-        works = f"{catalogue(REMEDY)[name].combines[0]}+{name}"
-        return f'"{name}" is a {REMEDY}: join it to a {wanted} method, as in "{works}".'
+    if axis in JOINS:
+        works = f"{catalogue(axis)[name].combines[0]}+{name}"
+        return f'"{name}" is a {axis}: join it to a {JOINS[axis]}, as in "{works}".'
     return f'"{name}" is a {axis}, not a {wanted}; {wanted} has {names(catalogue(wanted))}.'
 
 
@@ -164,8 +174,8 @@ def by_axis(text: str) -> dict[str, str]:
     for member in text.split():
         first = parse_calls(member)[0].name
         axis, _ = find(first)
-        if axis == REMEDY:
-            raise StrategyError(_elsewhere(first, REMEDY, "sync"))
+        if axis in JOINS:
+            raise StrategyError(_elsewhere(first, axis, JOINS[axis]))
         if axis in chosen:
             raise StrategyError(f'"{text}" chooses {axis} twice, "{chosen[axis]}" and "{member}": leave one out.')
         chosen[axis] = member
@@ -181,13 +191,16 @@ def make(text: str, axis: str | None = None) -> Any:
     call, *wrappers = parse_calls(text)
     made = _make(call, axis)
     for wrapper in wrappers:
-        if find(call.name)[0] != "sync":
+        if isinstance(made, Codec):
+            made = _make(wrapper, WRAPPER, codec=made)
+        elif find(call.name)[0] == "sync":
+            made = made + _make(wrapper, REMEDY)
+        else:
             raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
-        made = made + _make(wrapper, REMEDY)
     return made
 
 
-def _make(call: Call, axis: str | None) -> Any:
+def _make(call: Call, axis: str | None, **joined: Any) -> Any:
     name = call.name
     kind = find(name, axis)[1].load()
     given = typed(call, kind)
@@ -195,7 +208,7 @@ def _make(call: Call, axis: str | None) -> Any:
     if missing:
         raise StrategyError(f"{name} needs {names(missing)}: write {name}:{missing[0]}=VALUE.")
     try:
-        return kind(**given)
+        return kind(**given, **joined)
     except ValueError as error:
         raise StrategyError(f"{name}: {error}") from error
 
@@ -215,8 +228,15 @@ def member_text(axis: str, member: Any) -> str:
     >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
     ('ps:shards=1', 'ps:shards=2,split=layer')
     """
+    if isinstance(member, Codec):
+        return "+".join(_call_text(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(member)))
     inner, remedies = parts(member)
     return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
+
+
+def _layers(codec: Codec) -> list[Codec]:
+    """A codec and what wraps it, from the inside."""
+    return [*_layers(codec.codec), codec] if hasattr(codec, "codec") else [codec]
 
 
 def _call_text(axis: str, member: Any) -> str:

@@ -84,12 +84,14 @@ def typed(call: Call, kind: type) -> dict[str, Any]:
 
 
 def parameters(kind: type) -> tuple[Parameter, ...]:
-    """The fields of the dataclass `kind`. A field named like a Python keyword ends in `_`; its text does not."""
+    """The fields of the dataclass `kind`. A field named like a Python keyword ends in `_`; its text does not.
+
+    What a wrapper wraps is marked as `joined` in its field's metadata, and is no parameter.
+    """
     hints = get_type_hints(kind)
+    own = [each for each in fields(kind) if each.init and "joined" not in each.metadata]
     return tuple(
-        Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default, f.metadata.get("shown", True))
-        for f in fields(kind)
-        if f.init
+        Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default, f.metadata.get("shown", True)) for f in own
     )
 
 

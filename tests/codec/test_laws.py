@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.codec.coder import Layout
-from dure.codec.feedback import ErrorFeedback, FeedbackCoder, Momentum
+from dure.codec.feedback import ErrorFeedback, Momentum
 from dure.codec.floats import BFloat16, Float16, Int8
+from dure.codec.fp32 import Float32
 from dure.codec.one_bit import OneBit
+from dure.codec.residual import FeedbackCoder
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
@@ -16,6 +18,7 @@ from dure.codec.top_k import TopK
 from dure.errors import DamagedMessage, DivergedError
 
 CODECS = {
+    "fp32": Float32(),
     "fp16": Float16(),
     "bf16": BFloat16(),
     "int8": Int8(),

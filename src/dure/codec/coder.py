@@ -103,6 +103,10 @@ class Coder(ABC):
         self.decode(message, values)
         out.add_(values, alpha=weight)
 
+    def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
+        """The signs in a message, if a bit for each is all that it has; None where it has more."""
+        return None
+
     def state(self) -> dict[str, torch.Tensor]:
         """What survives a restart."""
         return {}

@@ -13,63 +13,39 @@ from dataclasses import dataclass
 
 import torch
 
+from dure.codec.base import Codec
+from dure.codec.cast import CastCoder
 from dure.codec.coder import Coder, Layout
 from dure.errors import DamagedMessage
 
 _BLOCK = 256  # elements that share a scale
 
 
-class CastCoder(Coder):
-    """Elements of another floating-point type."""
-
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(numel)
-        self.dtype = dtype
-
-    @property
-    def most_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        most = torch.finfo(self.dtype).max
-        return values.clamp(-most, most).to(self.dtype).view(torch.uint8)
-
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        self._check_length(message, self.most_bytes)
-        values = message.clone().view(self.dtype)
-        if not torch.isfinite(values).all():
-            raise DamagedMessage("a value that is no number.")
-        out.copy_(values)
-
-
 @dataclass(frozen=True, slots=True)
-class Float16:
+class Float16(Codec):
     """Half precision: 5 bits of exponent."""
 
     def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
-        """A coder for a slice."""
         return CastCoder(layout.numel, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class BFloat16:
+class BFloat16(Codec):
     """The upper half of a float32: 8 bits of exponent."""
 
     def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
-        """A coder for a slice."""
         return CastCoder(layout.numel, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Codec):
     """8 bits and a scale for every 256 elements: today's point of reference."""
 
-    def coder(self, layout: Layout, seed: int = 0) -> Int8Coder:
-        """A coder for a slice."""
-        return Int8Coder(layout.numel)
+    def coder(self, layout: Layout, seed: int = 0) -> _Int8Coder:
+        return _Int8Coder(layout.numel)
 
 
-class Int8Coder(Coder):
+class _Int8Coder(Coder):
     """The largest magnitude of a block is 127, zero is zero, and between them steps are equal."""
 
     @property

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dure.codec.base import Codec
+
+if TYPE_CHECKING:
+    from dure.codec.coder import Coder, Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Float32:
+class Float32(Codec):
     """Single precision, uncompressed."""
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of a message of `numel` elements, headers apart.
+    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+        import torch
 
-        >>> Float32().nbytes(10)
-        40
-        """
-        return 4 * numel
+        from dure.codec.cast import CastCoder
+
+        return CastCoder(layout.numel, torch.float32)

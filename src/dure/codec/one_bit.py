@@ -15,24 +15,24 @@ from dataclasses import dataclass
 import torch
 
 from dure.codec import bits
+from dure.codec.base import Codec
 from dure.codec.coder import Coder, Layout
-from dure.codec.feedback import FeedbackCoder
+from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
 
 @dataclass(frozen=True, slots=True)
-class OneBit:
+class OneBit(Codec):
     """A bit per element, two means per column."""
 
     feedback: bool = True
 
     def coder(self, layout: Layout, seed: int = 0) -> Coder:
-        """A coder for a slice."""
-        inner = TwoMeansCoder(layout)
+        inner = _TwoMeansCoder(layout)
         return FeedbackCoder(inner) if self.feedback else inner
 
 
-class TwoMeansCoder(Coder):
+class _TwoMeansCoder(Coder):
     """The mean of a column's elements of at least 0, or of the others, for each of them."""
 
     def __init__(self, layout: Layout) -> None:

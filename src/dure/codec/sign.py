@@ -17,33 +17,37 @@ from typing import Literal
 import torch
 
 from dure.codec import bits
+from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, Layout
+from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
 _SCALE = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(Codec):
     """One bit per element; `scaled` adds the mean magnitude.
 
     `zeros` are "positive", or of a "random" sign: to call them all positive is a vote for what nobody wants where many
     elements are exactly zero.
     """
 
-    scaled: bool = False
     zeros: Literal["positive", "random"] = "positive"
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.zeros not in ("positive", "random"):
             raise ValueError(f'zeros must be "positive" or "random", got {self.zeros!r}.')
 
-    def coder(self, layout: Layout, seed: int = 0) -> SignCoder:
-        """A coder for a slice; `seed` is that of random signs."""
-        return SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
+    def coder(self, layout: Layout, seed: int = 0) -> _SignCoder:
+        return _SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
+
+    def vote(self) -> Vote | None:
+        return None if self.scaled else Majority()
 
 
-class SignCoder(Coder):
+class _SignCoder(Coder):
     """Signs of a slice, packed."""
 
     def __init__(self, numel: int, *, scaled: bool = False, seed: int | None = None) -> None:
@@ -73,7 +77,10 @@ class SignCoder(Coder):
         if self._random is not None:
             self._random.set_state(state["random"])
 
-    def checked(self, message: torch.Tensor) -> torch.Tensor:
+    def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
+        return None if self.scaled else self._checked(message)
+
+    def _checked(self, message: torch.Tensor) -> torch.Tensor:
         """The packed signs of a message, if it is one."""
         self._check_length(message, self.most_bytes)
         packed = message[: bits.nbytes(self.numel)]
@@ -82,7 +89,7 @@ class SignCoder(Coder):
         return packed
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        packed = self.checked(message)
+        packed = self._checked(message)
         scale = self._scale(message) if self.scaled else 1.0
         bits.unpack_into(packed, out, -scale, scale)
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
 from dure.codec import bits, gaps
+from dure.codec.base import Codec, Way
 from dure.codec.coder import Coder, Layout
-from dure.codec.feedback import FeedbackCoder
+from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ _COUNT = 4  # bytes: how many signs there are
 
 
 @dataclass(frozen=True, slots=True)
-class Strom:
+class Strom(Codec):
     """`threshold` in the units of what is encoded; positions are coded by "range" coder or, a little longer, "rice"."""
+
+    way: ClassVar[Way] = "gather"
 
     threshold: float = 0.01
     coding: gaps.Coding = "range"
@@ -43,11 +46,10 @@ class Strom:
             raise ValueError(f'coding must be "range" or "rice", got {self.coding!r}.')
 
     def coder(self, layout: Layout, seed: int = 0) -> FeedbackCoder:
-        """A coder for a slice."""
-        return FeedbackCoder(ThresholdCoder(layout.numel, self.threshold, self.coding))
+        return FeedbackCoder(_ThresholdCoder(layout.numel, self.threshold, self.coding))
 
 
-class ThresholdCoder(Coder):
+class _ThresholdCoder(Coder):
     """Elements of at least `threshold` as plus or minus that; all others as zero."""
 
     def __init__(self, numel: int, threshold: float, coding: gaps.Coding) -> None:

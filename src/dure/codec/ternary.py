@@ -15,14 +15,16 @@ import numpy as np
 import torch
 
 from dure.codec import bits
+from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, Layout
+from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
 _HEADER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Ternary:
+class Ternary(Codec):
     """Minus one, zero or one; `coding` "entropy" is the smaller, "planes" the faster."""
 
     coding: Literal["entropy", "planes"] = "entropy"
@@ -32,11 +34,13 @@ class Ternary:
             raise ValueError(f'coding must be "entropy" or "planes", got {self.coding!r}.')
 
     def coder(self, layout: Layout, seed: int = 0) -> Coder:
-        """A coder for a slice."""
-        return (EntropyCoder if self.coding == "entropy" else PlanesCoder)(layout.numel)
+        return (_EntropyCoder if self.coding == "entropy" else _PlanesCoder)(layout.numel)
+
+    def vote(self) -> Vote:
+        return Majority()
 
 
-class PlanesCoder(Coder):
+class _PlanesCoder(Coder):
     """Two bits an element."""
 
     @property
@@ -55,7 +59,7 @@ class PlanesCoder(Coder):
         out.mul_(bits.unpack(votes, self.numel))
 
 
-class EntropyCoder(Coder):
+class _EntropyCoder(Coder):
     """As many bits as the shares of the three signs ask for."""
 
     @property

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from dure.codec import gaps
+from dure.codec.base import Codec, Way
 from dure.codec.coder import Coder, Layout
-from dure.codec.feedback import FeedbackCoder
+from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
 _LENGTH = 4  # bytes: those of the positions
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Codec):
     """`share` of the elements, at least one; what is left out waits if `feedback`."""
+
+    way: ClassVar[Way] = "gather"
 
     share: float = 0.01
     feedback: bool = True
@@ -33,12 +37,11 @@ class TopK:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}. Use 0.01.")
 
     def coder(self, layout: Layout, seed: int = 0) -> Coder:
-        """A coder for a slice."""
-        inner = LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
+        inner = _LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
         return FeedbackCoder(inner) if self.feedback else inner
 
 
-class LargestCoder(Coder):
+class _LargestCoder(Coder):
     """The `count` elements of largest magnitude."""
 
     def __init__(self, numel: int, count: int) -> None:

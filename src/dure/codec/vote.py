@@ -20,7 +20,6 @@ import torch
 
 from dure.codec import bits
 from dure.codec.coder import Coder
-from dure.codec.sign import SignCoder
 
 Messages = Mapping[int, torch.Tensor]
 """Encoded signs by worker."""
@@ -34,8 +33,9 @@ class Majority:
     def decide(self, messages: Messages, coder: Coder) -> torch.Tensor:
         """The decided signs, encoded as the votes are. Raises `DamagedMessage`."""
         voters = sorted(messages)
-        if isinstance(coder, SignCoder) and not coder.scaled:
-            return bits.at_least([coder.checked(messages[voter]) for voter in voters], (len(voters) + 1) // 2)
+        packed = [signs for signs in (coder.packed_signs(messages[voter]) for voter in voters) if signs is not None]
+        if len(packed) == len(voters):
+            return bits.at_least(packed, (len(voters) + 1) // 2)
         total = sum(_votes(messages[voter], coder).to(torch.int16) for voter in voters)
         assert isinstance(total, torch.Tensor)
         return coder.encode(total.float())

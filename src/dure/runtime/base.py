@@ -249,8 +249,7 @@ class Reply:
 
 
 class TensorSpec(NamedTuple):
-    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements, or `at_most` so many.
-    """
+    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements; `at_most` those."""
 
     dtype: str
     numel: int

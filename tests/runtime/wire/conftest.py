@@ -88,10 +88,10 @@ class World:
             for wire in wires or self.wires:
                 wire.poll(0.0)
 
-    def call(self, caller, method="ping", tensors=(), into=(), fields=None, timeout=None, peer="server 0", at_most=False):
+    def call(self, caller, method="ping", tensors=(), into=(), fields=None, timeout=None, peer="server 0", **rest):
         """Start a call; the list that its result will be put into, and the call."""
         out = []
-        request = Request("service", method, tensors, into, fields or {}, timeout, at_most)
+        request = Request("service", method, tensors, into, fields or {}, timeout, **rest)
         return out, caller.call(peer, request, out.append)
 
     def ask(self, caller, method="ping", **options):

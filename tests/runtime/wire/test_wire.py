@@ -393,7 +393,7 @@ def test_traffic_counts_every_byte(world):
 
 
 def test_a_payload_may_be_shorter_where_the_service_says_so(world):
-    server, host, caller = world.pair()
+    _, host, caller = world.pair()
     host.answer = echo
     host.specs["echo"] = [TensorSpec("uint8", 300_000, at_most=True)]
     for numel in (0, 1, 5_000, 300_000):
@@ -409,7 +409,7 @@ def test_a_payload_may_be_shorter_where_the_service_says_so(world):
 
 
 def test_a_reply_longer_than_its_place_is_refused(world):
-    server, host, caller = world.pair()
+    _, host, caller = world.pair()
     host.answer = echo
     host.specs["echo"] = [TensorSpec("uint8", 90, at_most=True)]
     sent, into = torch.ones(50, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)

@@ -1,0 +1,64 @@
+"""One round in which every member's values become what all of them are given, as codecs allow it.
+
+    stripes    the vector is cut into as many stripes as there are members. Each encodes every stripe for its owner; the
+               owner combines what came, encodes that, and everybody decodes it: the owner too, so that all have the
+               same. Each member sends 2 (K - 1) / K messages of the vector, as in a ring, and no sum is ever cut.
+    gather     everybody sends its message to everybody, who adds them up: for messages that cannot be made smaller
+               again once they are summed, K - 1 times a message.
+
+What combines is the mean, in rank order, or the codec's vote. Where the codec keeps a residual, so do owners: what is
+lost when the combined values are encoded again comes later (Seide et al. 2014, "two-stage error feedback").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dure.codec.base import Codec
+from dure.codec.coder import Coder, Layout
+
+
+class Owner:
+    """What the owner of a slice does with everybody's messages for it."""
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
+        self._coder = codec.coder(layout)
+        self._again = codec.coder(layout)
+        self._vote = codec.vote()
+
+    @property
+    def most_bytes(self) -> int:
+        return self._again.most_bytes
+
+    def combine(self, messages: Mapping[int, torch.Tensor], weights: Mapping[int, float] | None = None) -> torch.Tensor:
+        """The message for everybody, from those of each member; `weights` are shares of a mean, equal if None.
+
+        Raises `DamagedMessage` for what a member cannot have sent.
+        """
+        if self._vote is not None:
+            return self._vote.decide(messages, self._coder)
+        mean = torch.zeros(self._coder.numel, device=next(iter(messages.values())).device)
+        for member in sorted(messages):
+            share = 1 / len(messages) if weights is None else weights[member]
+            self._coder.accumulate(messages[member], mean, share)
+        return self._again.encode(mean)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        vote = {} if self._vote is None else self._vote.state()
+        return vote | self._again.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+        if self._vote is not None:
+            self._vote.restore(state)
+        self._again.restore(state)
+
+
+def add_up(coder: Coder, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the mean of the members' messages, in rank order, to the flat `out`."""
+    out.zero_()
+    for message in messages:
+        coder.accumulate(message, out, 1 / len(messages))

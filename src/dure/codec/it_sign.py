@@ -1,0 +1,48 @@
+"""Signs that are voted on by how reliable each worker has been: IT-signSGD, or signSGD-FV.
+
+Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
+
+    default                                 a weight per worker; zeros abstain: the messages are ternary
+    it-sign:granularity=coordinate,zeros=random      as in the paper: a weight per worker and coordinate, one bit each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dure.codec.base import Codec, Vote
+from dure.codec.coder import Coder, Layout
+from dure.codec.sign import Sign
+from dure.codec.ternary import Ternary
+from dure.codec.vote import LogLikelihood
+
+
+@dataclass(frozen=True, slots=True)
+class ITSign(Codec):
+    """The log-likelihood vote; see `vote.LogLikelihood` for `start`, `least` and `forget`."""
+
+    granularity: Literal["worker", "coordinate"] = "worker"
+    zeros: Literal["abstain", "random", "positive"] = "abstain"
+    start: int = 50
+    least: float = 0.01
+    forget: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("worker", "coordinate"):
+            raise ValueError(f'granularity must be "worker" or "coordinate", got {self.granularity!r}.')
+        if self.zeros not in ("abstain", "random", "positive"):
+            raise ValueError(f'zeros must be "abstain", "random" or "positive", got {self.zeros!r}.')
+        if self.start < 0:
+            raise ValueError(f"start counts rounds and must be >= 0, got {self.start}. Use 50.")
+        if not 0 < self.least < 0.5:
+            raise ValueError(f"least must be above 0 and below 0.5, got {self.least}. Use 0.01.")
+        if not 0 < self.forget <= 1:
+            raise ValueError(f"forget must be above 0 and at most 1, got {self.forget}. Use 1 to forget nothing.")
+
+    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+        codec = Ternary() if self.zeros == "abstain" else Sign(zeros=self.zeros)
+        return codec.coder(layout, seed)
+
+    def vote(self) -> Vote:
+        return LogLikelihood(self.granularity, start=self.start, least=self.least, forget=self.forget)

@@ -1,0 +1,76 @@
+"""Coders that remember: what they lost, or what they were given before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dure.codec.coder import Coder
+
+
+class FeedbackCoder(Coder):
+    """Encodes with a residual; decodes as `inner` does. The residual is the sender's, and is saved."""
+
+    def __init__(self, inner: Coder) -> None:
+        super().__init__(inner.numel)
+        self.inner = inner
+        self.residual: torch.Tensor | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        return self.inner.most_bytes
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        self.residual = values.clone() if self.residual is None else self.residual.add_(values)
+        message = self.inner._encode(self.residual)
+        self.inner.accumulate(message, self.residual, -1.0)
+        return message
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        self.inner.decode(message, out)
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        self.inner.accumulate(message, out, weight)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        own = {} if self.residual is None else {"residual": self.residual}
+        return own | self.inner.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.residual = state["residual"].clone() if "residual" in state else None
+        self.inner.restore(state)
+
+
+class MomentumCoder(Coder):
+    """Encodes the moving average; decodes as `inner` does."""
+
+    def __init__(self, inner: Coder, beta: float) -> None:
+        super().__init__(inner.numel)
+        self.inner = inner
+        self.beta = beta
+        self.average: torch.Tensor | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        return self.inner.most_bytes
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        if self.average is None:
+            self.average = torch.zeros_like(values)
+        self.average.lerp_(values, 1 - self.beta)
+        return self.inner._encode(self.average)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        self.inner.decode(message, out)
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        self.inner.accumulate(message, out, weight)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        own = {} if self.average is None else {"average": self.average}
+        return own | self.inner.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.average = state["average"].clone() if "average" in state else None
+        self.inner.restore(state)

@@ -1,0 +1,155 @@
+"""Codecs in a plain PyTorch script, as a communication hook of DistributedDataParallel.
+
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(None, dure.hook("strom:threshold=0.001"))
+
+DDP arranges its buckets anew after its first step. That step's gradients travel whole; from then on every bucket has
+coders of its own, whose residuals stay with its parameters.
+
+DDP reads a hook's annotations, so here they are objects and not text.
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from dure.codec.base import Codec
+from dure.codec.coder import Layout
+from dure.codec.exchange import Owner, add_up
+from dure.strategy import make
+from dure.topology.sharding import equal_ranges
+
+
+def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
+    """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
+
+    Raises `StrategyError` for a text that names none.
+    """
+    return Hook(make(codec, "codec") if isinstance(codec, str) else codec, group)
+
+
+class Span(NamedTuple):
+    """Where a parameter lies in a bucket."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Hook:
+    """Gives every rank the mean, or the vote, of all ranks' gradients.
+
+    Buckets are exchanged one after another, on a thread of their own, while the next gradients are computed.
+    `bytes_sent` counts the messages that this rank has sent to others, those of the first step apart.
+    """
+
+    def __init__(self, codec: Codec, group: dist.ProcessGroup | None = None) -> None:
+        self.codec = codec
+        self.group = group
+        self.bytes_sent = 0
+        self._exchanges: dict[int, Stripes | Gather] = {}
+        self._first_step = True
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dure hook")
+        self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
+
+    def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls for each bucket."""
+        if self._first_step:
+            self._first_step = not bucket.is_last()
+            return self._start(self._mean, bucket.buffer())
+        number = bucket.index()
+        if number not in self._exchanges:
+            kind = Gather if self.codec.way == "gather" else Stripes
+            self._exchanges[number] = kind(self.codec, _spans(bucket), self.group)
+        return self._start(self._encoded(self._exchanges[number]), bucket.buffer())
+
+    def _start(
+        self, work: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def pass_on(done: concurrent.futures.Future[torch.Tensor]) -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(done.result())
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]  # annotated as the value's type
+
+        self._thread.submit(work, values).add_done_callback(pass_on)
+        return future
+
+    def _mean(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, group=self.group)
+        return values.div_(dist.get_world_size(self.group))
+
+    def _encoded(self, exchange: "Stripes | Gather") -> Callable[[torch.Tensor], torch.Tensor]:
+        def work(values: torch.Tensor) -> torch.Tensor:
+            self.bytes_sent += exchange.run(values)
+            return values
+
+        return work
+
+
+class Stripes:
+    """Two phases: every stripe goes to its owner, and what that makes of all of them comes back."""
+
+    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranges = equal_ranges(spans[-1].stop, self._world_size)
+        layouts = [Layout.of(spans, [stripe]) for stripe in self._ranges]
+        self._coders = [codec.coder(layout, seed=self._rank) for layout in layouts]
+        self._owner = Owner(codec, layouts[self._rank])
+
+    def run(self, values: torch.Tensor) -> int:
+        """Replace `values` by what all ranks have of them; the bytes sent to others."""
+        stripes = [values[start:stop] for start, stop in self._ranges]
+        mine = [coder.encode(stripe) for coder, stripe in zip(self._coders, stripes, strict=True)]
+        theirs = _to_each(mine, self._group)
+        combined = self._owner.combine(dict(enumerate(theirs)))
+        results = _to_all(combined, self._group)
+        for coder, result, stripe in zip(self._coders, results, stripes, strict=True):
+            coder.decode(result, stripe)
+        others = sum(message.numel() for owner, message in enumerate(mine) if owner != self._rank)
+        return others + (self._world_size - 1) * combined.numel()
+
+
+class Gather:
+    """Everybody's message goes to everybody."""
+
+    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._coder = codec.coder(Layout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
+
+    def run(self, values: torch.Tensor) -> int:
+        """Replace `values` by what all ranks have of them; the bytes sent to others."""
+        message = self._coder.encode(values)
+        add_up(self._coder, _to_all(message, self._group), values)
+        return (dist.get_world_size(self._group) - 1) * message.numel()
+
+
+def _spans(bucket: GradBucket) -> list[Span]:
+    spans, start = [], 0
+    for parameter in bucket.parameters():
+        spans.append(Span(start, start + parameter.numel(), tuple(parameter.shape)))
+        start += parameter.numel()
+    return spans
+
+
+def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Message i goes to rank i; what came from each. Their sizes go first."""
+    sizes = torch.tensor([message.numel() for message in messages])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    received = messages[0].new_empty(int(coming.sum()))
+    dist.all_to_all_single(received, torch.cat(messages), coming.tolist(), sizes.tolist(), group=group)
+    return list(torch.split(received, coming.tolist()))
+
+
+def _to_all(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Everybody's message."""
+    return _to_each([message] * dist.get_world_size(group), group)

@@ -1,0 +1,79 @@
+"""Codecs under DistributedDataParallel: two and three real processes, a plain PyTorch script."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec, steps = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+model = DistributedDataParallel(net, bucket_cap_mb=0.002)
+hook = None
+if codec != "none":
+    hook = dure.hook(codec)
+    model.register_comm_hook(None, hook)
+signs = codec.startswith(("sign", "ternary", "it-sign")) and "scaled" not in codec
+optimizer = torch.optim.SGD(model.parameters(), lr=0.003 if signs else 0.1)
+generator = torch.Generator().manual_seed(rank)
+truth = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
+losses = []
+for step in range(steps):
+    x = torch.randn(16, 20, generator=generator)
+    loss = torch.nn.functional.cross_entropy(model(x), (x @ truth).argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+everybody = [torch.empty_like(flat) for _ in range(world_size)]
+dist.all_gather(everybody, flat)
+same = all(torch.equal(each, flat) for each in everybody)
+if rank == 0:
+    sent = hook.bytes_sent if hook else 0
+    print(json.dumps({"same": same, "first": losses[0], "last": sum(losses[-10:]) / 10, "sent": sent,
+                      "params": flat.tolist()[:50]}), flush=True)
+dist.destroy_process_group()
+"""
+STEPS = 60
+NUMEL = 20 * 40 + 40 + 40 * 3 + 3
+
+
+def run(tmp_path, codec, processes=2, steps=STEPS):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    source = str(Path(__file__).parents[1] / "src")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+         str(tmp_path / "script.py"), codec, str(steps)],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_nothing_is_changed_by_what_loses_nothing(tmp_path):
+    plain, hooked = run(tmp_path, "none", steps=5), run(tmp_path, "fp32", steps=5)
+    assert hooked["params"] == pytest.approx(plain["params"], abs=1e-6)
+    assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
+
+
+@pytest.mark.parametrize("codec", ["1bit", "sign", "it-sign:start=5", "strom:threshold=0.02"])
+def test_ranks_stay_equal_and_learn(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3 if codec == "sign" else 2)
+    assert found["same"]
+    assert found["last"] < 0.75 * found["first"]
+    assert 0 < found["sent"] < (STEPS - 1) * NUMEL * 4 * 0.3
