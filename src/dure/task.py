@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.fp32 import Float32
 from dure.data.batches import Batches
 from dure.data.split import IID
 from dure.errors import UsageError
@@ -24,6 +25,7 @@ from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
+from dure.topology.coded import CodedGroup
 from dure.topology.collective import SentGroup
 from dure.topology.coordinator import Coordinator, Limits
 from dure.topology.corrections import Corrections
@@ -212,7 +214,10 @@ class Task:
         topology = self.strategy.topology
         assert isinstance(topology, Collective)
         ranks = range(self.workers)
-        return node.group(ranks) if self.uses_engine else SentGroup(node, ranks, topology, meter)
+        group: Group = node.group(ranks) if self.uses_engine else SentGroup(node, ranks, topology, meter)
+        if isinstance(self.strategy.codec, Float32):
+            return group
+        return CodedGroup(node, group, self.strategy.codec, self.replica.layers, meter)
 
     @cached_property
     def _shards(self) -> tuple[Address, ...]:

@@ -16,6 +16,7 @@ import torch
 from dure.errors import CallTimeout, DivergedError, Evicted, Superseded, UsageError
 from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend, nothing
+from dure.topology.coded import CodedGroup
 
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
@@ -629,6 +630,9 @@ class Worker:
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
         versions = self._pulled.versions if self._pulled is not None else None
         plain = {"clock": self.clock, "entered": self.entered, "source": self.source.state(), "versions": versions}
+        if isinstance(self.group, CodedGroup):
+            coded, plain["rounds"] = self.group.state()
+            tensors |= {f"coded.{name}": value for name, value in coded.items()}
         plain["optimizer"] = counts
         plain["kept"] = self.kept_plain
         plain["client"] = self.server.state() if self.server is not None else None
@@ -651,6 +655,9 @@ class Worker:
             self.server.restore(plain["client"])
         if self.peer is not None:
             self.peer.restore(plain["peer"])
+        if isinstance(self.group, CodedGroup):
+            coded = {name[6:]: value for name, value in tensors.items() if name.startswith("coded.")}
+            self.group.restore(coded, plain["rounds"])
         if plain["versions"] is not None:
             self._pulled = Pulled(self.params, list(plain["versions"]))
 

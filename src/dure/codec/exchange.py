@@ -29,8 +29,8 @@ class Owner:
         self._vote = codec.vote()
 
     @property
-    def most_bytes(self) -> int:
-        return self._again.most_bytes
+    def numel(self) -> int:
+        return self._again.numel
 
     def combine(self, messages: Mapping[int, torch.Tensor], weights: Mapping[int, float] | None = None) -> torch.Tensor:
         """The message for everybody, from those of each member; `weights` are shares of a mean, equal if None.

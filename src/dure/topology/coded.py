@@ -1,0 +1,225 @@
+"""A group whose mean gradient travels as a codec has it; everything else as it would without.
+
+    stripes     worker                                   owner of a stripe (each worker has one)
+                  give (round, encoded stripe) ----------->  waits for everybody's
+                  <--------------------------------------- what they make together, encoded again
+
+    gather        take (round, message) -----------------> everybody, who adds up all messages in rank order
+
+`codec.exchange` says which codecs go which way, and what an owner does. Combining costs an owner what applying so many
+messages costs a shard; encoding and decoding cost no virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.codec.coder import Layout
+from dure.codec.exchange import Owner, add_up
+from dure.errors import PeerLost, Refused, RemoteError
+from dure.runtime.base import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
+from dure.topology.sharding import equal_ranges
+
+if TYPE_CHECKING:
+    from dure.codec.base import Codec
+    from dure.codec.coder import Layer
+    from dure.runtime.base import Group, Node
+    from dure.topology.collective import Meter
+
+SERVICE = "stripe"
+"""What a node's `Desk` is called by."""
+
+
+class Desk:
+    """Where the messages of a round arrive; a service. Rounds are numbered, and nobody is more than one ahead.
+
+    | method | fields       | tensors         | reply                                              |
+    |--------|--------------|-----------------|----------------------------------------------------|
+    | `give` | round, share | an owner's part | nbytes, and what all parts make, once all are here |
+    | `take` | round, share | a whole message | at once                                            |
+    """
+
+    def __init__(self, node: Node, members: Sequence[str], owner: Owner, most_bytes: int) -> None:
+        self._node = node
+        self._members = tuple(members)
+        self._owner = owner
+        self._most_bytes = most_bytes
+        self._rounds: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}
+        self._complete: dict[int, Operation[Any]] = {}
+        self._gone = ""
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.method not in ("give", "take") or call.caller not in self._members:
+            raise Refused(
+                f"{call.caller} may not {call.method} a message here: the group is {', '.join(self._members)}."
+            )
+        number = call.fields["round"]
+        came = self._rounds.setdefault(number, {})
+        came[self._members.index(call.caller)] = (call.tensors[0].clone(), call.fields["share"])
+        complete = self.complete(number)
+        if len(came) == len(self._members):
+            if call.method == "give":
+                self._node.spawn(self._combine(number), f"round {number} of the stripe at {self._node.name}")
+            else:
+                complete.resolve()
+        return self._combined(complete) if call.method == "give" else Reply()
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return [TensorSpec("uint8", self._most_bytes, at_most=True)]
+
+    def lost(self, node: str) -> None:
+        """A node is gone, says the runtime: no round can end without it."""
+        if node in self._members and not self._gone:
+            self._gone = node
+            for complete in self._complete.values():
+                complete.fail(self._error())
+
+    def complete(self, number: int) -> Operation[Any]:
+        """That everybody's message of a round is here; of `give`, what they make."""
+        if number not in self._complete:
+            complete = self._complete[number] = self._node.promise(f"everybody's part of round {number}")
+            complete.when_done(nothing)  # its error is raised in who waits for it
+            if self._gone:
+                complete.fail(self._error())
+        return self._complete[number]
+
+    def messages(self, number: int) -> list[torch.Tensor]:
+        """Those of a round that is complete, in rank order; the round is over then."""
+        came = self._rounds.pop(number)
+        del self._complete[number]
+        return [came[place][0] for place in range(len(self._members))]
+
+    async def _combine(self, number: int) -> None:
+        came = self._rounds.pop(number)
+        complete = self._complete.pop(number)
+        messages = {place: message for place, (message, _) in came.items()}
+        shares = {place: share for place, (_, share) in came.items()}
+        work = Apply(lambda: self._owner.combine(messages, shares), 4 * self._owner.numel * len(came))
+        complete.resolve(await self._node.compute(work))
+
+    async def _combined(self, complete: Operation[Any]) -> Reply:
+        message = await complete
+        return Reply({"nbytes": message.numel()}, [message])
+
+    def _error(self) -> PeerLost:
+        return PeerLost(
+            f"{self._gone} is gone, and a collective needs every rank. Use a method over a parameter server (ps), or "
+            "resume from the last checkpoint."
+        )
+
+
+class CodedGroup:
+    """`group`, whose `mean_gradient` travels encoded."""
+
+    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Layer], meter: Meter) -> None:
+        self._node, self._group, self._meter = node, group, meter
+        self.ranks = group.ranks
+        self._members = [f"worker {rank}" for rank in self.ranks]
+        self._gathers = codec.way == "gather"
+        numel = layers[-1].stop
+        here = list(self.ranks).index(node.rank)
+        self._ranges = [(0, numel)] if self._gathers else equal_ranges(numel, len(self.ranks))
+        layouts = [Layout.of(layers, [part]) for part in self._ranges]
+        self._coders = [codec.coder(layout, seed=node.rank) for layout in layouts]
+        mine = 0 if self._gathers else here
+        self._owner = Owner(codec, layouts[mine])
+        self._desk = Desk(node, self._members, self._owner, self._coders[mine].most_bytes)
+        self._into = [torch.empty(coder.most_bytes, dtype=torch.uint8) for coder in self._coders]
+        self._round = 0
+        node.serve(SERVICE, self._desk)
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        """The gradient is computed, then encoded and exchanged."""
+        started = self._node.now()
+        computing = self._node.compute(work)
+        self._round += 1
+        operation = self._node.spawn(self._exchange(computing, started, share, self._round), "the mean gradient")
+        operation.when_done(nothing)  # whoever awaits it hears of its error
+        return operation
+
+    async def _exchange(self, computing: Operation[Any], started: float, share: float, number: int) -> Any:
+        gradient = await computing
+        computed = self._node.now()
+        self._meter.add("compute", started, computed)
+        if self._gathers:
+            await self._gather(gradient.values, share, number)
+        else:
+            await self._stripes(gradient.values, share, number)
+        self._meter.add("communicate", computed, self._node.now(), "all_reduce")
+        return gradient
+
+    async def _stripes(self, values: torch.Tensor, share: float, number: int) -> None:
+        parts = [values[start:stop] for start, stop in self._ranges]
+        calls = [
+            self._node.call(
+                Address(owner, SERVICE),
+                "give",
+                coder.encode(part),
+                into=[into],
+                at_most=True,
+                round=number,
+                share=share,
+            )
+            for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True)
+        ]
+        for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
+            reply = await self._answer(owner, call)
+            coder.decode(into[: reply.fields["nbytes"]], part)
+
+    async def _gather(self, values: torch.Tensor, share: float, number: int) -> None:
+        message = self._coders[0].encode(values * (share * len(self._members)))
+        calls = [
+            self._node.call(Address(member, SERVICE), "take", message, round=number, share=share)
+            for member in self._members
+        ]
+        for member, call in zip(self._members, calls, strict=True):
+            await self._answer(member, call)
+        await self._desk.complete(number)
+        add_up(self._coders[0], self._desk.messages(number), values)
+
+    async def _answer(self, member: str, call: Operation[Reply]) -> Reply:
+        try:
+            return await call
+        except RemoteError as error:
+            self._desk.lost(member)
+            raise PeerLost(str(error)) from error
+
+    # ---- what survives a restart
+
+    def state(self) -> tuple[dict[str, torch.Tensor], int]:
+        """What coders and the owner keep, by name, and the number of rounds."""
+        tensors = {
+            f"coder {i} {name}": value for i, each in enumerate(self._coders) for name, value in each.state().items()
+        }
+        return tensors | {f"owner {name}": value for name, value in self._owner.state().items()}, self._round
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], rounds: int) -> None:
+        """Take up a `state`."""
+        self._round = rounds
+        for i, coder in enumerate(self._coders):
+            coder.restore(_under(tensors, f"coder {i} "))
+        self._owner.restore(_under(tensors, "owner "))
+
+    # ---- as without a codec
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        return self._group.broadcast(tensor, root)
+
+    def barrier(self) -> Operation[None]:
+        return self._group.barrier()
+
+
+def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
