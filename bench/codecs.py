@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from dure.codec import bits
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.one_bit import OneBit
 from dure.codec.residual import FeedbackCoder
@@ -40,7 +40,7 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(1)
     values = torch.randn(given.numel, generator=torch.Generator().manual_seed(0))
-    steady = Strom(2.576).coder(Layout.plain(given.numel))
+    steady = Strom(2.576).coder(SliceLayout.plain(given.numel))
     steady.encode(values)  # its residual is there from the first message on
     work = tasks(values, steady)
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -61,8 +61,8 @@ def main() -> None:
 def tasks(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:
     """What is timed, by name; the copy first."""
     numel = values.numel()
-    out, layout = torch.empty_like(values), Layout.plain(numel)
-    matrix = Layout(numel, tuple(range(0, numel + 1, COLUMN)), (True,) * (numel // COLUMN))
+    out, layout = torch.empty_like(values), SliceLayout.plain(numel)
+    matrix = SliceLayout(numel, tuple(range(0, numel + 1, COLUMN)), (True,) * (numel // COLUMN))
     coders: dict[str, Coder] = {
         "sign": Sign().coder(layout),
         "fp16": Float16().coder(layout),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from dure.codec.fp32 import Float32
 from dure.errors import DureError, PeerLost, UsageError
 from dure.replica import Replica
 from dure.runtime.base import EndOfWork
@@ -68,6 +69,11 @@ def attach(
     because = getattr(strategy.sync, "no_loop", "")
     if because:
         raise UsageError(f"{strategy.sync} does not run in a loop of one's own: {because}.")
+    if not isinstance(strategy.codec, Float32):
+        raise UsageError(
+            f"dure.attach sends float32, and {strategy.text()['codec']} was asked for. In a loop of one's own codecs go "
+            "with DistributedDataParallel: model.register_comm_hook(None, dure.hook(...))."
+        )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
     replica = Replica(model)

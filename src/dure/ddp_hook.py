@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from dure.codec.base import Codec
-from dure.codec.coder import Layout
+from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up
 from dure.strategy import make
 from dure.topology.sharding import equal_ranges
@@ -101,7 +101,7 @@ class Stripes:
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranges = equal_ranges(spans[-1].stop, self._world_size)
-        layouts = [Layout.of(spans, [stripe]) for stripe in self._ranges]
+        layouts = [SliceLayout.of(spans, [stripe]) for stripe in self._ranges]
         self._coders = [codec.coder(layout, seed=self._rank) for layout in layouts]
         self._owner = Owner(codec, layouts[self._rank])
 
@@ -123,7 +123,7 @@ class Gather:
 
     def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._coder = codec.coder(Layout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
+        self._coder = codec.coder(SliceLayout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
 
     def run(self, values: torch.Tensor) -> int:
         """Replace `values` by what all ranks have of them; the bytes sent to others."""

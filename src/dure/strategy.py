@@ -76,6 +76,22 @@ class Strategy:
             because = objection(name) if objection is not None else ""
         if because:
             raise StrategyError(self._refusal(name, because))
+        if not isinstance(self.codec, Float32):
+            self._check_codec(name)
+
+    def _check_codec(self, topology: str) -> None:
+        """Raise `StrategyError` if what travels cannot be encoded so."""
+        codec, sync = name_of("codec", self.codec), name_of("sync", self.sync)
+        if topology not in getattr(self.sync, "encodes", ()):
+            raise StrategyError(
+                f"{codec} encodes gradients on their way to be averaged, and {sync} over {topology} sends none. The "
+                f'nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
+            )
+        if topology == "ps" and self.codec.vote() is not None:
+            raise StrategyError(
+                f"{codec} is for votes, and servers add gradients up: a mean of signs is no sign of the mean. The "
+                f'nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
+            )
 
     def _refusal(self, topology: str, because: str) -> str:
         sync = name_of("sync", self.sync)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.coder import SliceLayout
 from dure.codec.fp32 import Float32
 from dure.data.batches import Batches
 from dure.data.split import IID
@@ -43,6 +44,7 @@ from dure.worker import Boundary, Worker
 if TYPE_CHECKING:
     import networkx as nx
 
+    from dure.codec.base import Codec
     from dure.config import TrainConfig
     from dure.job import Job
 
@@ -215,9 +217,18 @@ class Task:
         assert isinstance(topology, Collective)
         ranks = range(self.workers)
         group: Group = node.group(ranks) if self.uses_engine else SentGroup(node, ranks, topology, meter)
-        if isinstance(self.strategy.codec, Float32):
-            return group
-        return CodedGroup(node, group, self.strategy.codec, self.replica.layers, meter)
+        return group if self.codec is None else CodedGroup(node, group, self.codec, self.replica.layers, meter)
+
+    @property
+    def codec(self) -> Codec | None:
+        """How updates are encoded; None where they travel as they are."""
+        codec = self.strategy.codec
+        return None if isinstance(codec, Float32) else codec
+
+    @cached_property
+    def layouts(self) -> list[SliceLayout]:
+        """Those of the shards' slices, where updates are encoded."""
+        return [] if self.codec is None else [SliceLayout.of(self.replica.layers, ranges) for ranges in self.ranges]
 
     @cached_property
     def _shards(self) -> tuple[Address, ...]:
@@ -235,6 +246,8 @@ class Task:
             timing_only=self.config.timing_only,
             itemsize=self.replica.params.element_size(),
             look_back=compares(self.sync),
+            codec=self.codec,
+            layouts=self.layouts,
         )
         return ServerClient(node, rank, servers)
 
@@ -249,8 +262,9 @@ class Task:
         else:
             values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
         only = self.config.timing_only
-        corrections = Corrections.of(self.sync)
-        return Shard(node, values, self.server_rule, ranges=ranges, timing_only=only, log=log, corrections=corrections)
+        more: dict[str, Any] = {"timing_only": only, "log": log, "corrections": Corrections.of(self.sync)}
+        coder = None if self.codec is None else self.codec.coder(self.layouts[number])
+        return Shard(node, values, self.server_rule, ranges=ranges, coder=coder, **more)
 
     @property
     def _layout(self) -> Layout:

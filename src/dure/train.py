@@ -196,6 +196,11 @@ def _check(task: Task, cluster: Cluster | None) -> None:
                 )
     if task.servers:
         _ = task.server_rule  # said now, not by a server
+    if task.config.timing_only and task.codec is not None:
+        raise UsageError(
+            f"timing_only moves sizes without values, and what {task.strategy.text()['codec']} sends depends on them. "
+            "Use fp32, or leave it out."
+        )
     if task.config.timing_only and not task.config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from dure.codec.coder import restore, states
 from dure.errors import CallTimeout, DivergedError, Evicted, Superseded, UsageError
 from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend, nothing
@@ -630,9 +631,10 @@ class Worker:
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
         versions = self._pulled.versions if self._pulled is not None else None
         plain = {"clock": self.clock, "entered": self.entered, "source": self.source.state(), "versions": versions}
+        coded = {} if self.server is None else states(self.server.coders)
         if isinstance(self.group, CodedGroup):
             coded, plain["rounds"] = self.group.state()
-            tensors |= {f"coded.{name}": value for name, value in coded.items()}
+        tensors |= {f"coded.{name}": value for name, value in coded.items()}
         plain["optimizer"] = counts
         plain["kept"] = self.kept_plain
         plain["client"] = self.server.state() if self.server is not None else None
@@ -655,9 +657,11 @@ class Worker:
             self.server.restore(plain["client"])
         if self.peer is not None:
             self.peer.restore(plain["peer"])
+        coded = {name[6:]: value for name, value in tensors.items() if name.startswith("coded.")}
         if isinstance(self.group, CodedGroup):
-            coded = {name[6:]: value for name, value in tensors.items() if name.startswith("coded.")}
             self.group.restore(coded, plain["rounds"])
+        elif self.server is not None:
+            restore(self.server.coders, coded)
         if plain["versions"] is not None:
             self._pulled = Pulled(self.params, list(plain["versions"]))
 

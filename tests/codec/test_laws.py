@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.codec.coder import Layout
+from dure.codec.coder import SliceLayout
 from dure.codec.feedback import ErrorFeedback, Momentum
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.fp32 import Float32
@@ -37,7 +37,7 @@ CODECS = {
     "signum": Momentum(Sign()),
     "random zeros": Sign(zeros="random"),
 }
-FED_BACK = [name for name, codec in CODECS.items() if isinstance(codec.coder(Layout.plain(1)), FeedbackCoder)]
+FED_BACK = [name for name, codec in CODECS.items() if isinstance(codec.coder(SliceLayout.plain(1)), FeedbackCoder)]
 
 ORDINARY = st.floats(-1e3, 1e3, width=32)
 ODD = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.0, -1.0, 65504.0, -3e4])
@@ -56,7 +56,7 @@ def vectors(draw):
 def layout_of(numel, cut=7):
     """Columns of `cut` elements, the last of which is none."""
     bounds = [*range(0, numel, cut), numel] if numel else [0]
-    return Layout(numel, tuple(bounds), tuple(i < len(bounds) - 2 for i in range(len(bounds) - 1)))
+    return SliceLayout(numel, tuple(bounds), tuple(i < len(bounds) - 2 for i in range(len(bounds) - 1)))
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -101,7 +101,7 @@ def test_nothing_at_all_is_lost_where_sums_are_exact(name):
         values = torch.tensor([1.0, -1.0, 1.0, 1.0])  # their means are exact
     else:
         values = torch.tensor([0.25, -0.5, 1.0, 0.125])
-    coder = CODECS[name].coder(Layout.plain(4))
+    coder = CODECS[name].coder(SliceLayout.plain(4))
     decoded = torch.zeros(4)
     for _ in range(8):
         coder.accumulate(coder.encode(values), decoded)
@@ -111,7 +111,7 @@ def test_nothing_at_all_is_lost_where_sums_are_exact(name):
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_refused_and_changes_nothing(name, wrong):
-    coder = CODECS[name].coder(Layout.plain(9))
+    coder = CODECS[name].coder(SliceLayout.plain(9))
     coder.encode(torch.ones(9))
     before = {key: tensor.clone() for key, tensor in coder.state().items()}
     values = torch.ones(9)
@@ -123,7 +123,7 @@ def test_what_is_no_number_is_refused_and_changes_nothing(name, wrong):
 
 def test_a_sum_that_overflows_is_still_of_numbers():
     values = torch.full((4,), 3e38)
-    assert Sign().coder(Layout.plain(4)).encode(values).tolist() == [15]
+    assert Sign().coder(SliceLayout.plain(4)).encode(values).tolist() == [15]
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dure.codec import bits, gaps
-from dure.codec.coder import Layout
+from dure.codec.coder import SliceLayout
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.one_bit import OneBit
 from dure.codec.sign import Sign
@@ -19,7 +19,7 @@ N = 1_000_003
 
 
 def size(codec, values, layout=None):
-    return codec.coder(layout or Layout.plain(values.numel())).encode(values).numel()
+    return codec.coder(layout or SliceLayout.plain(values.numel())).encode(values).numel()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, N])
@@ -36,7 +36,7 @@ def test_floats():
 
 def test_one_bit_has_two_means_per_column():
     """A layer of 10 outputs with 100 inputs, and its bias."""
-    layout = Layout(1010, (*range(0, 1001, 100), 1010), (True,) * 10 + (False,))
+    layout = SliceLayout(1010, (*range(0, 1001, 100), 1010), (True,) * 10 + (False,))
     assert size(OneBit(), torch.randn(1010), layout) == 125 + 4 * (2 * 10 + 10)
 
 
@@ -84,7 +84,7 @@ def test_one_far_position_among_many_near_ones(coding):
 def test_a_threshold_sends_signs_and_positions():
     values = torch.zeros(N)
     values[::1000] = 1.0
-    coder = Strom(0.5).coder(Layout.plain(N))
+    coder = Strom(0.5).coder(SliceLayout.plain(N))
     sent = 1001
     out = torch.empty(N)
     message = coder.encode(values)
@@ -97,7 +97,7 @@ def test_a_threshold_sends_signs_and_positions():
 def test_top_k_sends_the_largest():
     values = torch.arange(-60.0, 40.0)
     out = torch.empty(100)
-    coder = TopK(0.03, feedback=False).coder(Layout.plain(100))
+    coder = TopK(0.03, feedback=False).coder(SliceLayout.plain(100))
     coder.decode(coder.encode(values), out)
     assert torch.nonzero(out).view(-1).tolist() == [0, 1, 2]
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dure.codec.coder import Layout
+from dure.codec.coder import SliceLayout
 from dure.codec.sign import Sign
 from dure.codec.ternary import Ternary
 from dure.codec.vote import LogLikelihood, Majority
@@ -16,7 +16,7 @@ M = 15
 
 
 def coders(numel):
-    return {"sign": Sign().coder(Layout.plain(numel)), "ternary": Ternary().coder(Layout.plain(numel))}
+    return {"sign": Sign().coder(SliceLayout.plain(numel)), "ternary": Ternary().coder(SliceLayout.plain(numel))}
 
 
 def decoded(message, coder):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from dure.codec.coder import Coder, Layout
+    from dure.codec.coder import Coder, SliceLayout
 
 Way = Literal["stripes", "gather"]
 
@@ -32,7 +32,7 @@ class Codec(ABC):
     way: ClassVar[Way] = "stripes"
 
     @abstractmethod
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         """A coder for a slice; `seed` is that of what it draws."""
 
     def vote(self) -> Vote | None:

@@ -31,7 +31,7 @@ class Layer(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Layout(NamedTuple):
+class SliceLayout(NamedTuple):
     """A slice of `numel` elements, and where in it columns begin.
 
     A column is what feeds one output of a layer: one row of PyTorch's weight, contiguous in memory. `bounds` are the
@@ -44,12 +44,12 @@ class Layout(NamedTuple):
     is_column: tuple[bool, ...]
 
     @classmethod
-    def plain(cls, numel: int) -> Layout:
+    def plain(cls, numel: int) -> SliceLayout:
         """One column."""
         return cls(numel, (0, numel), (True,)) if numel else cls(0, (0,), ())
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> Layout:
+    def of(cls, layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
         """The slice that consists of `ranges` of the flat parameters: a column that is cut counts as two."""
         bounds, is_column, position = [0], [], 0
         for start, stop in ranges:
@@ -120,6 +120,19 @@ class Coder(ABC):
             right = str(least) if least == most else f"{least} to {most}"
             kind = type(self).__name__
             raise DamagedMessage(f"{kind}: {message.numel()} bytes for {self.numel} elements; {right} were expected.")
+
+
+def states(coders: Sequence[Coder]) -> dict[str, torch.Tensor]:
+    """What several coders keep, by their number and its name."""
+    return {f"{i} {name}": value for i, coder in enumerate(coders) for name, value in coder.state().items()}
+
+
+def restore(coders: Sequence[Coder], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Take up their `states`."""
+    for i, coder in enumerate(coders):
+        coder.restore(
+            {name.removeprefix(f"{i} "): value for name, value in tensors.items() if name.startswith(f"{i} ")}
+        )
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dure.codec.base import Codec
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 
 
 class Owner:
     """What the owner of a slice does with everybody's messages for it."""
 
-    def __init__(self, codec: Codec, layout: Layout) -> None:
+    def __init__(self, codec: Codec, layout: SliceLayout) -> None:
         self._coder = codec.coder(layout)
         self._again = codec.coder(layout)
         self._vote = codec.vote()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dure.codec.base import Codec, Vote, Way
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder, MomentumCoder
 
 JOINED = {"joined": True}
@@ -32,7 +32,7 @@ class ErrorFeedback(Codec):
     def way(self) -> Way:  # type: ignore[override]
         return self.codec.way
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return FeedbackCoder(self.codec.coder(layout, seed))
 
 
@@ -54,5 +54,5 @@ class Momentum(Codec):
     def vote(self) -> Vote | None:
         return self.codec.vote()
 
-    def coder(self, layout: Layout, seed: int = 0) -> MomentumCoder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> MomentumCoder:
         return MomentumCoder(self.codec.coder(layout, seed), self.beta)

@@ -15,7 +15,7 @@ import torch
 
 from dure.codec.base import Codec
 from dure.codec.cast import CastCoder
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.errors import DamagedMessage
 
 _BLOCK = 256  # elements that share a scale
@@ -25,7 +25,7 @@ _BLOCK = 256  # elements that share a scale
 class Float16(Codec):
     """Half precision: 5 bits of exponent."""
 
-    def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.float16)
 
 
@@ -33,7 +33,7 @@ class Float16(Codec):
 class BFloat16(Codec):
     """The upper half of a float32: 8 bits of exponent."""
 
-    def coder(self, layout: Layout, seed: int = 0) -> CastCoder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.bfloat16)
 
 
@@ -41,7 +41,7 @@ class BFloat16(Codec):
 class Int8(Codec):
     """8 bits and a scale for every 256 elements: today's point of reference."""
 
-    def coder(self, layout: Layout, seed: int = 0) -> _Int8Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> _Int8Coder:
         return _Int8Coder(layout.numel)
 
 

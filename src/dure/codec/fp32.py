@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from dure.codec.base import Codec
 
 if TYPE_CHECKING:
-    from dure.codec.coder import Coder, Layout
+    from dure.codec.coder import Coder, SliceLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Float32(Codec):
     """Single precision, uncompressed."""
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         import torch
 
         from dure.codec.cast import CastCoder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dure.codec.base import Codec, Vote
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.sign import Sign
 from dure.codec.ternary import Ternary
 from dure.codec.vote import LogLikelihood
@@ -40,7 +40,7 @@ class ITSign(Codec):
         if not 0 < self.forget <= 1:
             raise ValueError(f"forget must be above 0 and at most 1, got {self.forget}. Use 1 to forget nothing.")
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         codec = Ternary() if self.zeros == "abstain" else Sign(zeros=self.zeros)
         return codec.coder(layout, seed)
 

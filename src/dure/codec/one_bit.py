@@ -16,7 +16,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
@@ -27,7 +27,7 @@ class OneBit(Codec):
 
     feedback: bool = True
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _TwoMeansCoder(layout)
         return FeedbackCoder(inner) if self.feedback else inner
 
@@ -35,7 +35,7 @@ class OneBit(Codec):
 class _TwoMeansCoder(Coder):
     """The mean of a column's elements of at least 0, or of the others, for each of them."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SliceLayout) -> None:
         super().__init__(layout.numel)
         bounds, is_column = torch.tensor(layout.bounds), torch.tensor(layout.is_column, dtype=torch.bool)
         lengths = bounds.diff()

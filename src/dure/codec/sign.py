@@ -18,7 +18,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
@@ -40,7 +40,7 @@ class Sign(Codec):
         if self.zeros not in ("positive", "random"):
             raise ValueError(f'zeros must be "positive" or "random", got {self.zeros!r}.')
 
-    def coder(self, layout: Layout, seed: int = 0) -> _SignCoder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> _SignCoder:
         return _SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
 
     def vote(self) -> Vote | None:

@@ -20,7 +20,7 @@ import torch
 
 from dure.codec import bits, gaps
 from dure.codec.base import Codec, Way
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
@@ -45,7 +45,7 @@ class Strom(Codec):
         if self.coding not in ("range", "rice"):
             raise ValueError(f'coding must be "range" or "rice", got {self.coding!r}.')
 
-    def coder(self, layout: Layout, seed: int = 0) -> FeedbackCoder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> FeedbackCoder:
         return FeedbackCoder(_ThresholdCoder(layout.numel, self.threshold, self.coding))
 
 

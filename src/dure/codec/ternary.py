@@ -16,7 +16,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
@@ -33,7 +33,7 @@ class Ternary(Codec):
         if self.coding not in ("entropy", "planes"):
             raise ValueError(f'coding must be "entropy" or "planes", got {self.coding!r}.')
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return (_EntropyCoder if self.coding == "entropy" else _PlanesCoder)(layout.numel)
 
     def vote(self) -> Vote:

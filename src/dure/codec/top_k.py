@@ -16,7 +16,7 @@ import torch
 
 from dure.codec import gaps
 from dure.codec.base import Codec, Way
-from dure.codec.coder import Coder, Layout
+from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
@@ -36,7 +36,7 @@ class TopK(Codec):
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}. Use 0.01.")
 
-    def coder(self, layout: Layout, seed: int = 0) -> Coder:
+    def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
         return FeedbackCoder(inner) if self.feedback else inner
 

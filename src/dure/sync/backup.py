@@ -40,6 +40,7 @@ class Backup:
     backups: int | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"

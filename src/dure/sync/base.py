@@ -47,6 +47,7 @@ class Sync(Protocol):
     #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
     #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
     #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
+    #   encodes: ClassVar[tuple[str, ...]]    over these topologies, what it sends may be encoded by a codec
     #   quorum(workers: int) -> int           how many updates make a group
     #   fewest: int                           workers that it needs at least
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory

@@ -33,6 +33,7 @@ class BSP:
     """Synchronous SGD, exactly as with one large batch."""
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    encodes: ClassVar[tuple[str, ...]] = ("collective", "ps")
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "replica"
 

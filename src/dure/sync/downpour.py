@@ -54,6 +54,7 @@ class Downpour:
     overlap: bool = False
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
     stale_gradients: ClassVar[bool] = True

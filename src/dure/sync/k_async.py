@@ -40,6 +40,7 @@ class KAsync:
     k: int | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"
@@ -82,6 +83,7 @@ class KBatchAsync:
     k: int | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"

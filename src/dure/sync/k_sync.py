@@ -42,6 +42,7 @@ class KSync:
     k: int | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"
@@ -85,6 +86,7 @@ class KBatchSync:
     k: int | None = None
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"

@@ -44,6 +44,7 @@ class SSP:
     form: Literal["snapshot", "rmw"] = "snapshot"
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    encodes: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = False
     delivers: ClassVar[str] = "server"
 

@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded
 from dure.runtime.base import Address, EndOfWork, Ghost, Node, Operation, Reply, nothing
-from dure.topology.sharding import Ranges, pieces
+from dure.topology.sharding import Ranges, gather, pieces
+
+if TYPE_CHECKING:
+    from dure.codec.base import Codec
+    from dure.codec.coder import SliceLayout
 
 PROGRESS_SECONDS = 1.0
 """How often a worker that pushes seldom says that it is at work."""
@@ -27,7 +31,8 @@ class Servers(NamedTuple):
 
     `ranges` are those of each shard (`sharding.split`). `ordered` updates go through the `clock`; the others are
     applied on arrival. `may_refuse` is the policy's. `look_back` shards are told who works on what. `timing_only` runs
-    move `Ghost`s of `itemsize` bytes each.
+    move `Ghost`s of `itemsize` bytes each. Updates travel as `codec` has them, each shard's part by its layout; what is
+    pulled does not.
     """
 
     shards: Sequence[Address]
@@ -38,6 +43,8 @@ class Servers(NamedTuple):
     timing_only: bool = False
     itemsize: int = 4
     look_back: bool = False
+    codec: Codec | None = None
+    layouts: Sequence[SliceLayout] = ()
 
 
 class Pulled(NamedTuple):
@@ -87,6 +94,8 @@ class ServerClient:
         self.heard: list[Mapping[str, float]] = []
         self.slowest = 0
         self._spoke = -math.inf
+        codec, layouts = servers.codec, servers.layouts
+        self.coders = [] if codec is None else [codec.coder(layout, seed=worker) for layout in layouts]
         self._ghosts: list[list[torch.Tensor]] = [
             [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
             for ranges in servers.ranges
@@ -171,7 +180,7 @@ class ServerClient:
         """
         group = await self.offer(base) if self.servers.may_refuse else None
         self.seq += 1
-        parts, servers = self._parts(update), self.servers
+        parts, servers = self._encoded(update), self.servers
         mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
 
         def start(shard: int) -> Operation[Reply]:
@@ -273,6 +282,13 @@ class ServerClient:
         if self.servers.timing_only:
             return self._ghosts
         return [pieces(flat, ranges) for ranges in self.servers.ranges]
+
+    def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        """What is sent of `update`, by shard. A residual changes here, so this is once for all attempts."""
+        if not self.coders:
+            return self._parts(update)
+        slices = (gather(update, ranges) for ranges in self.servers.ranges)
+        return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 
     async def _withdraw(self, fields: Mapping[str, Any]) -> None:
         """Take back what other shards have staged of a refused update."""

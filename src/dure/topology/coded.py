@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.codec.coder import Layout
+from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.base import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
@@ -122,7 +122,7 @@ class CodedGroup:
         numel = layers[-1].stop
         here = list(self.ranks).index(node.rank)
         self._ranges = [(0, numel)] if self._gathers else equal_ranges(numel, len(self.ranks))
-        layouts = [Layout.of(layers, [part]) for part in self._ranges]
+        layouts = [SliceLayout.of(layers, [part]) for part in self._ranges]
         self._coders = [codec.coder(layout, seed=node.rank) for layout in layouts]
         mine = 0 if self._gathers else here
         self._owner = Owner(codec, layouts[mine])
@@ -191,17 +191,15 @@ class CodedGroup:
 
     def state(self) -> tuple[dict[str, torch.Tensor], int]:
         """What coders and the owner keep, by name, and the number of rounds."""
-        tensors = {
-            f"coder {i} {name}": value for i, each in enumerate(self._coders) for name, value in each.state().items()
-        }
-        return tensors | {f"owner {name}": value for name, value in self._owner.state().items()}, self._round
+        owned = {f"owner {name}": value for name, value in self._owner.state().items()}
+        return states(self._coders) | owned, self._round
 
     def restore(self, tensors: Mapping[str, torch.Tensor], rounds: int) -> None:
         """Take up a `state`."""
         self._round = rounds
-        for i, coder in enumerate(self._coders):
-            coder.restore(_under(tensors, f"coder {i} "))
-        self._owner.restore(_under(tensors, "owner "))
+        restore(self._coders, tensors)
+        owned = {name.removeprefix("owner "): value for name, value in tensors.items() if name.startswith("owner ")}
+        self._owner.restore(owned)
 
     # ---- as without a codec
 
@@ -219,7 +217,3 @@ class CodedGroup:
 
     def barrier(self) -> Operation[None]:
         return self._group.barrier()
-
-
-def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -25,11 +25,11 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.errors import Evicted, Refused
+from dure.errors import DamagedMessage, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
 from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec, nothing
 from dure.topology.admission import ClockService
@@ -39,6 +39,9 @@ from dure.topology.corrections import Corrections, Member
 from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
 from dure.topology.vectors import Vectors
+
+if TYPE_CHECKING:
+    from dure.codec.coder import Coder
 
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
 
@@ -62,7 +65,7 @@ class Shard:
     tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
     (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` are what remedies do to
-    each gradient before it counts (`corrections`); None where there are none.
+    each gradient before it counts (`corrections`); None where there are none. What is pushed is a message for `coder`.
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
@@ -92,6 +95,7 @@ class Shard:
         timing_only: bool = False,
         log: bool = False,
         corrections: Corrections | None = None,
+        coder: Coder | None = None,
     ) -> None:
         self.node = node
         self.timing_only = timing_only
@@ -111,6 +115,7 @@ class Shard:
         self.refused = 0
         self.staleness: dict[int, int] = {}
         self.log: list[tuple[int, int, int]] | None = [] if log else None
+        self._coder = coder
         self._specs = tuple(TensorSpec(dtype, elements) for elements in sizes)
         self._kept: dict[int, Buffer] = {}
         self._staged: dict[tuple[int, int], _Staged] = {}
@@ -154,17 +159,33 @@ class Shard:
         return method(call)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
+        if method == "push" and self._coder is not None:
+            return (TensorSpec("uint8", self._coder.most_bytes, at_most=True),)
         return self._specs if method in ("push", "stage") else ()
 
     # ---- updates come in
 
     def _push(self, call: Call) -> Reply | Awaitable[Reply]:
         fields = call.fields
+        if self._coder is not None:
+            call = self._decoded(self._coder, call)
         if fields["ordered"]:
             return self._stage(call)
         if self._is_new(call, call.tensors):
             return self._apply_on_arrival(call)
         return self._acknowledge_in_turn()
+
+    def _decoded(self, coder: Coder, call: Call) -> Call:
+        """`call` with the update that its message stands for. Raises `Refused` for a damaged one."""
+        values = torch.empty_like(self.values)
+        try:
+            coder.decode(call.tensors[0], values)
+        except DamagedMessage as error:
+            self.refused += 1
+            raise Refused(
+                f"update {call.fields['seq']} of worker {call.fields['worker']} is damaged: {error}"
+            ) from error
+        return Call(call.caller, call.method, call.fields, values.split([spec.numel for spec in self._specs]))
 
     def _is_new(self, call: Call, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an update has not been here before. Raises `Refused` for one that must not count."""
