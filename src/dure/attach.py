@@ -71,8 +71,8 @@ def attach(
         raise UsageError(f"{strategy.sync} does not run in a loop of one's own: {because}.")
     if not isinstance(strategy.codec, Float32):
         raise UsageError(
-            f"dure.attach sends float32, and {strategy.text()['codec']} was asked for. In a loop of one's own codecs go "
-            "with DistributedDataParallel: model.register_comm_hook(None, dure.hook(...))."
+            "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
+            f'model.register_comm_hook(None, dure.hook("{strategy.text()["codec"]}")).'
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")

@@ -185,7 +185,7 @@ class Shard:
             raise Refused(
                 f"update {call.fields['seq']} of worker {call.fields['worker']} is damaged: {error}"
             ) from error
-        return Call(call.caller, call.method, call.fields, values.split([spec.numel for spec in self._specs]))
+        return Call(call.caller, call.method, call.fields, torch.split(values, [spec.numel for spec in self._specs]))
 
     def _is_new(self, call: Call, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an update has not been here before. Raises `Refused` for one that must not count."""
