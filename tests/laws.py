@@ -89,9 +89,7 @@ LAWS = [
     Law("lbfgs:batch=128,push_every=2 ps:shards=2", tensors=True),
     Law("bsp collective 1bit", survives=False, tensors=True),
     Law("bsp collective:algorithm=ring it-sign:start=20", survives=False, tensors=True, options={"lr": 0.003}),
-    Law("bsp collective strom:threshold=0.002", survives=False, tensors=True, options={"lr": 0.3}),
     Law("downpour ps:shards=2,split=layer strom:threshold=0.01", tensors=True, options={"lr": 0.05}),
-    Law("ssp:bound=3 ps:shards=2 fp16+ef", tensors=True, options={"lr": 0.05}),
     Law("ad-psgd gossip:graph=ring"),
     Law("ad-psgd gossip:graph=exponential"),
 ]

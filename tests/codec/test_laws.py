@@ -60,7 +60,7 @@ def layout_of(numel, cut=7):
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(values=vectors())
 def test_messages_are_bytes_within_their_bound_and_decode(name, values):
     coder = CODECS[name].coder(layout_of(values.numel()))
@@ -79,7 +79,7 @@ def test_messages_are_bytes_within_their_bound_and_decode(name, values):
 
 
 @pytest.mark.parametrize("name", FED_BACK)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), numel=st.integers(0, 60))
 def test_what_is_lost_comes_later(name, data, numel):
     """All that was decoded and the residual add up to all that was given."""
@@ -127,7 +127,7 @@ def test_a_sum_that_overflows_is_still_of_numbers():
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(name, data):
     """Flipped bits, missing and added bytes: an error of ours, or finite values. Never a crash."""
