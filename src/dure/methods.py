@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import StrategyError, UsageError
-from dure.strategy import AXES, REMEDY, catalogue, find, make
+from dure.strategy import AXES, JOINS, catalogue, find, make
 from dure.text import REQUIRED, Parameter, parameters, type_text, value_text
 from dure.topology.spec import GRAPHS, Gossip
 
@@ -40,7 +40,7 @@ def described(name: str = "", workers: int | None = None) -> list[Row]:
         raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
     if name:
         return [_row(find(name)[0], name)]
-    return [_row(axis, member) for axis in (*AXES, REMEDY) for member in catalogue(axis)]
+    return [_row(axis, member) for axis in (*AXES, *JOINS) for member in catalogue(axis)]
 
 
 def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
@@ -144,12 +144,12 @@ def _assignment(parameter: Row) -> str:
 
 
 def _how(row: Row) -> str:
-    return "joined by + to" if row["axis"] == REMEDY else "over"
+    return "joined by + to" if row["axis"] in JOINS else "over"
 
 
 def _company(row: Row) -> tuple[str, str]:
     listed = ", ".join(row["combines"])
-    if row["axis"] == REMEDY:
+    if row["axis"] in JOINS:
         return "joins", f'{listed}, as in "{row["combines"][0]}+{row["name"]}"'
     return "runs over", f"{listed} (the first unless another is chosen)"
 
