@@ -13,10 +13,10 @@
 | `ternary` | `Ternary`  | -1, 0 or 1                                                  | a majority; a zero abstains   |
 | `it-sign` | `ITSign`   | as `ternary`, or `sign`                                     | a vote weighted by reliance   |
 | `ef` | `ErrorFeedback` | joined by `+`: what is lost is added to what comes next     | their mean                    |
-| `average` | `Momentum` | joined by `+`: a moving average is encoded                  | what the codec's do           |
+| `momentum` | `Momentum` | joined by `+`: a moving average is encoded                 | what the codec's do           |
 
-`base` says what a codec is, `coder` what it is made of, `exchange` how messages of several members become one, `vote`
-how signs do, `residual` what coders keep; `bits` and `gaps` pack.
+`base` says what a codec is, `coder` what it is made of, `exchange` how messages of several members become one,
+`vote` how signs do, `residual` what coders keep; `bits` and `gaps` pack.
 """
 
 from dure.catalogue import Entry
@@ -94,7 +94,7 @@ WRAPPERS = {
         "Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018",
         combines=("fp16", "bf16", "int8", "sign"),
     ),
-    "average": Entry(
+    "momentum": Entry(
         "dure.codec.feedback",
         "Momentum",
         "a moving average is encoded; with signs, Signum",
