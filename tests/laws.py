@@ -49,6 +49,7 @@ LAWS = [
     Law("bsp collective", survives=False),
     Law("bsp collective:algorithm=ring", survives=False),
     Law("bsp ps:shards=2"),
+    Law("bsp hybrid:servers=all,shards=2", survives=False, tensors=True),
     Law("one-shot collective", survives=False),
     Law("one-shot ps:shards=2"),
     Law("averaging:period=3 collective", survives=False),

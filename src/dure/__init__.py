@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dure.sync.momentum_compensation import MomentumCompensation
     from dure.sync.ssp import SSP
     from dure.sync.staleness_lr import StalenessLR
-    from dure.topology.spec import Collective, Gossip, ParameterServer
+    from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer
     from dure.train import train
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "Downpour",
     "DureError",
     "Gossip",
+    "Hybrid",
     "Job",
     "MomentumCompensation",
     "ParameterServer",
@@ -73,6 +74,7 @@ _HOMES = {
     "Downpour": "dure.sync.downpour",
     "DureError": "dure.errors",
     "Gossip": "dure.topology.spec",
+    "Hybrid": "dure.topology.spec",
     "Job": "dure.job",
     "MomentumCompensation": "dure.sync.momentum_compensation",
     "ParameterServer": "dure.topology.spec",

@@ -29,7 +29,7 @@ from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.strategy import Strategy
-from dure.topology.spec import Collective, ParameterServer
+from dure.topology.spec import Collective, Hybrid, ParameterServer
 from dure.user_loop.optimizer import UserOptimizer
 from dure.user_loop.peers import Peers
 from dure.user_loop.sampler import EpochSampler, share_of
@@ -73,6 +73,11 @@ def attach(
         raise UsageError(
             "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
             f'model.register_comm_hook(None, dure.hook("{strategy.text()["codec"]}")).'
+        )
+    if isinstance(strategy.topology, Hybrid):
+        raise UsageError(
+            "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
+            'Write topology="collective" or "ps".'
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")

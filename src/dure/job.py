@@ -54,7 +54,9 @@ class Job:
     `model` makes a fresh module. `loss(outputs, targets)` is the mean over the batch, a scalar;
     `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how samples go
     to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all parameters.
-    `source` says in words which data these are.
+    `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows (the topology
+    `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in any order, more
+    than once or not. Rows that the loss does not depend on, such as padding, may be left out.
 
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
@@ -71,6 +73,7 @@ class Job:
     name: str = ""
     optimum: Tensor | None = None
     source: str = ""
+    rows: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):

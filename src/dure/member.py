@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dure.task import Task
     from dure.topology.admission import ClockService
     from dure.topology.coordinator import Coordinator
+    from dure.topology.rows import RowShard
     from dure.topology.shared_memory import SharedShard
     from dure.worker import Worker
 
@@ -94,6 +95,8 @@ def main(task: Task, start: Start) -> None:
     identity = Identity(start.run, start.name, int(number), start.incarnation)
     config = task.config
     evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
+    if evaluator is not None:
+        task.set_apart(evaluator)
     node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
@@ -171,8 +174,12 @@ class ServerLife(Life):
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         number, terms = self.node.rank, self.terms
-        self.shard: Shard | SharedShard = self.task.shard(self.node, number, log=terms.log)
-        if number == 0:
+        self.shard: Shard | SharedShard | RowShard
+        if self.task.clocked:
+            self.shard = self.task.shard(self.node, number, log=terms.log)
+        else:
+            self.shard = self.task.row_shard(self.node, number)
+        if number == 0 and self.task.clocked:
             self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
             self.clock.shards_return = bool(terms.return_seconds)
@@ -257,6 +264,8 @@ class WorkerLife(Life):
         if task.shares_memory:
             await self._map_memory()
         worker.on_step = self._on_step
+        if worker.rows is not None:
+            worker.rows.copies = self._snapshot_due
         resumed = self._restore(parts)
         if task.needs_everybody:
             assert node.evaluator is not None
@@ -278,7 +287,6 @@ class WorkerLife(Life):
         segment = self.task.segment_at(where.fields["path"])
         self.worker.shared = self.task.access(self.node, self.node.rank, segment)
         assert self.node.evaluator is not None
-        self.node.evaluator.sparse = getattr(self.task.sync, "sparse", False)
         self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
 
     def _restore(self, parts: dict[str, Part]) -> bool:
@@ -313,6 +321,8 @@ class WorkerLife(Life):
         seconds = node.now()
         counts = self._counts()
         await self._send_spans()
+        if worker.rows is not None and worker.rank == 0:
+            await worker.rows.copy(worker.params, worker.clock)  # it is the one whose model counts
         values = worker.delivering(self.task.sync.delivers)
         tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
@@ -339,12 +349,16 @@ class WorkerLife(Life):
             done = worker.clock - worker.entered
             self._tell("progress", steps=worker.clock, done=done, loss=gradient.loss, bytes=self._bytes_sent())
         done = worker.clock - 1  # this gradient has not been used yet
-        if self.evaluates and done >= self.next_snapshot and self.task.may_be_shown(worker, done):
+        if self._snapshot_due(done):
             self.next_snapshot = (done // self.task.eval_every + 1) * self.task.eval_every
             said = {"seconds": now, "steps": done, "bytes": self._bytes_sent()}
             buffers = [] if worker.buffers is None else [worker.buffers.clone()]
             values = worker.delivering(self.task.sync.delivers).clone()
             self.node.spawn(self._snapshot(values, buffers, said), f"a snapshot of {self.node.name}")
+
+    def _snapshot_due(self, done: int) -> bool:
+        """Whether this worker's model after `done` steps is to be graded."""
+        return self.evaluates and done >= self.next_snapshot and self.task.may_be_shown(self.worker, done)
 
     async def _snapshot(self, values: torch.Tensor, buffers: list[torch.Tensor], said: dict[str, Any]) -> None:
         """Have the model graded: the worker's as it was at this step, or what servers or peers have as they send it."""

@@ -200,6 +200,67 @@ class FlatOptimizer:
         self.steps = int(plain["steps"])
 
 
+def leaves_alone(spec: OptimizerSpec) -> bool:
+    """Whether a gradient of zero changes neither a value nor what the rule keeps, so that it need not be told of."""
+    return spec.name in ("sgd", "adagrad") and not (spec.momentum or spec.weight_decay)
+
+
+class RangesOptimizer:
+    """A `FlatOptimizer` for `ranges` of a flat vector alone; a gradient holds those, one after another."""
+
+    def __init__(self, spec: OptimizerSpec, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.spec = spec
+        self._parts = [(start, stop, FlatOptimizer(spec, stop - start, dtype)) for start, stop in ranges]
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """As `FlatOptimizer.apply`; what of `values` is in none of the ranges stays as it is in `out`."""
+        at = 0
+        for start, stop, part in self._parts:
+            part.apply(values[start:stop], gradient[at : at + stop - start], out[start:stop], lr=lr)
+            at += stop - start
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        states = [part.state() for _, _, part in self._parts]
+        tensors = {f"{n}.{name}": vector for n, (vectors, _) in enumerate(states) for name, vector in vectors.items()}
+        return tensors, {"parts": [plain for _, plain in states]}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
+        for number, ((_, _, part), counts) in enumerate(zip(self._parts, plain["parts"], strict=True)):
+            prefix = f"{number}."
+            own = {name[len(prefix) :]: vector for name, vector in tensors.items() if name.startswith(prefix)}
+            part.restore(own, counts)
+
+
+class RowOptimizer:
+    """A rule for a table, of which a step changes some rows. Only for rules that `leaves_alone` is true of.
+
+    It does to those rows, bit for bit, what it would do to the whole table if the gradient of the others were zero.
+    """
+
+    def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.vectors = {name: torch.zeros(rows, width, dtype=dtype) for name in _rule(spec).keeps}
+
+    def apply(self, table: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, lr: float | None = None) -> None:
+        """One step of `rows` (count) of `table` (rows, width), in place, given their `gradient` (count, width)."""
+        some = FlatOptimizer(self.spec, gradient.numel(), gradient.dtype)
+        for name, vector in self.vectors.items():
+            some.vectors[name] = vector[rows].reshape(-1)
+        values = table[rows].reshape(-1)
+        some.apply(values, gradient.reshape(-1), values, lr=lr)
+        table[rows] = values.view_as(gradient)
+        for name, vector in self.vectors.items():
+            vector[rows] = some.vectors[name].view_as(gradient)
+
+
 # ---- the rules, each in PyTorch's order of operations
 
 

@@ -523,29 +523,37 @@ class Hub:
         }
         self.grader.give(Snapshot(row, values, self._merged_buffers()))
         self.grader.close()
-        return Outcome(totals, self.history, values, self.spans, {"deaths": dict(self.casualties.causes)})
+        notes: dict[str, Any] = {"deaths": dict(self.casualties.causes)}
+        if task.plan is not None:
+            notes["hybrid"] = task.plan.described()
+        return Outcome(totals, self.history, values, self.spans, notes)
 
     async def _deliver(self) -> torch.Tensor:
         """The final parameters; what the shards have counted."""
         task, totals = self.task, self.totals
-        if not task.servers:
+        if not task.clocked:
+            await self._count_shards()
             totals.counts["updates_applied"] = sum(int(said["done"]) for said in self.finished.values())
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
             return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0)
         await self.node.call(Address(self._servers[0], "process"), "settle")  # the last to leave may close a group
-        reports = []
-        for name in self._servers:
-            status = (await self.node.call(Address(name, "shard"), "status")).fields
-            said = {key: status[key] for key in ("applied", "refused", "written") if key in status}
-            totals.count("per_shard", name, **said)
-            staleness = {int(behind): count for behind, count in status["staleness"].items()}
-            reports.append((staleness, status["applied"], status["refused"]))
-        totals.count_updates(reports)
+        totals.count_updates(await self._count_shards())
         clock = (await self.node.call(Address(self._servers[0], "clock"), "status")).fields
         totals.counts["updates_refused"] += clock["refused"]
         client = task.client(self.node, -1)
         return (await client.pull(task.replica.params.clone())).values
+
+    async def _count_shards(self) -> list[tuple[dict[int, int], int, int]]:
+        """Count what each shard has done: its staleness, updates applied and refused."""
+        reports = []
+        for name in self._servers:
+            status = (await self.node.call(Address(name, "shard"), "status")).fields
+            said = {key: status[key] for key in ("applied", "refused", "written") if key in status}
+            self.totals.count("per_shard", name, **said)
+            staleness = {int(behind): count for behind, count in status["staleness"].items()}
+            reports.append((staleness, status["applied"], status["refused"]))
+        return reports
 
     def _merged_buffers(self) -> torch.Tensor | None:
         ranked = sorted(self.delivered.items(), key=lambda item: _number(item[0]))

@@ -48,11 +48,11 @@ class JobSource:
         return 0.0 if self.sampler is None else self.sampler.epoch
 
     def gradient(self, worker: Worker) -> Operation[Gradient]:
-        return worker.node.compute(self._next(worker))
+        return worker.node.compute(self.next(worker))
 
     def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
         assert worker.group is not None
-        return worker.group.mean_gradient(self._next(worker), self.share)
+        return worker.group.mean_gradient(self.next(worker), self.share)
 
     def gradient_again(self, worker: Worker, values: torch.Tensor) -> Operation[Gradient]:
         """Start the gradient of the mini-batch that was last begun, at `values`, with the same random draws."""
@@ -88,7 +88,8 @@ class JobSource:
         if self.sampler is not None:
             self.sampler.restore(dict(state))
 
-    def _next(self, worker: Worker) -> GradientWork:
+    def next(self, worker: Worker) -> GradientWork:
+        """Draw the next mini-batch: the work of computing its gradient at the worker's parameters."""
         inputs = targets = None
         if self.sampler is not None:
             indices = self.sampler.next()

@@ -28,12 +28,12 @@ from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
 from dure.sync.remedied import parts
 from dure.text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
-from dure.topology.spec import Collective, Gossip, ParameterServer, SharedMemory
+from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer, SharedMemory
 
 if TYPE_CHECKING:
     from dure.sync.base import Sync
 
-Topology = Collective | ParameterServer | SharedMemory | Gossip
+Topology = Collective | ParameterServer | Hybrid | SharedMemory | Gossip
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",

@@ -16,7 +16,7 @@ from dure.codec.fp32 import Float32
 from dure.data.batches import Batches
 from dure.data.split import IID
 from dure.errors import UsageError
-from dure.optim import FlatOptimizer, OptimizerSpec
+from dure.optim import FlatOptimizer, OptimizerSpec, RangesOptimizer
 from dure.replica import Replica
 from dure.runtime.base import Address, Ghost, Group, Node
 from dure.runtime.memory import Memory
@@ -32,13 +32,15 @@ from dure.topology.coordinator import Coordinator, Limits
 from dure.topology.corrections import Corrections
 from dure.topology.gossip import Peer
 from dure.topology.graph import build
+from dure.topology.hybrid import MEASURED, Place, Plan, decide, measure
 from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
 from dure.topology.portion_client import PortionClient
 from dure.topology.portions import Portions
+from dure.topology.rows import RowClient, RowShard, check_rule
 from dure.topology.sharding import Ranges, size, split
 from dure.topology.shared_memory import Access, Layout, Segment, SharedShard
-from dure.topology.spec import Collective, Gossip, ParameterServer, SharedMemory
+from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer, SharedMemory
 from dure.worker import Boundary, Worker
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.config import TrainConfig
     from dure.job import Job
+    from dure.runtime.gradients import Evaluator
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Task:
     def servers(self) -> int:
         """How many shards there are; 0 over collectives, and 1 who owns it where memory is shared."""
         topology = self.strategy.topology
+        if self.plan is not None:
+            return self.plan.shards
         return topology.shards if isinstance(topology, ParameterServer) else int(self.shares_memory)
 
     @property
@@ -96,13 +101,38 @@ class Task:
     @property
     def needs_everybody(self) -> bool:
         """Whether every operation needs every worker, as collectives do: then a death ends the run."""
-        return isinstance(self.strategy.topology, Collective)
+        return isinstance(self.strategy.topology, Collective | Hybrid)
+
+    @property
+    def clocked(self) -> bool:
+        """Whether the first server hosts a clock."""
+        return bool(self.servers) and not self.needs_everybody
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What goes through servers, in a hybrid: the same in every process, as batches are drawn from the seed.
+
+        Raises `StrategyError` where an optimizer or a name does not suit, `UsageError` where nobody can know the rows.
+        """
+        topology = self.strategy.topology
+        if not isinstance(topology, Hybrid):
+            return None
+        if self.config.timing_only:
+            raise UsageError("a timing-only run has no data, so nobody knows which rows it reads: leave that out.")
+        samplers, data = self._draw_samplers(), self.job.train
+        batches = [[data.inputs[sampler.next()] for sampler in samplers] for _ in range(MEASURED)]
+        itemsize = self.replica.params.element_size()
+        place = Place(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
+        plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
+        if plan.tables:
+            check_rule(self.job.optimizer)
+        return plan
 
     @property
     def uses_engine(self) -> bool:
         """Whether workers meet by the engine's collectives, and so in a process group of its own."""
         topology = self.strategy.topology
-        return isinstance(topology, Collective) and topology.algorithm == "engine"
+        return isinstance(topology, Hybrid) or (isinstance(topology, Collective) and topology.algorithm == "engine")
 
     @property
     def coordinated(self) -> bool:
@@ -124,7 +154,7 @@ class Task:
     def colocated(self) -> bool:
         """Whether shards live on the workers' machines."""
         topology = self.strategy.topology
-        return isinstance(topology, ParameterServer) and topology.colocated
+        return isinstance(topology, ParameterServer | Hybrid) and topology.colocated
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -157,6 +187,10 @@ class Task:
 
     @cached_property
     def _samplers(self) -> list[Any]:
+        return self._draw_samplers()
+
+    def _draw_samplers(self) -> list[Any]:
+        """Every worker's, at its first batch."""
         job = self.job
         if self.config.split is None and isinstance(job.split, IID):
             job = replace(job, split=getattr(self.sync, "sampling", job.split))
@@ -200,23 +234,27 @@ class Task:
             buffers=buffers if buffers is not None and buffers.numel() else None,
             merge_buffers=self.merge_buffers,
         )
-        if self.servers:
+        if self.needs_everybody:
+            worker.group = self.group(node, meter)
+            if self.plan is not None and self.servers:
+                worker.rows = RowClient(node, rank, self.plan, self.job.rows, self._shards)
+                worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, self.replica.dtype)
+        elif self.servers:
             worker.server = self.client(node, rank)
             worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
         elif self.graph is not None:
             seed, lives = self.config.seed, node.incarnation
             worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
             node.serve("peer", worker.peer)
-        elif self.needs_everybody:
-            worker.group = self.group(node, meter)
         return worker
 
     def group(self, node: Node, meter: Meter) -> Group:
         """All workers as one of them sees them: the engine's group, or one written from sends."""
-        topology = self.strategy.topology
-        assert isinstance(topology, Collective)
-        ranks = range(self.workers)
-        group: Group = node.group(ranks) if self.uses_engine else SentGroup(node, ranks, topology, meter)
+        topology, ranks = self.strategy.topology, range(self.workers)
+        if isinstance(topology, Collective) and not self.uses_engine:
+            group: Group = SentGroup(node, ranks, topology, meter)
+        else:
+            group = node.group(ranks)
         return group if self.codec is None else CodedGroup(node, group, self.codec, self.replica.layers, meter)
 
     @property
@@ -250,6 +288,18 @@ class Task:
             layouts=self.layouts,
         )
         return ServerClient(node, rank, servers)
+
+    def row_shard(self, node: Node, number: int) -> RowShard:
+        """Server `number` of a hybrid, with its part of the initial values."""
+        assert self.plan is not None
+        part = self.plan.part(number)
+        return RowShard(node, part, part.taken_from(self.initial), self.job.optimizer, self.workers)
+
+    def set_apart(self, evaluator: Evaluator) -> None:
+        """Have `evaluator` hand over gradients as the topology needs them."""
+        evaluator.sparse = getattr(self.sync, "sparse", False)
+        if self.plan is not None and self.servers:
+            evaluator.set_apart(self.plan.parts["tables"], self.plan.parts["whole"])
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> Shard | SharedShard:
         """Shard `number`, with its slice of the initial values. `log` keeps what it has applied."""
@@ -318,4 +368,4 @@ class Task:
 
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""
-        _ = self.replica, self._samplers
+        _ = self.replica, self._samplers, self.plan

@@ -180,7 +180,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(task: Task, cluster: Cluster | None) -> None:
-    _ = task.graph  # must be one
+    _ = task.graph, task.plan  # must be one
     fewest = getattr(task.sync, "fewest", 1)
     if task.workers < fewest:
         raise UsageError(
@@ -194,7 +194,7 @@ def _check(task: Task, cluster: Cluster | None) -> None:
                     f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
                     "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
-    if task.servers:
+    if task.clocked:
         _ = task.server_rule  # said now, not by a server
     if task.config.timing_only and task.codec is not None:
         raise UsageError(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dure.topology.admission import ClockService
     from dure.topology.coordinator import Coordinator
     from dure.topology.parameter_server import Shard
+    from dure.topology.rows import RowShard
     from dure.worker import Worker
 
 State = dict[str, Part]
@@ -87,7 +88,7 @@ class VirtualRun:
         config = task.config
         self.evaluator = None if config.timing_only else Evaluator(task.job, exact=config.exact)
         if self.evaluator is not None:
-            self.evaluator.sparse = getattr(task.sync, "sparse", False)
+            task.set_apart(self.evaluator)
         self.examiner = None if config.timing_only else Examiner(task.job)
         self.history: list[Row] = []
         self.spans: list[Any] = []
@@ -146,6 +147,7 @@ class Segment:
             trace=task.config.trace,
         )
         self.shards: list[Shard | SharedShard] = []
+        self.row_shards: list[RowShard] = []
         self.clock: ClockService | None = None
         self.coordinator: Coordinator | None = None
         self._build(state)
@@ -156,13 +158,8 @@ class Segment:
     def _build(self, state: State | None) -> None:
         task = self.task
         for number in range(task.servers):
-            node = self.runtime.node(f"server {number}", number)
-            shard = task.shard(node, number)
-            if state is not None:
-                shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
-            node.serve("shard", shard)
-            self.shards.append(shard)
-        if task.servers:
+            self._build_server(number, state)
+        if task.clocked:
             self.clock = task.clock(self.runtime.nodes["server 0"])
             self.clock.on_evicted = self._evicted
             if state is not None:
@@ -184,6 +181,17 @@ class Segment:
                 self._start_worker(rank, state)
             else:
                 self.runtime.nodes[f"worker {rank}"].alive = False
+
+    def _build_server(self, number: int, state: State | None) -> None:
+        node = self.runtime.node(f"server {number}", number)
+        if self.task.clocked:
+            self.shards.append(self.task.shard(node, number))
+        else:
+            self.row_shards.append(self.task.row_shard(node, number))
+        shard = [*self.shards, *self.row_shards][-1]
+        if state is not None:
+            shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
+        node.serve("shard", shard)
 
     def _draw_durations(self, rank: int) -> None:
         durations = self.whole.cluster.durations(rank, self.task.config.seed)
@@ -242,7 +250,9 @@ class Segment:
         """A step has been made, or begun in vain."""
         self.done += 1
         self.steps[worker.rank] += 1
-        if self.done % self.row_every == 0:
+        if self.done % self.row_every == 0 and self.row_shards:
+            self.runtime.kernel.soon(self._row)  # once the worker has stepped, as servers have
+        elif self.done % self.row_every == 0:
             self._row()
 
     def _suspend(self, worker: Worker) -> bool:
@@ -359,7 +369,12 @@ class Segment:
                     position += stop - start
             return values
         models = [tensors["params"] for tensors in self._models()]
-        return torch.stack(models).mean(dim=0) if self.task.sync.delivers == "mean" else models[0]
+        values = torch.stack(models).mean(dim=0) if self.task.sync.delivers == "mean" else models[0]
+        if self.row_shards:
+            values = values.clone()
+            for rows in self.row_shards:
+                rows.part.put_into(values, rows.values)
+        return values
 
     def _consensus(self) -> dict[str, float]:
         """Of gossip: how far the workers' models are from their mean, the root of the mean of squares."""
@@ -424,7 +439,7 @@ class Segment:
             tensors, plain = worker.state()
             plain["drawn"] = self.durations[rank].drawn
             state[f"worker-{rank}"] = Part({k: v.clone() for k, v in tensors.items()}, plain)
-        for number, shard in enumerate(self.shards):
+        for number, shard in enumerate([*self.shards, *self.row_shards]):
             tensors, plain = shard.state()
             state[f"shard-{number}"] = Part(tensors, plain)
         if self.clock is not None:
@@ -447,7 +462,7 @@ class Segment:
     def outcome(self) -> Outcome:
         """How the run ended."""
         task, totals = self.task, self.totals
-        for number, shard in enumerate(self.shards):
+        for number, shard in enumerate([*self.shards, *self.row_shards]):
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
             if isinstance(shard, SharedShard):
                 totals.count("per_shard", f"server {number}", written=shard.segment.written)
@@ -459,5 +474,7 @@ class Segment:
         notes: dict[str, Any] = {"events": totals.events}
         if self.whole.evaluator is not None:
             notes["batching"] = self.whole.evaluator.rule
+        if task.plan is not None:
+            notes["hybrid"] = task.plan.described()
         params = None if task.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)

@@ -22,12 +22,13 @@ from dure.topology.coded import CodedGroup
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
     from dure.runtime.base import Group, Node, Reply
-    from dure.runtime.gradients import Gradient
+    from dure.runtime.gradients import Gradient, GradientWork
     from dure.runtime.meter import Meter
     from dure.sync.base import Sync
     from dure.topology.client import Pulled, ServerClient
     from dure.topology.gossip import Peer
     from dure.topology.portion_client import PortionClient
+    from dure.topology.rows import RowClient
     from dure.topology.shared_memory import Access
 
 
@@ -64,6 +65,10 @@ class DataSource(GradientSource, Protocol):
 
     @property
     def epoch(self) -> float: ...
+
+    def next(self, worker: Worker) -> GradientWork:
+        """Draw the next mini-batch: the work of computing its gradient."""
+        ...
 
     def gradient_again(self, worker: Worker, values: torch.Tensor) -> Operation[Gradient]:
         """Start the gradient of the mini-batch that was last begun, at `values`."""
@@ -152,6 +157,7 @@ class Worker:
     peer: Peer | None = None
     shared: Access | None = None
     errands: PortionClient | None = None
+    rows: RowClient | None = None
     total_weight: float = 1.0
     buffers: torch.Tensor | None = None
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
@@ -228,7 +234,29 @@ class Worker:
     async def mean_gradient(self) -> torch.Tensor:
         """As `gradient`, averaged over the group's workers, weighted by their batch sizes."""
         await self._stop_at_boundary()
+        if self.rows is not None:
+            return await self._mean_beside_rows(self.rows)
         return self._done(await self.source.mean_gradient(self))
+
+    async def _mean_beside_rows(self, rows: RowClient) -> torch.Tensor:
+        """As `mean_gradient`, of what servers do not hold; they get their part, and make their step by it."""
+        node, version, started = self.node, self.clock, self.node.now()
+        work = cast(DataSource, self.source).next(self)
+        assert work.inputs is not None
+        await rows.read(work.inputs, self.params, version)
+        read = node.now()
+        self.meter.add("communicate", started, read, "read")
+        if rows.plan.ring:
+            assert self.group is not None
+            gradient = await self.group.mean_gradient(work, self.share)
+        else:
+            gradient = (await node.compute(work)).scaled(self.share)
+            self.meter.add("compute", read, node.now())
+        self._check(gradient)
+        started = node.now()
+        await rows.push(gradient.apart, version, self.lr)
+        self.meter.add("communicate", started, node.now(), "push")
+        return self._done(gradient)
 
     @property
     def samples(self) -> int:
@@ -296,13 +324,16 @@ class Worker:
         return not going_on(await agreement.start("end" if late else "step"))
 
     def _done(self, gradient: Gradient) -> torch.Tensor:
+        self._check(gradient)
+        self._count(gradient)
+        return gradient.values
+
+    def _check(self, gradient: Gradient) -> None:
         if not math.isfinite(gradient.loss):
             raise DivergedError(
                 f"the loss became {gradient.loss} at worker {self.rank}, step {self.clock}: "
                 f"the training diverged. Try a learning rate below {self.optimizer.spec.lr:g}."
             )
-        self._count(gradient)
-        return gradient.values
 
     def _count(self, gradient: Gradient) -> None:
         """A step is done."""

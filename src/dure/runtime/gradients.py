@@ -32,6 +32,7 @@ from torch.nn import functional
 from dure.errors import UsageError
 from dure.replica import Replica
 from dure.runtime.stacked import Dense, Stacked, Vmapped, find_fault
+from dure.topology.hybrid import Apart
 
 LEAST_PENDING = 16
 """Fewer pending gradients than this are not given to vmap, and a model must fit so often in MOST_BYTES."""
@@ -87,17 +88,21 @@ class Gradient:
     """A flat gradient that is its receiver's own, the batch's mean loss, and how many samples that was.
 
     Gradients that were computed together share memory without overlapping: who keeps one for long keeps a copy.
-    `buffers` is the worker's new snapshot, None where the model has none.
+    `buffers` is the worker's new snapshot, None where the model has none. What is `apart` is not in `values`.
     """
 
     values: Tensor
     loss: float
     samples: int
     buffers: Tensor | None = None
+    apart: Apart | None = None
 
     def scaled(self, factor: float) -> Gradient:
         """This gradient times `factor`, in place."""
         self.values *= factor
+        if self.apart is not None:
+            for part in (self.apart.whole, *(values for _, values in self.apart.rows)):
+                part *= factor
         return self
 
     def with_values(self, values: Tensor) -> Gradient:
@@ -135,6 +140,18 @@ class Evaluator:
         self._may_draw = self._may_surprise or getattr(job.loss, "__module__", "") != functional.__name__
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
+        self.tables: Sequence[int] = ()
+        self.whole: Sequence[int] = ()
+        self.ring: Sequence[int] = range(len(self._parameters))
+
+    def set_apart(self, tables: Sequence[int], whole: Sequence[int]) -> None:
+        """From now on gradients hold these parameters, by number, `apart`: `tables` by rows, the others `whole`.
+
+        They are computed one at a time.
+        """
+        self.tables, self.whole = tables, whole
+        self.ring = [index for index in range(len(self._parameters)) if index not in {*tables, *whole}]
+        self._alone = self._alone or "servers hold a part of it"
 
     def initial_values(self, seed: int) -> Tensor:
         """The flat parameters of a model that is freshly made under `seed`."""
@@ -176,11 +193,14 @@ class Evaluator:
         `values` of the result is `replica.grads` itself.
         """
         replica = self.replica
+        for index in self.tables:
+            self._parameters[index].grad = None  # else what is sparse is added to what is not
         with self._solo(work):
             loss = self._loss(work)
             torch.autograd.backward(loss * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(replica.grads, loss.item(), len(work.targets), buffers)  # type: ignore[arg-type]
+        apart = self._apart([each.grad for each in self._parameters]) if self.tables or self.whole else None
+        return Gradient(replica.grads, loss.item(), len(work.targets), buffers, apart)  # type: ignore[arg-type]
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -249,14 +269,25 @@ class Evaluator:
         with self._solo(work):
             loss = self._loss(work)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=self._may_surprise)
-        if not self._may_surprise:
+        apart = None
+        if self.tables or self.whole:
+            apart, values = self._apart(gradients), self._flat_of(gradients, self.ring)
+        elif not self._may_surprise:
             values = torch.cat([gradient.reshape(-1) for gradient in gradients])
         elif self.sparse and any(g is not None and g.is_sparse for g in gradients):
             values = _flat_sparse(gradients, replica)
         else:
-            values = torch.cat([_flat(g, p) for g, p in zip(gradients, parameters, strict=True)])
+            values = self._flat_of(gradients, self.ring)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(values, loss.item(), len(work.targets), buffers)  # type: ignore[arg-type]
+        return Gradient(values, loss.item(), len(work.targets), buffers, apart)  # type: ignore[arg-type]
+
+    def _apart(self, gradients: Sequence[Tensor | None]) -> Apart:
+        rows = [_rows(gradients[index], self._parameters[index]) for index in self.tables]
+        return Apart(rows, self._flat_of(gradients, self.whole))
+
+    def _flat_of(self, gradients: Sequence[Tensor | None], indices: Sequence[int]) -> Tensor:
+        parts = [_flat(gradients[index], self._parameters[index]) for index in indices]
+        return torch.cat(parts) if parts else self.replica.params.new_empty(0)
 
     def _solo(self, work: GradientWork) -> _Solo:
         return _Solo(self.exact, _mix(work) if self._may_draw else None, self.replica.device)
@@ -343,6 +374,20 @@ def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter).reshape(-1)
     return (gradient.to_dense() if gradient.layout != torch.strided else gradient).reshape(-1)
+
+
+def _rows(gradient: Tensor | None, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """The rows of a gradient that may differ from zero, each once, ascending; and their values (count, width)."""
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64)
+        return rows, parameter.detach().reshape(len(parameter), -1)[rows]
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows = gradient.indices()[0]
+        return rows, gradient.values().reshape(len(rows), -1)
+    table = gradient.reshape(len(gradient), -1)
+    rows = table.any(dim=1).nonzero().squeeze(1)
+    return rows, table[rows]
 
 
 def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor:

@@ -7,7 +7,7 @@ been launched, so that every rank launches in the same order. Slices never chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ LEAST_NBYTES, MOST_NBYTES = 1 << 20, 4 << 20
 Launch = Callable[["torch.Tensor"], Any]
 
 
-def cut(replica: Replica, nbytes: int | None = None) -> list[tuple[int, int]]:
+def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = ()) -> list[tuple[int, int]]:
     """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last.
+
+    Parameters numbered `without` are in none; what is before and behind them is cut apart.
 
     Where `nbytes` is not given, it is an eighth of the gradient: a dense layer at the end is on its way while the
     convolutions before it, which take the time, are still computed. Below the least, a slice of its own costs more
@@ -32,28 +34,37 @@ def cut(replica: Replica, nbytes: int | None = None) -> list[tuple[int, int]]:
         nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)
     ranges = []
     stop = replica.numel
-    for layer in reversed(replica.layers):
-        if (stop - layer.start) * replica.params.element_size() >= nbytes or layer.start == 0:
+    for index in reversed(range(len(replica.layers))):
+        layer = replica.layers[index]
+        if index in without:
+            if stop > layer.stop:
+                ranges.append((layer.stop, stop))
+            stop = layer.start
+        elif (stop - layer.start) * replica.params.element_size() >= nbytes or layer.start == 0:
             ranges.append((layer.start, stop))
             stop = layer.start
     return ranges
 
 
 class Overlap:
-    """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed."""
+    """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed.
 
-    def __init__(self, replica: Replica, nbytes: int | None = None) -> None:
+    Parameters numbered `without` are left alone.
+    """
+
+    def __init__(self, replica: Replica, nbytes: int | None = None, *, without: Collection[int] = ()) -> None:
         self.replica = replica
-        self.slices = cut(replica, nbytes)
-        self._slice_of = [self._find(layer.start) for layer in replica.layers]
+        self.slices = cut(replica, nbytes, without)
+        own = [index for index in range(len(replica.layers)) if index not in without]
+        self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
         self._launch: Launch | None = None
         self._begin: Callable[[], None] | None = None
         self._missing: list[set[int]] = []
         self._next = 0
         self._works: list[Any] = []
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(replica.parameters)
+            replica.parameters[index].register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))  # type: ignore[no-untyped-call]
+            for index in own
         ]
 
     def arm(self, launch: Launch, begin: Callable[[], None] | None = None) -> None:
@@ -61,7 +72,7 @@ class Overlap:
         self._launch = launch
         self._begin = begin
         self._missing = [set() for _ in self.slices]
-        for index, number in enumerate(self._slice_of):
+        for index, number in self._slice_of.items():
             self._missing[number].add(index)
         self._next = 0
         self._works = []

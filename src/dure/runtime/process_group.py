@@ -14,7 +14,7 @@ from dure.runtime.base import Operation
 from dure.runtime.collectives import COLLECTIVES, Path
 from dure.runtime.gradients import Gradient, GradientWork
 from dure.runtime.overlap import Overlap
-from dure.topology.sharding import equal_ranges
+from dure.topology.sharding import equal_ranges, gather, size
 
 if TYPE_CHECKING:
     from dure.runtime.process import ProcessNode
@@ -102,7 +102,7 @@ class ProcessGroup:
         evaluator = self._node.evaluator
         assert evaluator is not None
         if self._overlap is None:
-            self._overlap = Overlap(evaluator.replica)
+            self._overlap = Overlap(evaluator.replica, without={*evaluator.tables, *evaluator.whole})
         started = self._node.now()
         self._overlap.replica.zero_grad()
         self._overlap.arm(self._reduce)
@@ -110,11 +110,12 @@ class ProcessGroup:
         works = self._overlap.finish()
         computed = self._node.now()
         self._node.meter.add("compute", started, computed)
-        self._count("all_reduce", gradient.values)
+        reduced = self._overlap.slices[::-1]
+        self._count("all_reduce", gradient.values[: size(reduced)])
 
         def finish() -> Gradient:
             self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
-            return gradient
+            return gradient if gradient.apart is None else gradient.with_values(gather(gradient.values, reduced))
 
         return self._start("the group's mean gradient", works, finish)
 

@@ -44,7 +44,7 @@ CATALOGUE = {
         "BSP",
         "everybody's mean gradient, every step",
         "Valiant, A Bridging Model for Parallel Computation, CACM 1990",
-        combines=("collective", "ps"),
+        combines=("collective", "ps", "hybrid"),
     ),
     "one-shot": Entry(
         "dure.sync.one_shot",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class BSP:
     """Synchronous SGD, exactly as with one large batch."""
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps", "hybrid")
     encodes: ClassVar[tuple[str, ...]] = ("collective", "ps")
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "replica"
@@ -49,7 +49,7 @@ class BSP:
 
     async def work(self, worker: Worker) -> None:
         if worker.server is None:
-            while True:
+            while True:  # over a hybrid, too, where rows come from servers and go to them underneath
                 worker.step(await worker.mean_gradient())
         while True:
             await worker.admission()

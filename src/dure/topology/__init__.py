@@ -4,11 +4,13 @@
 |--------------|-------------------|----------------------------------------------------------------|
 | `collective` | `Collective`      | among the workers: all_reduce, broadcast                       |
 | `ps`         | `ParameterServer` | between each worker and `shards` servers that hold the model   |
+| `hybrid`     | `Hybrid`          | dense ones among the workers, rows to and from `shards` servers |
 | `shared`     | `SharedMemory`    | nowhere: every worker reads and writes one machine's memory    |
 | `gossip`     | `Gossip`          | between neighbors in a graph: pairs average their models        |
 
 `spec` declares the choices; `sharding` cuts the flat parameters; `parameter_server` is the shard itself, and
-`shared_memory` what stands in its place where memory is shared.
+`shared_memory` what stands in its place where memory is shared. `hybrid` decides which parameters are held in rows, and
+`rows` is what holds them.
 """
 
 from dure.catalogue import Entry
@@ -27,6 +29,12 @@ CATALOGUE = {
         "ParameterServer",
         "servers hold the model in shards; each worker talks to them",
         "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
+    ),
+    "hybrid": Entry(
+        "dure.topology.spec",
+        "Hybrid",
+        "dense gradients by all_reduce, rows of embeddings through servers",
+        "Kim et al., Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks, EuroSys 2019",
     ),
     "shared": Entry(
         "dure.topology.spec",
