@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
+PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
 .PHONY: setup test lint format demo bench clean
 
@@ -21,8 +22,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# what measures seconds of its own runs alone, after the rest
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone"
+	$(BIN)/pytest -m alone
 
 format: setup
 	$(BIN)/ruff check --fix .

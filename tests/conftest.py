@@ -17,13 +17,22 @@ def pytest_collection_finish(session):
         RAN[kind(item)] += 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """One of several test processes has ended; each has collected everything, whoever ran it."""
+    RAN.update(getattr(node, "workeroutput", {}).get("ran", {}))
+
+
 def whole(config):
-    """Whether everything was asked for, as `make test` does."""
-    return not config.option.keyword and not config.option.markexpr and config.args == config.getini("testpaths")
+    """Whether everything was asked for, as `make test` does, those apart that run alone."""
+    every = config.option.markexpr in ("", "not alone") and not config.option.keyword
+    return every and config.args == config.getini("testpaths")
 
 
 def pytest_sessionfinish(session, exitstatus):
-    if whole(session.config) and exitstatus == 0 and any(RAN[name] < floor for name, floor in FLOORS.items()):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ran"] = RAN
+    elif whole(session.config) and exitstatus == 0 and any(RAN[name] < floor for name, floor in FLOORS.items()):
         session.exitstatus = 1
 
 

@@ -243,6 +243,7 @@ def family(process, size):
     return found
 
 
+@pytest.mark.alone
 def test_no_end_of_the_launcher_leaves_processes_behind():
     ends = {
         signal.SIGKILL: command("--sync", "ssp", "--topology", "ps:shards=2"),

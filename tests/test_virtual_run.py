@@ -56,16 +56,16 @@ def steps_of(run: Finished) -> list[int]:
 
 
 def test_the_run_of_the_readme_twice():
-    def train(seed: int) -> dict[str, Any]:
-        options = {"topology": "ps:shards=2", "on": "virtual", "workers": 8, "steps": 200, "seed": seed}
+    def train(seed: int, steps: int = 200) -> dict[str, Any]:
+        options = {"topology": "ps:shards=2", "on": "virtual", "workers": 8, "steps": steps, "seed": seed}
         return dure.train("digits-mlp", sync="ssp:bound=3", **options).summary()
 
-    first, second, other = train(0), train(0), train(1)
+    first, second = train(0), train(0)
     assert {key: first[key] for key in first if key != "batching"} == {
         key: second[key] for key in second if key != "batching"
     }
     assert first["accuracy"] >= 0.93
-    assert first["params_sha256"] != other["params_sha256"]
+    assert train(0, steps=5)["params_sha256"] != train(1, steps=5)["params_sha256"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -85,7 +85,7 @@ def test_gradients_change_nothing_about_time(strategy):
     assert with_gradients == without
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(64, 10), (1000, 2)])
+@pytest.mark.parametrize(("workers", "steps"), [(64, 10), (300, 2)])
 def test_many_workers_without_gradients_take_the_same_time(workers, steps):
     job = load_job("digits-mlp", hidden=8)
     cluster = Cluster(machines=(Machines(count=workers, compute=LogNormal()),))

@@ -17,6 +17,7 @@ from dure.reproduce import namespaces
 
 REASON = namespaces.missing()
 here = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = pytest.mark.alone
 
 
 def there() -> set[str]:
@@ -105,8 +106,9 @@ def test_what_a_killed_process_left_is_swept_away_and_what_a_living_one_has_is_n
 
 
 @here
-def test_dure_trains_across_hosts_over_the_engines_collectives() -> None:
-    """The machine's own name leads to the loopback, where the other host cannot be reached."""
+def test_dure_trains_across_hosts_over_the_engines_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own name leads to the loopback, where the other host cannot be reached; so may its environment."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     command = ["-m", "dure", "train", "digits-mlp", "--sync", "bsp", "--on", "torchrun", "--steps", "4", "--json"]
     with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
         done = hosts.run([sys.executable, *command], seconds=100)

@@ -27,6 +27,7 @@ from itertools import count as counted
 from pathlib import Path
 
 from dure.errors import DureError, UsageError
+from dure.runtime.launch.torchrun import ENGINE_INTERFACE
 
 PREFIX = "dure"
 FRAME = 9000
@@ -136,7 +137,8 @@ class Hosts:
             **environ,
         }
         given = [f"{name}={value}" for name, value in place.items()]
-        return ["ip", "netns", "exec", self.names[rank], "env", *given, *command]
+        elsewhere = ["-u", ENGINE_INTERFACE]  # an interface of this network is none of theirs
+        return ["ip", "netns", "exec", self.names[rank], "env", *elsewhere, *given, *command]
 
 
 class Program:

@@ -81,6 +81,7 @@ def resident():
 
 
 @pytest.mark.parametrize(("nearby", "lives"), [(True, 20), (False, 10)])
+@pytest.mark.alone
 def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, nearby, lives):
     world.nearby = nearby
     server, host, port = world.server()
@@ -117,6 +118,7 @@ def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, near
     assert [identity.name for identity in server.callers] == ["worker 0"]
 
 
+@pytest.mark.alone
 def test_a_host_that_dies_is_missed_within_a_second(world):
     script = (
         "import sys; sys.path[:0] = sys.argv[1].split(':')\n"

@@ -159,6 +159,7 @@ def test_a_reply_must_fit_what_it_is_received_into(world, answered):
     assert isinstance(world.ask(caller), Reply)
 
 
+@pytest.mark.alone
 def test_no_answer_in_time(world):
     _, host, caller = world.pair()
     began = time.monotonic()
@@ -269,6 +270,7 @@ def test_calling_somebody_unknown_fails_later_and_names_them(world):
         ({"key": b"k"}, ["server 0 has no key", "this process has one"]),
     ],
 )
+@pytest.mark.alone
 def test_whoever_does_not_fit_is_refused_naming_both_sides(world, options, words):
     server, host, port = world.server()
     host.reason = lambda caller: (
@@ -529,6 +531,7 @@ def test_bytes_move_in_the_background_and_callbacks_stay_with_the_owner(world):
         thread.join()
 
 
+@pytest.mark.alone
 def test_a_wait_ends_when_woken(world):
     wire = world.wire("worker 0")
     timer = threading.Timer(0.1, wire.wake)
