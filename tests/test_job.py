@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.reviews import invented, reviews, unpack
+from support.archives import unpack
+from support.reviews import invented, reviews
 from torch import nn
 
 import dure

@@ -1,12 +1,12 @@
 """The binary layout of CIFAR-10: tiny sets made here, whole and damaged; the real one where there is any."""
 
-import io
 import os
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from support.archives import pack, unpack
 
 from dure.data.cifar10 import load_cifar10
 from dure.errors import DataError
@@ -28,24 +28,6 @@ def members() -> dict[str, bytes]:
         f"{FOLDER}/data_batch_3.bin": batch(3, first=5),
         f"{FOLDER}/test_batch.bin": batch(2),
     }
-
-
-def pack(path: Path, files: dict[str, bytes], extra: tarfile.TarInfo | None = None) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
-        for name, body in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            archive.addfile(info, io.BytesIO(body))
-        if extra is not None:
-            archive.addfile(extra)
-    return path
-
-
-def unpack(root: Path, files: dict[str, bytes]) -> None:
-    for name, body in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(body)
 
 
 @pytest.mark.parametrize("packed", [True, False])

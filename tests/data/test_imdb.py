@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.reviews import ARCHIVE, pack, reviews, unpack
+from support.archives import pack, unpack
+from support.reviews import ARCHIVE, reviews
 
 from dure.data.imdb import load_imdb
 from dure.errors import DataError, UsageError

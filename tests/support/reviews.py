@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import random
-import tarfile
-from pathlib import Path
 
 ARCHIVE = "aclImdb_v1.tar.gz"
 
@@ -24,25 +21,6 @@ def reviews() -> dict[str, str]:
         "aclImdb/test/pos/0_8.txt": "unseen and fine",
         "aclImdb/test/neg/0_2.txt": "...",
     }
-
-
-def pack(path: Path, files: dict[str, str], extra: tarfile.TarInfo | None = None) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            body = text.encode()
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            archive.addfile(info, io.BytesIO(body))
-        if extra is not None:
-            archive.addfile(extra)
-    return path
-
-
-def unpack(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(text.encode())
 
 
 def invented(count: int) -> dict[str, str]:

@@ -11,24 +11,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from dure.errors import DamagedMessage, DivergedError
-
-
-class Layer(Protocol):
-    """A named slice of the flat parameters, as `replica.Layer` is one."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+from dure.topology.sharding import Shaped
 
 
 class SliceLayout(NamedTuple):
@@ -49,7 +37,7 @@ class SliceLayout(NamedTuple):
         return cls(numel, (0, numel), (True,)) if numel else cls(0, (0,), ())
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
+    def of(cls, layers: Sequence[Shaped], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
         """The slice that consists of `ranges` of the flat parameters: a column that is cut counts as two."""
         bounds, is_column, position = [0], [], 0
         for start, stop in ranges:

@@ -21,11 +21,10 @@ from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.base import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
-from dure.topology.sharding import equal_ranges
+from dure.topology.sharding import Shaped, equal_ranges
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
-    from dure.codec.coder import Layer
     from dure.runtime.base import Group, Node
     from dure.topology.collective import Meter
 
@@ -114,7 +113,7 @@ class Desk:
 class CodedGroup:
     """`group`, whose `mean_gradient` travels encoded."""
 
-    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Layer], meter: Meter) -> None:
+    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Shaped], meter: Meter) -> None:
         self._node, self._group, self._meter = node, group, meter
         self.ranks = group.ranks
         self._members = [f"worker {rank}" for rank in self.ranks]

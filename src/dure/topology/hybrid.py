@@ -33,7 +33,7 @@ import torch
 
 from dure.errors import StrategyError, UsageError
 from dure.text import names, nearest
-from dure.topology.sharding import Ranges, equal_ranges, gather, size
+from dure.topology.sharding import Ranges, Shaped, equal_ranges, gather, size
 
 if TYPE_CHECKING:
     from dure.topology.spec import Hybrid
@@ -45,20 +45,11 @@ NUMBER_NBYTES = 4
 """Bytes of a row's number on its way."""
 
 
-class Slice(Protocol):
+class Slice(Shaped, Protocol):
     """A parameter's place in the flat ones, as `replica.Layer` is one."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Table(NamedTuple):

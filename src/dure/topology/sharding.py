@@ -37,13 +37,20 @@ LAST_KEY = (1 << 64) - 1
 
 
 class Span(Protocol):
-    """A named slice of the flat parameters, as `replica.Layer` is one."""
+    """A slice of the flat parameters, as `replica.Layer` is one."""
 
     @property
     def start(self) -> int: ...
 
     @property
     def stop(self) -> int: ...
+
+
+class Shaped(Span, Protocol):
+    """A slice that is a tensor of some shape."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 def equal_ranges(numel: int, parts: int) -> Ranges:
