@@ -12,8 +12,10 @@ import pytest
 import dure
 from dure.cli import main
 from dure.errors import UsageError
+from dure.job import load_job
 from dure.probe import described, fit, partners, probe, wire_of
 from dure.reproduce import namespaces
+from dure.runtime import sounding
 from dure.runtime.cluster import Cluster
 from dure.runtime.collectives import Path as Wire
 
@@ -79,6 +81,15 @@ def test_a_link_that_shows_nowhere_is_still_there() -> None:
     cluster = described(figures, workers=2)
     assert cluster.link.bandwidth == pytest.approx(20e9, rel=1e-3)
     assert cluster.memory_bandwidth == pytest.approx(1e9, rel=1e-3)
+
+
+def test_where_noise_hides_what_bytes_cost_a_link_is_as_fast_as_its_largest_message() -> None:
+    rows = [(size, count, 0.2 / size**0.1, 0.3 / size**0.1) for size in SIZES for count in (1, 3)]
+    figures = found([1e9])
+    figures["local"] = [{"round_trip": 1e-4, "cpu_message": 1e-5, "points": rows}]
+    size, count, seconds, _ = rows[-1]
+    assert wire_of({"points": rows}).slopes == pytest.approx((0.0, seconds / (count * size)))
+    assert described(figures, workers=2).memory_bandwidth == pytest.approx(count * size / seconds, rel=1e-3)
 
 
 def test_a_fit_weighs_relative_errors() -> None:
@@ -147,6 +158,27 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
     assert told["residual"] >= 0
     run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
     assert run.summary()["workers"] == 3
+
+
+def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its other process is gone, which it has ended itself."""
+
+    def fails(job: object) -> list[float]:
+        raise ArithmeticError("too hot")
+
+    monkeypatch.setattr(sounding, "step_seconds", fails)
+    monkeypatch.setattr(sounding, "SIZES", SIZES[:3])
+    with pytest.raises(ArithmeticError, match="too hot"):
+        probe(load_job("digits-mlp"))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_even_where_messages_take_long_there_are_sizes_enough(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sounding, "LONGEST", 0.0 if slow else 1e9)
+    monkeypatch.setattr(sounding, "SIZES", [1 << power for power in range(10, 15)])
+    measured = probe()
+    assert measured is not None
+    assert len({size for size, *_ in measured["local"][0]["points"]}) == (3 if slow else 5)
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())

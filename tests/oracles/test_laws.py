@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,25 +108,38 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
 
 
 @pytest.mark.parametrize("law", SURVIVORS, ids=str)
-def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, nursery):
-    """Three processes: one is killed, and started again a moment later."""
-    trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=400, **law.options))
-    happened: dict[str, float] = {}
+def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, nursery, tmp_path):
+    """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
+    trial = Trial(configured("digits_at_a_pace", law.strategy, workers=3, steps=200, data=tmp_path, **law.options))
+    pace = tmp_path / "pace"
+    pace.write_text("0.01")
+    happened: list[str] = []
 
     def act(trial: Trial) -> None:
         hub = trial.hub
-        if "kill" not in happened and hub.steps("worker 1") > 20:
-            happened["kill"] = time.monotonic()
+        if not happened and hub.steps("worker 1") > 20:
+            happened.append("kill")
+            swap(pace, "0.1")
             trial.kill("worker 1")
-        elif "start" not in happened and "worker 1" in hub.dead and "worker 1" in trial.nursery.exited:
-            happened["start"] = time.monotonic()
+        elif happened == ["kill"] and "worker 1" in hub.dead and "worker 1" in trial.nursery.exited:
+            happened.append("start")
             hub.start("worker 1")
+        elif happened == ["kill", "start"] and hub.progress.get("worker 1", {"done": 0})["done"]:
+            happened.append("step")
+            pace.unlink()
 
     outcome = trial.run(act, nursery=nursery)
     assert outcome.totals.failures_survived == 1
     assert {"worker 0", "worker 2"} <= trial.hub.finished.keys()
     assert trial.hub.finished["worker 1"]["done"] > 0, "the newcomer took no part"
     assert outcome.history[-1]["loss"] < 2.5
+
+
+def swap(path: Path, text: str) -> None:
+    """Write a file at one moment, whoever reads it."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 @pytest.mark.parametrize("law", DEPENDENTS, ids=str)

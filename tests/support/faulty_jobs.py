@@ -7,12 +7,14 @@ first element, so that a list of row numbers is enough to compute the final para
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.data.dataset import Data
-from dure.job import Job
+from dure.job import Job, load_job
 from dure.optim import OptimizerSpec
 from dure.topology.client import ServerClient
 
@@ -78,6 +80,19 @@ def counted_slowly(data_root: Path) -> Job:
         return mean_output(outputs, targets)
 
     return job(DIM, loss)
+
+
+def digits_at_a_pace(data_root: Path) -> Job:
+    """`digits-mlp`, whose steps take as many seconds longer as the file `pace` says, while there is one."""
+    digits = load_job("digits-mlp")
+    plain = digits.loss
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float((data_root / "pace").read_text()))
+        return plain(outputs, targets)
+
+    return replace(digits, loss=loss)
 
 
 def small() -> Job:

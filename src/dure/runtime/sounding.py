@@ -41,12 +41,12 @@ SIZES = tuple(1 << power for power in range(16, 24))
 """Bytes of the messages that are measured: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
 
 LONGEST = 0.15
-"""Seconds of a message after which no larger one is measured."""
+"""Seconds of a message after which no larger one is measured, once there are FEWEST sizes."""
 
 SPENT = 0.4
 """Seconds after which a size is not repeated any more, once it has been FEWEST times."""
 
-FEWEST, MOST = 3, 9
+FEWEST, MOST = 3, 9  # fewer than three sizes cannot tell what a byte costs from what a message costs
 PINGS = 200
 TRAIN = 3
 """Messages at once, whose time over that of one shows what of a byte's time is the link's."""
@@ -119,11 +119,11 @@ class Sounder:
 
     async def _points(self, there: Address) -> AsyncIterator[tuple[int, int, float, float]]:
         """Seconds of messages out and in, for several sizes; alone, and as a train of TRAIN at once."""
-        for size in SIZES:
+        for number, size in enumerate(SIZES, start=1):
             alone = await self._both_ways(there, size, 1)
             yield size, 1, *alone
             yield size, TRAIN, *await self._both_ways(there, size, TRAIN)
-            if min(alone) > LONGEST:
+            if number >= FEWEST and min(alone) > LONGEST:
                 break
 
     async def _both_ways(self, there: Address, size: int, count: int) -> tuple[float, float]:

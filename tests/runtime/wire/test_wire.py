@@ -378,6 +378,22 @@ def test_a_host_that_finishes_fails_the_calls_that_wait(world):
     assert "server 0 is gone before service.ping was answered: it has finished" in str(out[0])
 
 
+def test_all_is_closed_though_the_owner_raises_at_a_loss(world):
+    server, host, caller = world.pair()
+
+    def raises(loss):
+        raise ConnectionError(f"{loss.peer} was needed")
+
+    host.lost = raises
+    sockets = [link.sock for link in server._shared.links]
+    caller.close(0.0)
+    with pytest.raises(ConnectionError, match="worker 0 was needed"):
+        server.close()
+    assert sockets
+    assert all(sock.fileno() < 0 for sock in sockets)
+    assert server._pump._woken.fileno() < 0
+
+
 def test_traffic_counts_every_byte(world):
     server, host, caller = world.pair()
     host.answer = echo

@@ -150,7 +150,7 @@ class Meeting:
         deadline = time.monotonic() + seconds
         while not self.store.check([key]):
             reason = self.failure()
-            if reason is not None:
+            if reason is not None and not self.store.check([key]):  # it may have left its note before it failed
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
             if time.monotonic() > deadline:
                 raise CallTimeout(f"rank {self.place.rank} waited {seconds:g} s for {key!r} from the other ranks.")

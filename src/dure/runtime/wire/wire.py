@@ -214,11 +214,19 @@ class Wire:
     def close(self, timeout: float = 2.0) -> None:
         """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too.
 
-        Calls that still wait fail; so do all later ones.
+        Calls that still wait fail; so do all later ones. Everything is closed even where a callback raises.
         """
         if self._closed:
             return
         self._closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._pump.close)
+            stack.callback(self._pump.run_events)
+            stack.callback(self._end)
+            self._part(timeout)
+
+    def _part(self, timeout: float) -> None:
+        """Say goodbye, and wait until the others have closed."""
         for listener in self._listeners:
             listener.close()
         for link in list(self._shared.links):
@@ -227,10 +235,10 @@ class Wire:
         while self._shared.links and time.monotonic() < deadline:
             self._pump.turn(deadline - time.monotonic())
             self._pump.run_events()
+
+    def _end(self) -> None:
         for link in list(self._shared.links):
             link.end(PeerLost("this process has finished"), finished=True)
-        self._pump.run_events()
-        self._pump.close()
 
 
 class _Listener:
