@@ -1,8 +1,12 @@
 """Codecs on 25 million float32 values, on one core, beside a plain copy of the same array in the same run.
 
     python bench/codecs.py [--numel 25000000] [--repeats 9]
+    python bench/codecs.py --costs
 
 Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
+
+`--costs` draws lines through what encoding, decoding and combining take for slices of 64 thousand to a million values:
+microseconds of a call and nanoseconds of a value, as `runtime.coding` has them for virtual time.
 """
 
 from __future__ import annotations
@@ -25,9 +29,20 @@ from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
 from dure.codec.top_k import TopK
 from dure.codec.vote import Majority
+from dure.probe import codec_cost
+from dure.runtime.codec_timing import random_slices, timed
+from dure.strategy import codec_name, make
 
 VOTERS = 15
 COLUMN = 1000  # elements
+
+COSTED = (
+    *("fp16", "bf16", "int8", "1bit", "strom:threshold=10", "top-k:share=0.01", "sign", "ternary", "it-sign"),
+    *("fp16+ef", "bf16+ef", "int8+ef", "sign:scaled=true+ef", "sign+momentum", "ternary+momentum", "it-sign+momentum"),
+)
+"""What `--costs` is for. After STEADY messages of normally distributed values about one in a hundred is beyond 10."""
+
+STEADY = 40
 
 BARS = {"sign encode": 1.5, "sign decode": 4.0, "majority of 15": 4.0, "strom encode, 1 %": 6.0}
 """What is asked for, in times of the copy."""
@@ -37,8 +52,12 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--numel", type=int, default=25_000_000)
     arguments.add_argument("--repeats", type=int, default=9)
+    arguments.add_argument("--costs", action="store_true")
     given = arguments.parse_args()
     torch.set_num_threads(1)
+    if given.costs:
+        print_costs()
+        return
     values = torch.randn(given.numel, generator=torch.Generator().manual_seed(0))
     steady = Strom(2.576).coder(SliceLayout.plain(given.numel))
     steady.encode(values)  # its residual is there from the first message on
@@ -56,6 +75,16 @@ def main() -> None:
         bar = f"  (at most {BARS[name]})" if name in BARS else ""
         print(f"{name:24} {seconds * 1e3:9.1f} ms {seconds / medians['copy']:7.2f}x{bar}")
     print(json.dumps({"numel": given.numel, "ratio_to_copy": {n: s / medians["copy"] for n, s in medians.items()}}))
+
+
+def print_costs() -> None:
+    """A row for each codec and for what may join it."""
+    for text in COSTED:
+        codec = make(text, "codec")
+        numbers = []
+        for _, line in codec_cost(timed(codec, random_slices(1 << 20, STEADY if text.startswith("strom") else VOTERS))):
+            numbers += [f"{line.start * 1e6:.3g}", f"{line.value * 1e9:.3g}"]
+        print(f'    "{codec_name(codec)}": _cost({", ".join(numbers)}),', flush=True)
 
 
 def tasks(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:

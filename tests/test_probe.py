@@ -13,7 +13,7 @@ import dure
 from dure.cli import main
 from dure.errors import UsageError
 from dure.job import load_job
-from dure.probe import described, fit, partners, probe, wire_of
+from dure.probe import codec_cost, described, fit, partners, probe, wire_of
 from dure.reproduce import namespaces
 from dure.runtime import sounding
 from dure.runtime.cluster import Cluster
@@ -101,6 +101,31 @@ def test_a_fit_weighs_relative_errors() -> None:
     assert 0.004 < line.residual < 0.007
 
 
+def test_a_codec_s_lines_come_out_of_what_they_show() -> None:
+    sizes = (100, 400, 1600)
+    points = {"encode": (1e-5, 2e-9), "decode": (0.0, 3e-9), "combine": (2e-4, 0.0)}
+    shown = {name: [(n, start + n * value) for n in sizes] for name, (start, value) in points.items()}
+    cost = codec_cost(shown)
+    for name, (start, value) in points.items():
+        line = getattr(cost, name)
+        assert (line.start, line.value) == pytest.approx((start, value), rel=1e-3, abs=1e-15)
+    once = codec_cost({name: [(1, 5e-6)] for name in points})
+    assert (once.encode.start, once.encode.value) == (5e-6, 0)
+
+
+def test_all_wait_for_the_slowest_host_s_codec() -> None:
+    fast, slow = ({each: [(100, s), (200, 2 * s)] for each in ("encode", "decode", "combine")} for s in (1e-6, 3e-6))
+    cluster = described(found([1e9, 1e9]) | {"codecs": {"1bit": [fast, slow]}}, workers=2)
+    assert cluster.codecs["1bit"].encode.value == pytest.approx(3e-8, rel=1e-3)
+
+
+def test_a_codec_is_probed_once() -> None:
+    with pytest.raises(UsageError, match="one cost for strom"):
+        probe(codecs=["strom:threshold=1", "strom:threshold=2"])
+    with pytest.raises(UsageError, match="nothing is called"):
+        probe(codecs=["2bit"])
+
+
 def test_too_few_figures_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot be told from 1"):
         fit([(1.0, 2.0)])
@@ -147,12 +172,16 @@ def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
 
 def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.yaml"
-    assert main(["probe", "digits-mlp", "--workers", "3", "--out", str(path), "--json"]) == 0
+    asked = ["--workers", "3", "--codec", "1bit", "--codec", "sign+momentum"]
+    assert main(["probe", "digits-mlp", *asked, "--out", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     cluster = Cluster.from_yaml(path)
     assert cluster == Cluster(**told["cluster"])
     assert cluster.workers == 3
     assert min(cluster.alpha, cluster.link.bandwidth, cluster.machines[0].compute.mean(0.0)) > 0
+    assert list(cluster.codecs) == ["1bit", "sign+momentum"]
+    for cost in cluster.codecs.values():
+        assert min(line.start + 4810 * line.value for _, line in cost) > 0
     assert told["pairs"] == []
     assert len(told["compute"][0]) == 20
     assert told["residual"] >= 0

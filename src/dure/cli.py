@@ -178,6 +178,8 @@ class Probe:
     """A job whose steps are timed too; none if left out."""
     workers: int = 4
     """How many machines like this one to describe, where it is alone."""
+    codec: UseAppendAction[tuple[str, ...]] = ()
+    """What a codec costs is measured too, on the job's gradients; once for each."""
     data: Path | None = None
     """Folder of data sets."""
     out: Path = Path("cluster.yaml")
@@ -200,7 +202,7 @@ class Probe:
         if not self.out.parent.is_dir():  # said before anything is measured
             raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
         torch.set_num_threads(1)  # as workers compute
-        found = probe(load_job(self.job, self.data) if self.job else None, workers=self.workers)
+        found = probe(load_job(self.job, self.data) if self.job else None, workers=self.workers, codecs=self.codec)
         if found is None:
             return {}
         cluster = found.pop("cluster")

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,16 +26,19 @@ import numpy as np
 from dure.errors import PeerLost, UsageError
 from dure.runtime.base import Address
 from dure.runtime.cluster import Cluster, Link, Machines, Servers
+from dure.runtime.coding import CodecCost, Line
 from dure.runtime.compute import Compute, Constant
 from dure.runtime.launch.helper import Helper
 from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.sounding import SERVICE, Figures, Sounder
 from dure.runtime.wire import Identity, Loss
+from dure.strategy import codec_name, make
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dure.codec.base import Codec
     from dure.job import Job
 
 ALIKE = 0.1
@@ -95,6 +99,18 @@ def wire_of(figures: Figures) -> Fit:
     return replace(line, slopes=(0.0, min(both) / (count * size)))
 
 
+def codec_cost(points: Mapping[str, Sequence[Sequence[float]]]) -> CodecCost:
+    """What a codec costs, from the (values, seconds) of each operation. A call takes no less than nothing."""
+    return CodecCost(**{operation: _line(rows) for operation, rows in points.items()})
+
+
+def _line(rows: Sequence[Sequence[float]]) -> Line:
+    if len(rows) < 2:  # a model of so few values that a call is all it takes
+        return Line(start=_rounded(max(seconds for _, seconds in rows)))
+    found = fit(rows)
+    return Line(start=_rounded(max(found.start, 0.0)), value=_rounded(found.slopes[0]))
+
+
 # ---- what the figures come to
 
 
@@ -137,7 +153,16 @@ def described(found: Figures, workers: int) -> Cluster:
         beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
         gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
         memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
+        codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
     )
+
+
+def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:
+    """Of each operation at each size, the most seconds that any host took: everybody waits for that one."""
+    return {
+        operation: [max(same, key=itemgetter(1)) for same in zip(*(host[operation] for host in hosts), strict=True)]
+        for operation in hosts[0]
+    }
 
 
 def _hosts(found: Figures) -> list[Host]:
@@ -187,23 +212,25 @@ def _rounded(value: float, digits: int = 4) -> float:
 # ---- measuring
 
 
-def probe(job: Job | None = None, *, workers: int = 4) -> Figures | None:
+def probe(job: Job | None = None, *, workers: int = 4, codecs: Sequence[str] = ()) -> Figures | None:
     """Measure; every rank calls this where torchrun has started several. None on all but the first.
 
     `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `apply`,
-    `compute` (seconds of steps of `job`), `cores`, and `residual`, the worst fit of a link.
+    `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, and `residual`, the worst fit of
+    a link.
 
     Raises `PeerLost` where a host goes away.
     """
     if workers < 1:
         raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
+    named = _named(codecs)
     here = place() or Place()
     meeting = Meeting(here, "probe")
     if here.rank == 0:
         meeting.put("run", f"probe-{secrets.token_hex(4)}")
     run = meeting.get("run")
     node = ProcessNode(Identity(run, f"host {here.rank}", here.rank))
-    sounder = Sounder(node, job)
+    sounder = Sounder(node, job, named)
     node.serve(SERVICE, sounder)
     with ExitStack() as stack:
         stack.callback(node.wire.close)
@@ -218,7 +245,7 @@ def probe(job: Job | None = None, *, workers: int = 4) -> Figures | None:
             node.loop.run_until(sounder.over)
             found = None
         else:
-            found = node.loop.run_until(node.spawn(_conduct(node, here.world_size), "the measurements"))
+            found = node.loop.run_until(node.spawn(_conduct(node, here.world_size, list(named)), "the measurements"))
             found["cluster"] = described(found, workers)
             sounder.over.resolve()
         node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
@@ -241,7 +268,17 @@ def _lost(loss: Loss, sounder: Sounder) -> None:
         raise PeerLost(f"{loss.peer} is gone in the middle of the measurements: {loss.reason}.")
 
 
-async def _conduct(node: ProcessNode, world: int) -> Figures:
+def _named(codecs: Sequence[str]) -> dict[str, Codec]:
+    """Codecs given as text, under what a cluster file calls them. Raises `StrategyError`."""
+    made = [make(text, "codec") for text in codecs]
+    names = [codec_name(codec) for codec in made]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"a cluster file has one cost for {twice}, and several were asked for. Give it once.")
+    return dict(zip(names, made, strict=True))
+
+
+async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figures:
     """Everything, one after another: what runs at the same time would be measured together."""
     hosts = [Address(f"host {rank}", SERVICE) for rank in range(world)]
     found: Figures = {"local": [], "pairs": [], "apply": [], "cores": []}
@@ -256,6 +293,10 @@ async def _conduct(node: ProcessNode, world: int) -> Figures:
         found["pairs"].append({"hosts": [one, other], **reply.fields})
     computing = [node.call(host, "compute", timeout=PAIR_SECONDS) for host in hosts]
     found["compute"] = [(await each).fields["seconds"] for each in computing]
+    found["codecs"] = {}
+    for codec in codecs:
+        coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
+        found["codecs"][codec] = [dict((await each).fields) for each in coding]
     for host in hosts[1:]:
         await node.call(host, "over")
     found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
@@ -298,5 +339,8 @@ def table(cluster: Cluster, found: Figures) -> Table:
     shown.add_row("Cores", str(cluster.machines[0].cores))
     for kind in cluster.machines if found["compute"][0] else ():
         shown.add_row("A step", units.as_seconds(kind.compute.mean(0.0)))
+    for name, cost in cluster.codecs.items():
+        million = {each: getattr(cost, each).value * 1e6 for each in ("encode", "decode", "combine")}
+        shown.add_row(f"{name}, a million values", ", ".join(f"{key} {1e3 * s:.3g} ms" for key, s in million.items()))
     shown.add_row("Residual of the links", f"{found['residual']:.1%}")
     return shown

@@ -250,6 +250,21 @@ def member_text(axis: str, member: Any) -> str:
     return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
 
 
+def codec_name(codec: Codec) -> str:
+    """The names of a codec and of what joins it, without parameters.
+
+    >>> codec_name(make("sign:zeros=random+momentum:beta=0.5"))
+    'sign+momentum'
+    """
+    return "+".join(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec)))
+
+
+def check_codec_name(name: str) -> None:
+    """Raises `StrategyError` for what no `codec_name` is."""
+    for position, part in enumerate(name.split("+")):
+        find(part, WRAPPER if position else "codec")
+
+
 def _layers(codec: Codec) -> list[Codec]:
     """A codec and what wraps it, from the inside."""
     return [*_layers(codec.codec), codec] if hasattr(codec, "codec") else [codec]

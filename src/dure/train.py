@@ -16,12 +16,13 @@ from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
 from dure.job import Job, load_job
 from dure.outcome import Outcome, summary
+from dure.payoff import payoff
 from dure.report.progress import Progress
 from dure.report.record import Run, RunFolder, read_run, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
 from dure.runtime.cluster import Cluster
-from dure.strategy import AXES, Strategy, member_text
+from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task
 from dure.virtual_run import VirtualRun, Watch
 
@@ -115,7 +116,7 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         else:
             place = folder.checkpoints if folder is not None else None
             outcome = launch(task, watch, saved, place, at_hand)
-        return _finish(task, outcome, folder)
+        return _finish(task, outcome, folder, cluster)
 
 
 def resumed(config: TrainConfig) -> TrainConfig:
@@ -187,6 +188,8 @@ def _check(task: Task, cluster: Cluster | None) -> None:
             f'"{task.strategy}" needs at least {fewest} workers, and there are {task.workers}. Use that many, or wait '
             "for fewer."
         )
+    for name in cluster.codecs if cluster is not None else ():
+        check_codec_name(name)
     if cluster is not None and task.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):
@@ -261,10 +264,12 @@ def _save(place: Path, step: int, state: State) -> None:
         checkpoint.prune(place)
 
 
-def _finish(task: Task, outcome: Outcome, folder: RunFolder | None) -> Run:
+def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
     config = task.config
     kind = "virtual" if config.virtual else "real"
     figures = summary(task, outcome, kind)
+    if task.codec is not None:
+        figures["payoff"] = payoff(task, outcome.totals, cluster)
     if folder is not None:
         folder.write_summary(figures)
         if config.trace:

@@ -22,9 +22,11 @@ from dure.errors import DureError, PeerLost
 from dure.examine import Examiner
 from dure.outcome import Outcome, Totals
 from dure.runtime.base import Strand, Suspend
+from dure.runtime.coding import cost_of
 from dure.runtime.gradients import Evaluator
 from dure.runtime.network import Network
 from dure.runtime.virtual import VirtualNode, VirtualRuntime
+from dure.strategy import codec_name
 from dure.topology.shared_memory import SharedShard
 from dure.worker import work_through
 
@@ -145,6 +147,7 @@ class Segment:
             seed=task.config.seed,
             start=self.started,
             trace=task.config.trace,
+            codec=cost_of(codec_name(task.strategy.codec), run.cluster.codecs),
         )
         self.shards: list[Shard | SharedShard] = []
         self.row_shards: list[RowShard] = []

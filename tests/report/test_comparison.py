@@ -6,7 +6,17 @@ import pytest
 from rich.console import Console
 
 from dure.report import Run, print_table
-from dure.report.comparison import NOTHING, bytes_text, entries, lines, number_text, seconds_text, shared_strategy
+from dure.report.comparison import (
+    NOTHING,
+    bytes_text,
+    compression_verdicts,
+    entries,
+    lines,
+    number_text,
+    rate_text,
+    seconds_text,
+    shared_strategy,
+)
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):
@@ -79,6 +89,45 @@ def test_seconds_as_text(seconds, text):
 def test_bytes_and_numbers_as_text():
     assert [bytes_text(n) for n in (0, 999, 1000, 1.5e6, 2.34e9)] == ["0 B", "999 B", "1.00 kB", "1.50 MB", "2.34 GB"]
     assert [number_text(v) for v in (0.07814, 1e-6, 1234.5, 0)] == ["0.0781", "1e-06", "1234", "0.0000"]
+
+
+def test_bandwidths_as_text():
+    assert [rate_text(r) for r in (12.5e6, 1.25e9, 26.7e6, 99.97e6, 50.0)] == [
+        *("100 Mbit/s", "10 Gbit/s", "214 Mbit/s", "800 Mbit/s", "0.4 kbit/s")
+    ]
+
+
+def test_compression_is_said_to_pay_or_not(made, coded):
+    pays = "It pays on links below 16 Gbit/s"
+    runs = [made("bsp"), coded("ssp"), coded("downpour", link=12.5e9), coded("backup", link=None, time="real")]
+    said = compression_verdicts(entries(runs, target=0.95))
+    assert len(said) == 3
+    assert "compression pays on this cluster's links of 10 Gbit/s, where a step takes 14.8 ms with it and" in said[0]
+    assert "compression does not pay on this cluster's links of 100 Gbit/s" in said[1]
+    assert "encoding and decoding take 4.00 ms" in said[2]
+    assert all(pays in sentence for sentence in said)
+    (never,) = compression_verdicts(entries([coded(saves=False)], target=0.95))
+    assert "pays on no link" in never
+
+
+def test_compression_has_its_lines_where_there_is_any(made, coded):
+    found = entries([made("bsp"), coded("ssp", link=5e9)], target=0.95)
+    heading, rows = lines(found, target=0.95)[-1]
+    shown = {line.name: line.cells for line in rows}
+    assert heading == "Compression (a model)"
+    assert [name for name in shown if name.startswith("A step at")][-2:] == [
+        "A step at 40 Gbit/s",
+        "A step at 100 Gbit/s",
+    ]
+    assert shown["A step at 100 Mbit/s"] == (NOTHING, "94.0 ms (fp32 730 ms)")
+    assert shown["Pays on links below"] == (NOTHING, "16 Gbit/s")
+    assert "Compression (a model)" not in dict(lines(entries([made("bsp")], target=0.95), target=0.95))
+
+
+def test_the_terminal_says_whether_compression_pays(coded):
+    out = Console(file=io.StringIO(), width=400)
+    print_table([coded()], console=out)
+    assert "compression pays on this cluster's links" in out.file.getvalue()
 
 
 def test_the_terminal_shows_the_columns_that_decide(made):

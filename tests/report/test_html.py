@@ -7,7 +7,7 @@ import pytest
 
 from dure.errors import UsageError
 from dure.report import Run, write_report
-from dure.report.comparison import entries
+from dure.report.comparison import NOTHING, entries
 from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
 
@@ -153,6 +153,18 @@ def gossip(made, edges, workers, **options):
 
 RING = [[rank, (rank + 1) % 5] for rank in range(5)]
 STAR = [[0, rank] for rank in range(1, 64)]
+
+
+def test_the_page_says_whether_compression_pays(made, coded):
+    page = render([made("bsp"), coded("ssp"), coded("backup", link=5e9)], title="t", target=0.95)
+    words = " ".join(Outline(page).words)
+    assert "Does compression pay?" in words
+    assert "does not pay on this cluster" in words
+    assert "a model" in words
+    assert "the cluster file" in words
+    assert words.count("94.0 ms") >= 2
+    assert NOTHING in words  # the first has no step at the second's link
+    assert "Does compression pay?" not in " ".join(Outline(render([made("bsp")], title="t", target=0.95)).words)
 
 
 def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):

@@ -18,6 +18,7 @@ import torch
 
 from dure.codec.base import Codec
 from dure.codec.coder import Coder, SliceLayout
+from dure.runtime.base import Coding
 
 
 class Owner:
@@ -45,6 +46,10 @@ class Owner:
             self._coder.accumulate(messages[member], mean, share)
         return self._again.encode(mean)
 
+    def codings(self, count: int) -> tuple[Coding, ...]:
+        """What `combine` does to `count` messages, for virtual time."""
+        return combining(self.numel, count, votes=self._vote is not None)
+
     def state(self) -> dict[str, torch.Tensor]:
         """What survives a restart."""
         vote = {} if self._vote is None else self._vote.state()
@@ -55,6 +60,13 @@ class Owner:
         if self._vote is not None:
             self._vote.restore(state)
         self._again.restore(state)
+
+
+def combining(numel: int, count: int, *, votes: bool) -> tuple[Coding, ...]:
+    """What an owner of `numel` values does to `count` messages for them: one vote, or a mean that is encoded again."""
+    if votes:
+        return (Coding("combine", count * numel),)
+    return Coding("combine", numel, count), Coding("encode", numel)
 
 
 def add_up(coder: Coder, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:

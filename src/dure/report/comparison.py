@@ -21,6 +21,7 @@ _AXES = ("sync", "topology", "codec", "partition")
 _REAL_PLACES = ("local", "torchrun", "ray")
 _DEFAULTS = ("", "none", "fp32")
 _LONG_GRAPH = re.compile(r"((?:\d+-\d+/){3})[\d/-]{20,}")
+_RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -47,6 +48,16 @@ class Entry:
     @property
     def finished(self) -> bool:
         return bool(self.run.figures)
+
+    @property
+    def payoff(self) -> Mapping[str, Any]:
+        """Whether the run's codec pays (`dure.payoff`); empty where it has none."""
+        return self.figures.get("payoff") or {}
+
+    def step_at(self, bandwidth: float | None) -> Mapping[str, float] | None:
+        """Seconds of a step on links of that `bandwidth`, with the run's codec and without."""
+        steps: Sequence[Mapping[str, float]] = self.payoff.get("steps", ())
+        return next((step for step in steps if step["bandwidth"] == bandwidth), None)
 
     def figure(self, name: str, part: str | None = None) -> float | None:
         """The summary's number `name` (or its `part`); None where it has none."""
@@ -144,6 +155,14 @@ def bytes_text(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B"
 
 
+def rate_text(bandwidth: float) -> str:
+    """Bytes per second as a link's: "1.25 Gbit/s"."""
+    if not math.isfinite(bandwidth):
+        return "any"
+    factor, unit = next((pair for pair in _RATES if 8 * bandwidth >= pair[0]), _RATES[-1])
+    return f"{float(f'{8 * bandwidth / factor:.3g}'):g} {unit}"
+
+
 def count_text(count: float | None) -> str:
     """A whole number: "12,345"."""
     return NOTHING if count is None else f"{count:,.0f}"
@@ -222,7 +241,57 @@ def lines(found: Sequence[Entry], *, target: float) -> list[tuple[str, list[Line
             ],
         ),
         ("Share of time", [_line(found, part.capitalize(), percent_text, "time_share", part) for part in shares]),
+        *_compression(found),
     ]
+
+
+def _compression(found: Sequence[Entry]) -> list[tuple[str, list[Line]]]:
+    """What the codecs take and save, where a run has one."""
+    payoffs = [entry.payoff for entry in found]
+    if not any(payoffs):
+        return []
+    steps = [
+        Line(f"A step at {rate_text(rate)}", tuple(_both_ways(entry.step_at(rate)) for entry in found))
+        for rate in bandwidths(found)
+    ]
+    coding = Line("Encoding and decoding, a step", tuple(seconds_text(payoff.get("coding")) for payoff in payoffs))
+    below = Line("Pays on links below", tuple(_pays_below(payoff) for payoff in payoffs))
+    return [("Compression (a model)", [coding, *steps, below])]
+
+
+def bandwidths(found: Sequence[Entry]) -> list[float]:
+    """Bytes per second of the links on which codecs are looked at."""
+    return sorted({step["bandwidth"] for entry in found for step in entry.payoff.get("steps", ())})
+
+
+def _both_ways(step: Mapping[str, float] | None) -> str:
+    return f"{seconds_text(step['seconds'])} (fp32 {seconds_text(step['fp32'])})" if step else NOTHING
+
+
+def _pays_below(payoff: Mapping[str, Any]) -> str:
+    if not payoff:
+        return NOTHING
+    return "none" if payoff["break_even"] is None else rate_text(payoff["break_even"])
+
+
+def compression_verdicts(found: Sequence[Entry]) -> list[str]:
+    """A sentence for each run with a codec: whether it pays, and where."""
+    return [f"{entry.label}: {_compression_verdict(entry)}" for entry in found if entry.payoff]
+
+
+def _compression_verdict(entry: Entry) -> str:
+    payoff = entry.payoff
+    even, here = payoff["break_even"], entry.step_at(payoff["link"])
+    if even is None:
+        return "no fewer bytes than float32 has are sent, so compression pays on no link."
+    where = f"It pays on links below {rate_text(even)}" if math.isfinite(even) else "It pays on every link"
+    if here is None:
+        return f"encoding and decoding take {seconds_text(payoff['coding'])} of a step. {where}."
+    pays = "pays" if here["seconds"] < here["fp32"] else "does not pay"
+    return (
+        f"compression {pays} on this cluster's links of {rate_text(payoff['link'])}, where a step takes "
+        f"{seconds_text(here['seconds'])} with it and {seconds_text(here['fp32'])} without. {where}."
+    )
 
 
 def _line(

@@ -82,12 +82,23 @@ def render(runs: Sequence[Run], *, title: str, target: float) -> str:
         consensus=_consensus(found, given, target),
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
+        payoffs=[entry for entry in found if entry.payoff],
+        rates=comparison.bandwidths(found),
+        pays=comparison.compression_verdicts(found),
+        costs=_COSTS,
         groups=comparison.lines(found, target=target),
         origins=[_origin(entry) for entry in found],
     )
 
 
-_FILTERS = ("seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
+_COSTS = {
+    "measured": "measured on this machine, on gradients of this model, when the run had ended",
+    "cluster": "the cluster file's",
+    "default": "those that dure has measured, on another machine",
+}
+"""Where the seconds of a codec come from."""
+
+_FILTERS = ("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
 
 
 def _subtitle(runs: Sequence[Run]) -> str:

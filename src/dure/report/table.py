@@ -54,8 +54,9 @@ def _share(entry: Entry, part: str) -> str:
 
 def _caption(found: Sequence[Entry]) -> str | None:
     kinds = {entry.time for entry in found}
+    said = comparison.compression_verdicts(found)
     if kinds == {"virtual"}:
-        return "time is virtual: a model of machines and network"
+        said = ["time is virtual: a model of machines and network", *said]
     if kinds == {"virtual", "real"}:
-        return "speed-up is within virtual runs and within real runs"
-    return None
+        said = ["speed-up is within virtual runs and within real runs", *said]
+    return "\n".join(said) or None

@@ -377,15 +377,32 @@ class Work(Protocol):
     def run(self) -> Any: ...
 
 
+class Coding(NamedTuple):
+    """What a coder does, `calls` times to `numel` values: "encode", "decode", or "combine" messages."""
+
+    operation: str
+    numel: int
+    calls: int = 1
+
+
 @dataclass(slots=True)
 class Apply:
-    """Work over `nbytes` bytes of memory on a shard: what virtual time charges `nbytes * gamma` for."""
+    """Work over `nbytes` bytes of memory on a shard: what virtual time charges `nbytes * gamma` for.
+
+    Where it is a codec's, `codings` say what that does, and virtual time charges what the codec costs instead.
+    """
 
     function: Callable[[], Any]
     nbytes: int
+    codings: Sequence[Coding] = ()
 
     def run(self) -> Any:
         return self.function()
+
+
+def taking(*codings: Coding) -> Apply:
+    """What a coder is about to do, for virtual time to pass. It is then done in place, where its errors belong."""
+    return Apply(nothing, 0, codings)
 
 
 class Ghost:

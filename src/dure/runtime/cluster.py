@@ -28,6 +28,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from dure.errors import ClusterError
 from dure.runtime import units
+from dure.runtime.coding import CodecCost
 from dure.runtime.compute import Compute, Constant, Durations, PositiveSeconds, Seconds, Speed
 from dure.runtime.described import Described, Fault
 
@@ -109,7 +110,8 @@ class Cluster(Described):
     """A virtual cluster; see the head of this module. Raises `ClusterError` for what describes none.
 
     Costs: `alpha` seconds of a core per message and `beta` per byte of it, at both ends; `gamma` seconds per byte
-    of memory that a server works through to apply an update.
+    of memory that a server works through to apply an update. `codecs` is what codecs cost, by name; those left out cost
+    what `runtime.coding` has measured.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
@@ -119,6 +121,7 @@ class Cluster(Described):
     beta: PerByte = 0.1e-9
     gamma: PerByte = 0.3e-9
     memory_bandwidth: MemoryRate = 10e9
+    codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from dure.errors import Refused
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.launch.sentinel import first_request, watch
 from dure.runtime.process import ProcessNode
@@ -33,6 +34,7 @@ from dure.topology.client import ServerClient, Servers
 from dure.topology.parameter_server import Shard
 
 if TYPE_CHECKING:
+    from dure.codec.base import Codec
     from dure.job import Job
 
 SERVICE = "sounder"
@@ -71,13 +73,15 @@ class Sounder:
     | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
     | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
     | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
+    | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
     | `over`       |        | this host is not needed any more                                          |
     """
 
-    def __init__(self, node: ProcessNode, job: Job | None = None) -> None:
+    def __init__(self, node: ProcessNode, job: Job | None = None, codecs: Mapping[str, Codec] | None = None) -> None:
         self.over: Operation[None] = node.promise("the end of the measurements")
         self._node = node
         self._job = job
+        self._codecs = codecs or {}
         self._buffer = torch.zeros(SIZES[-1], dtype=torch.uint8)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
@@ -98,6 +102,9 @@ class Sounder:
             return self._apply()
         if kind == "compute":
             return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
+        if kind == "code":
+            slices = random_slices() if self._job is None else slices_of(self._job)
+            return Reply(timed(self._codecs[call.fields["codec"]], slices))
         if kind == "over":
             self.over.resolve()
             return Reply()

@@ -16,7 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dure.errors import DeadlockError, PeerLost
-from dure.runtime.base import Address, Apply, Call, Ghost, Loop, Operation, Reply, Service, Strand, Work, nothing
+from dure.runtime.base import (
+    Address,
+    Apply,
+    Call,
+    Coding,
+    Ghost,
+    Loop,
+    Operation,
+    Reply,
+    Service,
+    Strand,
+    Work,
+    nothing,
+)
+from dure.runtime.coding import CodecCost
 from dure.runtime.collectives import HEADER
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
@@ -473,7 +487,7 @@ class Mailbox:
 class VirtualRuntime:
     """Every node of a virtual cluster, its clock and its network.
 
-    `detection` is how many seconds pass between a crash and others noticing it.
+    `detection` is how many seconds pass between a crash and others noticing it. `codec` is what that of the run costs.
     """
 
     def __init__(
@@ -485,8 +499,10 @@ class VirtualRuntime:
         seed: int,
         start: float = 0.0,
         trace: bool = False,
+        codec: CodecCost | None = None,
     ) -> None:
         self.cluster = cluster
+        self.codec = codec or CodecCost()
         self.seed = seed
         self.trace = trace
         self.kernel = Kernel(start)
@@ -514,9 +530,14 @@ class VirtualRuntime:
     def seconds_of(self, node: VirtualNode, work: Work) -> float:
         """How long `work` takes on `node`, by the cluster's model."""
         if isinstance(work, Apply):
-            return work.nbytes * self.cluster.gamma
+            return self._coding_seconds(node, work.codings) if work.codings else work.nbytes * self.cluster.gamma
         flops = work.flops if isinstance(work, GradientWork) else 0.0
         return self.durations[node.name].draw(flops) * node.slowness
+
+    def _coding_seconds(self, node: VirtualNode, codings: Sequence[Coding]) -> float:
+        """What a codec takes there: a worker's machine is as fast at that as at its steps."""
+        own = self.durations.get(node.name)
+        return self.codec.seconds(codings) * node.slowness / (1.0 if own is None else own.speed)
 
     def value_of(self, computation: Computation) -> Any:
         """The value of a finished gradient, which brings the other pending ones along where they batch."""

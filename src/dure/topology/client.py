@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded
-from dure.runtime.base import Address, EndOfWork, Ghost, Node, Operation, Reply, nothing
+from dure.runtime.base import Address, Coding, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
 from dure.topology.sharding import Ranges, gather, pieces
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ServerClient:
         """
         group = await self.offer(base) if self.servers.may_refuse else None
         self.seq += 1
-        parts, servers = self._encoded(update), self.servers
+        parts, servers = await self._encoded(update), self.servers
         mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
 
         def start(shard: int) -> Operation[Reply]:
@@ -283,11 +283,12 @@ class ServerClient:
             return self._ghosts
         return [pieces(flat, ranges) for ranges in self.servers.ranges]
 
-    def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+    async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """What is sent of `update`, by shard. A residual changes here, so this is once for all attempts."""
         if not self.coders:
             return self._parts(update)
         slices = (gather(update, ranges) for ranges in self.servers.ranges)
+        await self.node.compute(taking(*(Coding("encode", coder.numel) for coder in self.coders)))
         return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 
     async def _withdraw(self, fields: Mapping[str, Any]) -> None:

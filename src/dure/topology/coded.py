@@ -6,8 +6,8 @@
 
     gather        take (round, message) -----------------> everybody, who adds up all messages in rank order
 
-`codec.exchange` says which codecs go which way, and what an owner does. Combining costs an owner what applying so many
-messages costs a shard; encoding and decoding cost no virtual time.
+`codec.exchange` says which codecs go which way, and what an owner does. Virtual time charges encoding, decoding and
+combining by what the codec costs (`runtime.coding`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
 from dure.errors import PeerLost, Refused, RemoteError
-from dure.runtime.base import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
+from dure.runtime.base import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.sharding import Shaped, equal_ranges
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Desk:
         complete = self._complete.pop(number)
         messages = {place: message for place, (message, _) in came.items()}
         shares = {place: share for place, (_, share) in came.items()}
-        work = Apply(lambda: self._owner.combine(messages, shares), 4 * self._owner.numel * len(came))
+        nbytes = 4 * self._owner.numel * len(came)
+        work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codings(len(came)))
         complete.resolve(await self._node.compute(work))
 
     async def _combined(self, complete: Operation[Any]) -> Reply:
@@ -151,25 +152,21 @@ class CodedGroup:
         return gradient
 
     async def _stripes(self, values: torch.Tensor, share: float, number: int) -> None:
+        compute, calls = self._node.compute, []
         parts = [values[start:stop] for start, stop in self._ranges]
-        calls = [
-            self._node.call(
-                Address(owner, SERVICE),
-                "give",
-                coder.encode(part),
-                into=[into],
-                at_most=True,
-                round=number,
-                share=share,
-            )
-            for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True)
-        ]
+        await compute(taking(*(Coding("encode", coder.numel) for coder in self._coders)))
+        for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True):
+            message, given = coder.encode(part), {"round": number, "share": share}
+            calls.append(self._node.call(Address(owner, SERVICE), "give", message, into=[into], at_most=True, **given))
         for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
             reply = await self._answer(owner, call)
+            await compute(taking(Coding("decode", coder.numel)))
             coder.decode(into[: reply.fields["nbytes"]], part)
 
     async def _gather(self, values: torch.Tensor, share: float, number: int) -> None:
-        message = self._coders[0].encode(values * (share * len(self._members)))
+        coder, count = self._coders[0], len(self._members)
+        await self._node.compute(taking(Coding("encode", coder.numel)))
+        message = coder.encode(values * (share * count))
         calls = [
             self._node.call(Address(member, SERVICE), "take", message, round=number, share=share)
             for member in self._members
@@ -177,7 +174,8 @@ class CodedGroup:
         for member, call in zip(self._members, calls, strict=True):
             await self._answer(member, call)
         await self._desk.complete(number)
-        add_up(self._coders[0], self._desk.messages(number), values)
+        await self._node.compute(taking(Coding("combine", coder.numel, count)))
+        add_up(coder, self._desk.messages(number), values)
 
     async def _answer(self, member: str, call: Operation[Reply]) -> Reply:
         try:

@@ -31,7 +31,7 @@ import torch
 
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
-from dure.runtime.base import Apply, Call, Node, Operation, Reply, TensorSpec, nothing
+from dure.runtime.base import Apply, Call, Coding, Node, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.admission import ClockService
 from dure.topology.buffers import Buffer, Pool
 from dure.topology.client import Joined, Pulled, ServerClient, Servers
@@ -166,9 +166,16 @@ class Shard:
     # ---- updates come in
 
     def _push(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._take(call) if self._coder is None else self._push_message(self._coder, call)
+
+    async def _push_message(self, coder: Coder, call: Call) -> Reply:
+        """As `_push`, of what is decoded first: in turn, as all that keeps a shard busy."""
+        await self.in_turn(taking(Coding("decode", coder.numel)))
+        answer = self._take(self._decoded(coder, call))
+        return answer if isinstance(answer, Reply) else await answer
+
+    def _take(self, call: Call) -> Reply | Awaitable[Reply]:
         fields = call.fields
-        if self._coder is not None:
-            call = self._decoded(self._coder, call)
         if fields["ordered"]:
             return self._stage(call)
         if self._is_new(call, call.tensors):
