@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 import dure
 from dure.cli import main
@@ -124,6 +125,23 @@ def test_a_codec_is_probed_once() -> None:
         probe(codecs=["strom:threshold=1", "strom:threshold=2"])
     with pytest.raises(UsageError, match="nothing is called"):
         probe(codecs=["2bit"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fit_is_the_best_there_is_and_silent_however_wild_the_figures(seed: int) -> None:
+    """Against non-negative least squares, where the start is the difference of two."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        (size, count * size, 1e-3 * rng.lognormal(0.0, 1.0) + seed % 3 * size * 1e-9)
+        for size in SIZES
+        for count in (1, 3, 3)
+    ]
+    line = fit(rows)
+    table = np.array(rows)
+    x, y = table[:, :-1], table[:, -1:]
+    _, best = nnls(np.hstack([np.ones_like(y), -np.ones_like(y), x / x.max(axis=0)]) / y, np.ones(len(rows)))
+    found = np.linalg.norm((line.start + x @ line.slopes) / y[:, 0] - 1)
+    assert found == pytest.approx(best, rel=1e-5)
 
 
 def test_too_few_figures_are_refused() -> None:

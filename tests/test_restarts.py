@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ def applied_of(part: checkpoint.Part) -> list[tuple[int, int, int]]:
 class ServerKiller:
     """Kills servers, one after another, each some steps after a checkpoint of its own; keeps what that had."""
 
-    def __init__(self, victims: list[str], folder: Path, seed: int = 5) -> None:
+    def __init__(self, victims: list[str], folder: Path, seed: int = 5, pause: float = 0.0) -> None:
+        self.pause = pause  # seconds in which nobody can tell of what the dead died
         self.victims = victims
         self.folder = folder
         self.killed: list[str] = []
@@ -55,6 +58,9 @@ class ServerKiller:
             self.after = self.random.randint(5, 15)
             self.killed.append(self.victims[done])
             trial.kill(self.victims[done])
+            if self.pause:
+                trial.nursery._process.send_signal(signal.SIGSTOP)
+                threading.Timer(self.pause, trial.nursery._process.send_signal, [signal.SIGCONT]).start()
 
 
 def in_order(log: list[tuple[int, int, int]], worker: int) -> list[int]:
@@ -89,13 +95,18 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
         assert logs[number][: len(had)] == had, "what the snapshot had is gone"
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [("bsp ps:shards=2", "server 1"), ("bsp ps:shards=2", "server 0")])
-def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kill(strategy, victim, tmp_path, nursery):
+@pytest.mark.parametrize(
+    ("strategy", "victim", "pause"),
+    [("bsp ps:shards=2", "server 1", 0.0), ("bsp ps:shards=2", "server 0", 0.0), ("bsp ps", "server 0", 1.5)],
+)
+def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kill(
+    strategy, victim, pause, tmp_path, nursery
+):
     options = {"workers": 2, "steps": 180, "checkpoint_every": 60, "eval_every": 20}
     calm = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "calm"))
     expected = calm.run(nursery=nursery)
     trial = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "run"))
-    killer = ServerKiller([victim], tmp_path / "run" / "checkpoints")
+    killer = ServerKiller([victim], tmp_path / "run" / "checkpoints", pause=pause)
     rewound: list[int] = []
     outcome = trial.run(killer, nursery=nursery, watch=Watch(rewind=rewound.append))
     assert killer.killed == [victim]

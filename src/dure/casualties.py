@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dure.restarts import Restarts
     from dure.runtime.process import ProcessLoop
 
-EXPLAIN_SECONDS = 1.0
-"""How long to wait for the launcher's word on a death."""
+EXPLAIN_SECONDS = 3.0
+"""How long to wait for the launcher's word on a death: milliseconds, unless the machine is busy with other things."""
 
 _RESUME = "Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
 
@@ -99,8 +99,9 @@ class Casualties:
         return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
 
     def _explain(self, name: str) -> None:
-        self.causes[name] = self.cause(name)
+        """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""
         if name not in self.failures:
+            self.causes[name] = self.cause(name)
             log.warning("%s died: %s.", name, self.causes[name])
 
     def _explained(self, what: str) -> bool:

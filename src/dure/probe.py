@@ -78,7 +78,7 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
     if len(rows) < matrix.shape[1] or np.linalg.matrix_rank(matrix) < matrix.shape[1]:
         raise UsageError(f"{matrix.shape[1]} constants cannot be told from {len(rows)} measurements like these.")
     lower = [-np.inf] + [0.0] * x.shape[1]
-    solution = lsq_linear(matrix, np.ones(len(rows)), (lower, np.inf), tol=1e-14).x
+    solution = lsq_linear(matrix, np.ones(len(rows)), (lower, np.inf), method="bvls", tol=1e-14).x
     residual = float(np.sqrt(np.mean((matrix @ solution - 1) ** 2)))
     start, *slopes = (_rounded(value, 9) for value in (solution / [1.0, *scale]))
     slopes = [slope if slope * most > NOTHING else 0.0 for slope, most in zip(slopes, scale, strict=True)]
