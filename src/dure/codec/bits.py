@@ -6,15 +6,14 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-BLOCK = 1 << 16
-"""Elements that are worked on at a time."""
+from dure.codec.blocks import blocks, empty
 
 WORDS = 1 << 12
 """Words of 64 elements that are counted at a time."""
@@ -29,25 +28,40 @@ def nbytes(numel: int) -> int:
     return (numel + 7) // 8
 
 
-def pack_signs(values: torch.Tensor) -> torch.Tensor:
+def pack_signs(values: torch.Tensor, look: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
     """Whether each element of a flat tensor is at least 0 (so both zeros are), as `nbytes` bytes.
+
+    `look` is shown each block before.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0])).tolist()
     [5]
     """
-    if values.device.type != "cpu":
-        return _pack_by_operations(values >= 0)
-    source = values.detach().numpy()
-    packed = np.empty(nbytes(source.size), dtype=np.uint8)
-    scratch = np.empty(min(BLOCK, source.size), dtype=np.bool_)
-    for start in range(0, source.size, BLOCK):
-        block = source[start : start + BLOCK]
-        positive = np.greater_equal(block, 0, out=scratch[: block.size])
-        packed[start // 8 : nbytes(start + block.size)] = np.packbits(positive, bitorder="little")
-    return torch.from_numpy(packed)
+    return pack(values, (np.greater_equal,), look)[0]
 
 
-def pack(mask: torch.Tensor) -> torch.Tensor:
+def pack(
+    values: torch.Tensor, compare: Sequence[np.ufunc], look: Callable[[torch.Tensor], None] | None = None
+) -> list[torch.Tensor]:
+    """Whether each element of a flat tensor compares so with 0, as `nbytes` bytes for each of the comparisons."""
+    packed = [empty(nbytes(values.numel()), values) for _ in compare]
+    for where in blocks(values):
+        block, place = values[where], slice(where.start // 8, nbytes(where.stop))
+        if look is not None:
+            look(block)
+        for target, each in zip(packed, compare, strict=True):
+            target[place] = pack_mask(holds(each, block))
+    return packed
+
+
+def holds(compare: np.ufunc, block: torch.Tensor) -> torch.Tensor:
+    """Where an element compares so with 0, as bools."""
+    if block.device.type != "cpu":
+        mask: torch.Tensor = getattr(torch, compare.__name__)(block, 0)
+        return mask
+    return torch.from_numpy(compare(block.detach().numpy(), 0))
+
+
+def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """The elements of a flat tensor of bools, as `nbytes` bytes."""
     if mask.device.type != "cpu":
         return _pack_by_operations(mask)

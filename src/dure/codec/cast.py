@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dure.codec.coder import Coder
+from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, viewed
+from dure.codec.coder import DenseCoder
 from dure.errors import DamagedMessage
 
 
-class CastCoder(Coder):
+class CastCoder(DenseCoder):
     """Each element as the nearest of `dtype`; what is too large becomes the largest."""
+
+    looks = True
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         super().__init__(numel)
@@ -20,12 +23,21 @@ class CastCoder(Coder):
         return self.numel * self.dtype.itemsize
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        most = torch.finfo(self.dtype).max
-        return values.clamp(-most, most).to(self.dtype).view(torch.uint8)
+        cast = empty(self.numel, values, self.dtype)
+        for where in blocks(values):
+            cast[where] = values[where]
+            if not is_finite(cast[where]):  # it was none, or it is too large now
+                require_finite(values[where])
+                most = torch.finfo(self.dtype).max
+                cast[where] = values[where].clamp(-most, most)
+        return cast.view(torch.uint8)
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _open(self, message: torch.Tensor) -> torch.Tensor:
         self._check_length(message, self.most_bytes)
-        values = message.clone().view(self.dtype)
-        if not torch.isfinite(values).all():
+        values = viewed(message, self.dtype)
+        if not all_finite(values):
             raise DamagedMessage("a value that is no number.")
-        out.copy_(values)
+        return values
+
+    def _write(self, parts: torch.Tensor, where: slice, out: torch.Tensor) -> None:
+        out.copy_(parts[where])

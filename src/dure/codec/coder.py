@@ -10,12 +10,13 @@ receiver each make one for the same slice, so a message says nothing of what bot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dure.errors import DamagedMessage, DivergedError
+from dure.codec.blocks import blocks, require_finite
+from dure.errors import DamagedMessage
 from dure.topology.sharding import Shaped
 
 
@@ -59,8 +60,10 @@ class Coder(ABC):
     """Encodes and decodes the `numel` elements of a slice.
 
     `most_bytes` bounds a message. A decoder raises `DamagedMessage` for what no encoder would have sent, and writes
-    nothing then.
+    nothing then. `looks` says that `_encode` refuses NaN and infinity itself, as it comes by.
     """
+
+    looks: ClassVar[bool] = False
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
@@ -74,9 +77,10 @@ class Coder(ABC):
 
         Raises `DivergedError` for NaN or infinity: what a coder makes of them looks like an ordinary message.
         """
-        if not _is_finite(values):
-            raise DivergedError("an update holds NaN or infinity, so it was not encoded: the training diverged.")
-        return self._encode(values.contiguous())
+        values = values.contiguous()
+        if not self.looks:
+            require_finite(values)
+        return self._encode(values)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor) -> torch.Tensor: ...
@@ -110,6 +114,35 @@ class Coder(ABC):
             raise DamagedMessage(f"{kind}: {message.numel()} bytes for {self.numel} elements; {right} were expected.")
 
 
+class DenseCoder(Coder):
+    """A coder of messages that say something of every element, so that any block of them can be decoded alone."""
+
+    @abstractmethod
+    def _open(self, message: torch.Tensor) -> Any:
+        """The parts of a message, once it is known to be a good one. Raises `DamagedMessage`."""
+
+    @abstractmethod
+    def _write(self, parts: Any, where: slice, out: torch.Tensor) -> None:
+        """Write the elements `where` of a message to `out`."""
+
+    def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
+        return blocks(out)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        parts = self._open(message)
+        for where in self._blocks(out):
+            self._write(parts, where, out[where])
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        parts = self._open(message)
+        most = max((where.stop - where.start for where in self._blocks(out)), default=0)
+        scratch = out.new_empty(most)
+        for where in self._blocks(out):
+            values = scratch[: where.stop - where.start]
+            self._write(parts, where, values)
+            out[where].add_(values, alpha=weight)
+
+
 def states(coders: Sequence[Coder]) -> dict[str, torch.Tensor]:
     """What several coders keep, by their number and its name."""
     return {f"{i} {name}": value for i, coder in enumerate(coders) for name, value in coder.state().items()}
@@ -121,8 +154,3 @@ def restore(coders: Sequence[Coder], tensors: Mapping[str, torch.Tensor]) -> Non
         coder.restore(
             {name.removeprefix(f"{i} "): value for name, value in tensors.items() if name.startswith(f"{i} ")}
         )
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """The sum is finite unless an element is not, or it overflows: only then is each looked at."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

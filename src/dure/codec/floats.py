@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from dure.codec.base import Codec
+from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, viewed
 from dure.codec.cast import CastCoder
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.coder import DenseCoder, SliceLayout
 from dure.errors import DamagedMessage
 
-_BLOCK = 256  # elements that share a scale
+_NEIGHBORS = 256  # elements that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,54 @@ class Int8(Codec):
         return _Int8Coder(layout.numel)
 
 
-class _Int8Coder(Coder):
-    """The largest magnitude of a block is 127, zero is zero, and between them steps are equal."""
+class _Int8Coder(DenseCoder):
+    """The largest magnitude of 256 neighbors is 127, zero is zero, and between them steps are equal."""
+
+    looks = True
 
     @property
-    def _blocks(self) -> int:
-        return -(-self.numel // _BLOCK)
+    def _scales(self) -> int:
+        return -(-self.numel // _NEIGHBORS)
 
     @property
     def most_bytes(self) -> int:
-        return self.numel + 4 * self._blocks
+        return self.numel + 4 * self._scales
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        blocks = torch.nn.functional.pad(values.float(), (0, -self.numel % _BLOCK)).view(self._blocks, _BLOCK)
-        scales = blocks.abs().amax(dim=1) / 127 if self.numel else blocks.new_zeros(0)
-        steps = torch.where(scales[:, None] > 0, blocks / scales[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
-        return torch.cat([steps.view(-1)[: self.numel].view(torch.uint8), scales.view(torch.uint8)])
+        message = empty(self.most_bytes, values)
+        steps, scales = message[: self.numel].view(torch.int8), empty(self._scales, values, torch.float32)
+        for where in blocks(values):
+            block, missing = values[where].float(), (where.start - where.stop) % _NEIGHBORS
+            padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
+            scale = scales[where.start // _NEIGHBORS : -(-where.stop // _NEIGHBORS)]
+            steps[where] = _steps(padded.view(-1, _NEIGHBORS), scale).view(-1)[: block.numel()]
+            if not is_finite(scale):  # nor is an element
+                require_finite(values[where])
+        message[self.numel :] = scales.view(torch.uint8)
+        return message
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps and scales."""
         self._check_length(message, self.most_bytes)
-        scales = message[self.numel :].clone().view(torch.float32)
-        if not (torch.isfinite(scales) & (scales >= 0)).all():
+        scales = viewed(message[self.numel :], torch.float32)
+        if not all_finite(scales) or bool((scales < 0).any()):
             raise DamagedMessage("a scale that is no number, or negative.")
-        steps = message[: self.numel].clone().view(torch.int8).to(out.dtype)
-        out.copy_(steps * scales.to(out).repeat_interleave(_BLOCK)[: self.numel])
+        return message[: self.numel].view(torch.int8), scales
+
+    def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
+        steps, scales = parts
+        out.copy_(steps[where])
+        scale = scales[where.start // _NEIGHBORS : -(-where.stop // _NEIGHBORS)].to(out.dtype)
+        whole = out.numel() // _NEIGHBORS
+        out[: whole * _NEIGHBORS].view(-1, _NEIGHBORS).mul_(scale[:whole, None])
+        out[whole * _NEIGHBORS :].mul_(scale[whole:])
+
+
+def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`values` (rows of 256) in steps of their row's scale, which is written to `scale`."""
+    magnitudes = values.abs()
+    torch.div(magnitudes.amax(dim=1), 127, out=scale)
+    steps = torch.div(values, scale[:, None], out=magnitudes)
+    if not bool(scale.all()):
+        steps[scale == 0] = 0.0
+    return steps.round_().clamp_(-127, 127)

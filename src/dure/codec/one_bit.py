@@ -10,13 +10,18 @@ kept, so what is lost is the shape within a column. The error is fed back; `feed
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, viewed
+from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
 
@@ -32,56 +37,116 @@ class OneBit(Codec):
         return FeedbackCoder(inner) if self.feedback else inner
 
 
-class _TwoMeansCoder(Coder):
+class _Piece(NamedTuple):
+    """Whole columns of equal width, or (`width` 0) elements of none; as many as stay in the cache, at least one.
+
+    `bit` is the place of its first element among those of columns, `first` the number of its first column; where it has
+    no columns, `first` is the place of its first element among those of none.
+    """
+
+    where: slice
+    width: int
+    bit: int
+    first: int
+
+    @property
+    def columns(self) -> slice:
+        """Which of all columns."""
+        return slice(self.first, self.first + self.numel // self.width)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        stop: int = self.where.stop
+        return stop - int(self.where.start)
+
+
+class _TwoMeansCoder(DenseCoder):
     """The mean of a column's elements of at least 0, or of the others, for each of them."""
+
+    looks = True
 
     def __init__(self, layout: SliceLayout) -> None:
         super().__init__(layout.numel)
-        bounds, is_column = torch.tensor(layout.bounds), torch.tensor(layout.is_column, dtype=torch.bool)
-        lengths = bounds.diff()
-        self._in_column = torch.repeat_interleave(is_column, lengths)
-        self._plain = int(lengths[~is_column].sum())
-        self._lengths = lengths[is_column]
+        self._pieces = {piece.where.start: piece for piece in _pieces(layout)}
+        self._columns = sum(layout.is_column)
+        self._plain = sum(piece.numel for piece in self._pieces.values() if not piece.width)
         self._packed = bits.nbytes(self.numel - self._plain)
 
     @property
     def most_bytes(self) -> int:
-        return self._packed + 4 * (2 * len(self._lengths) + self._plain)
+        return self._packed + 4 * (2 * self._columns + self._plain)
+
+    def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
+        return (piece.where for piece in self._pieces.values())
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        values = values.float()
-        columns, plain = self._apart(values)
-        positive = columns >= 0
-        lengths = self._lengths.to(values.device)
-        count = _sums(positive.float(), lengths)
-        high = _sums(columns.clamp(min=0), lengths) / count.clamp(min=1)
-        low = _sums(columns.clamp(max=0), lengths) / (lengths - count).clamp(min=1)
+        positive = empty(self.numel - self._plain, values, torch.bool)
+        low, high = empty(self._columns, values, torch.float32), empty(self._columns, values, torch.float32)
+        plain = empty(self._plain, values, torch.float32)
+        for piece in self._pieces.values():
+            block = values[piece.where].float()
+            require_finite(block)
+            if not piece.width:
+                plain[piece.first : piece.first + block.numel()] = block
+                continue
+            mask = positive[piece.bit : piece.bit + block.numel()]
+            mask.copy_(bits.holds(np.greater_equal, block))
+            low[piece.columns], high[piece.columns] = _means(block, mask.view(-1, piece.width))
         floats = torch.cat([low, high, plain]).view(torch.uint8)
-        return torch.cat([bits.pack(positive), floats])
+        return torch.cat([bits.pack_mask(positive), floats])
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed bits and floats."""
         self._check_length(message, self.most_bytes)
-        floats = message[self._packed :].clone().view(torch.float32)
-        if not torch.isfinite(floats).all():
+        floats = viewed(message[self._packed :], torch.float32)
+        if not all_finite(floats):
             raise DamagedMessage("a mean or a value that is no number.")
-        num_columns, lengths = len(self._lengths), self._lengths.to(out.device)
-        low, high = (floats[start : start + num_columns].repeat_interleave(lengths) for start in (0, num_columns))
-        columns = torch.where(bits.unpack(message[: self._packed], self.numel - self._plain), high, low).to(out)
-        if not self._plain:
-            out.copy_(columns)
+        return message[: self._packed], floats
+
+    def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
+        packed, floats = parts
+        piece, numel = self._pieces[where.start], out.numel()
+        if not piece.width:
+            out.copy_(floats[2 * self._columns + piece.first :][:numel])
             return
-        inside = self._in_column.to(out.device)
-        out[inside] = columns
-        out[~inside] = floats[2 * num_columns :].to(out)
-
-    def _apart(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of columns, and the others."""
-        if not self._plain:
-            return values, values[:0]
-        inside = self._in_column.to(values.device)
-        return values[inside], values[~inside]
+        byte, skip = divmod(piece.bit, 8)
+        masks = torch.empty(8 * bits.nbytes(skip + numel), dtype=torch.int32, device=out.device)
+        bits.unpack_into(packed[byte : byte + masks.numel() // 8], masks, 0, -1)
+        chosen = masks[skip : skip + numel]
+        low = floats[: self._columns][piece.columns].view(torch.int32).unsqueeze(1)
+        high = floats[self._columns : 2 * self._columns][piece.columns].view(torch.int32).unsqueeze(1)
+        chosen.view(-1, piece.width).bitwise_and_(low ^ high).bitwise_xor_(low)  # high where a mask is all ones
+        out.copy_(chosen.view(torch.float32))
 
 
-def _sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The sum of each column."""
-    return torch.segment_reduce(values, "sum", lengths=lengths) if len(lengths) else values.new_zeros(0)
+def _pieces(layout: SliceLayout) -> Iterator[_Piece]:
+    widths = [
+        (stop - start) * column for (start, stop), column in zip(pairwise(layout.bounds), layout.is_column, strict=True)
+    ]
+    start = bit = columns = 0
+    for end, width, following in zip(layout.bounds[1:], widths, [*widths[1:], -1], strict=False):
+        numel = end - start
+        if width == following and numel + width <= BLOCK:
+            continue
+        yield _Piece(slice(start, end), width, bit, columns if width else start - bit)
+        if width:
+            bit, columns = bit + numel, columns + numel // width
+        start = end
+
+
+def _means(block: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row's elements below 0, and of the others (`mask`)."""
+    num_rows, width = mask.shape
+    count = _count(mask)
+    lengths = torch.full((num_rows,), width, device=block.device)
+    high = torch.segment_reduce(block.clamp(min=0), "sum", lengths=lengths) / count.clamp(min=1)
+    low = torch.segment_reduce(block.clamp(max=0), "sum", lengths=lengths) / (width - count).clamp(min=1)
+    return low, high
+
+
+def _count(mask: torch.Tensor) -> torch.Tensor:
+    """How many of each row are true."""
+    if mask.device.type != "cpu":
+        return mask.sum(dim=1).float()
+    return torch.from_numpy(mask.numpy().view(np.uint8).sum(axis=1, dtype=np.uint32).astype(np.float32))

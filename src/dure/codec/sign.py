@@ -18,7 +18,8 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.blocks import require_finite, viewed
+from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
@@ -47,8 +48,10 @@ class Sign(Codec):
         return None if self.scaled else Majority()
 
 
-class _SignCoder(Coder):
+class _SignCoder(DenseCoder):
     """Signs of a slice, packed."""
+
+    looks = True
 
     def __init__(self, numel: int, *, scaled: bool = False, seed: int | None = None) -> None:
         super().__init__(numel)
@@ -60,7 +63,11 @@ class _SignCoder(Coder):
         return bits.nbytes(self.numel) + _SCALE * self.scaled
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        packed = bits.pack_signs(values if self._random is None else self._without_zeros(values))
+        if self._random is None:
+            packed = bits.pack_signs(values, require_finite)
+        else:
+            require_finite(values)  # before a sign is drawn
+            packed = bits.pack_signs(self._without_zeros(values))
         if not self.scaled:
             return packed
         scale = values.abs().mean(dtype=torch.float32) if self.numel else values.new_zeros((), dtype=torch.float32)
@@ -88,13 +95,16 @@ class _SignCoder(Coder):
             raise DamagedMessage("a bit is set that belongs to no element.")
         return packed
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        packed = self._checked(message)
-        scale = self._scale(message) if self.scaled else 1.0
-        bits.unpack_into(packed, out, -scale, scale)
+    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Packed signs and their magnitude."""
+        return self._checked(message), self._scale(message) if self.scaled else 1.0
+
+    def _write(self, parts: tuple[torch.Tensor, float], where: slice, out: torch.Tensor) -> None:
+        packed, scale = parts
+        bits.unpack_into(packed[where.start // 8 : bits.nbytes(where.stop)], out, -scale, scale)
 
     def _scale(self, message: torch.Tensor) -> float:
-        scale = float(message[-_SCALE:].clone().view(torch.float32).item())
+        scale = float(viewed(message[-_SCALE:], torch.float32).item())
         if not 0 <= scale < math.inf:
             raise DamagedMessage(f"a mean magnitude of {scale}; it is finite and not negative.")
         return scale

@@ -20,6 +20,7 @@ import torch
 
 from dure.codec import bits, gaps
 from dure.codec.base import Codec, Way
+from dure.codec.blocks import BLOCK, blocks
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
@@ -63,7 +64,7 @@ class _ThresholdCoder(Coder):
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         positions = beyond(values, self.threshold)
-        signs = bits.pack(values[torch.from_numpy(positions).to(values.device)] > 0)
+        signs = bits.pack_signs(values[torch.from_numpy(positions).to(values.device)])
         body = torch.from_numpy(gaps.encode(positions, self.numel, self.coding)).to(values.device)
         count = torch.tensor([positions.size], dtype=torch.int32).view(torch.uint8)
         return torch.cat([count.to(values.device), signs, body])
@@ -98,10 +99,10 @@ def beyond(values: torch.Tensor, threshold: float) -> NDArray[np.int64]:
         found: NDArray[np.int64] = torch.nonzero(values.abs() >= threshold).view(-1).cpu().numpy()
         return found
     source = values.detach().numpy()
-    magnitudes = np.empty(min(bits.BLOCK, source.size), source.dtype)
+    magnitudes = np.empty(min(BLOCK, source.size), source.dtype)
     parts = [np.empty(0, np.int64)]
-    for start in range(0, source.size, bits.BLOCK):
-        block = source[start : start + bits.BLOCK]
+    for where in blocks(values):
+        block = source[where]
         large = np.abs(block, out=magnitudes[: block.size]) >= threshold
-        parts.append(np.flatnonzero(large) + start)
+        parts.append(np.flatnonzero(large) + where.start)
     return np.concatenate(parts)

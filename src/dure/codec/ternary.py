@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.blocks import require_finite
+from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
 
@@ -40,27 +42,47 @@ class Ternary(Codec):
         return Majority()
 
 
-class _PlanesCoder(Coder):
+class _PlanesCoder(DenseCoder):
     """Two bits an element."""
+
+    looks = True
 
     @property
     def most_bytes(self) -> int:
         return 2 * bits.nbytes(self.numel)
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([bits.pack(values != 0), bits.pack(values > 0)])
+        return torch.cat(_planes(values))
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which are not zero, and which are above."""
         self._check_length(message, self.most_bytes)
         votes, above = message[: bits.nbytes(self.numel)], message[bits.nbytes(self.numel) :]
         if bool((above & ~votes).any()):
             raise DamagedMessage("an element that is zero and above zero.")
+        return votes, above
+
+    def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
+        votes, above = (part[where.start // 8 : bits.nbytes(where.stop)] for part in parts)
+        magnitudes = torch.empty_like(out)
+        bits.unpack_into(votes, magnitudes, 0.0, 1.0)
         bits.unpack_into(above, out, -1.0, 1.0)
-        out.mul_(bits.unpack(votes, self.numel))
+        out.mul_(magnitudes)
 
 
-class _EntropyCoder(Coder):
-    """As many bits as the shares of the three signs ask for."""
+def _planes(values: torch.Tensor) -> list[torch.Tensor]:
+    """A bit for each element that is not zero, and a bit for each that is above."""
+    return bits.pack(values, (np.not_equal, np.greater), require_finite)
+
+
+class _EntropyCoder(DenseCoder):
+    """As many bits as the shares of the three signs ask for.
+
+    The range coder is handed four signs at a time, as one of 81 symbols: four digits of base 3, the first one the
+    lowest, of 0 for a zero, 1 above and 2 below. Zeros fill the last symbol.
+    """
+
+    looks = True
 
     @property
     def most_bytes(self) -> int:
@@ -69,17 +91,19 @@ class _EntropyCoder(Coder):
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         import constriction
 
-        signs = torch.sign(values).to(torch.int32).cpu().numpy() + 1
-        zeros, positives = int((signs == 1).sum()), int((signs == 2).sum())
+        votes, above = (plane.cpu().numpy() for plane in _planes(values))
+        symbols = _symbols(votes, above)[: self._num_symbols]
+        zeros, positives = self._counts(symbols)
         head = np.array([zeros, positives], "<u4").view(np.uint8)
         if self.numel in (zeros, positives, self.numel - zeros - positives):
             return torch.from_numpy(head).to(values.device)
         coder = constriction.stream.queue.RangeEncoder()
-        coder.encode(signs, self._model(zeros, positives))
+        coder.encode(symbols, self._model(zeros, positives))
         coded = coder.get_compressed().astype("<u4").view(np.uint8)
         return torch.from_numpy(np.concatenate([head, coded])).to(values.device)
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def _open(self, message: torch.Tensor) -> NDArray[np.int32]:
+        """The symbols."""
         import constriction
 
         self._check_length(message, _HEADER, self.most_bytes)
@@ -89,16 +113,57 @@ class _EntropyCoder(Coder):
         if negatives < 0 or coded.size % 4 or bool(coded.size) == (self.numel in (zeros, positives, negatives)):
             raise DamagedMessage(f"{zeros} zeros, {positives} positives and {coded.size} bytes for {self.numel} signs.")
         if not coded.size:
-            out.fill_(-1.0 if negatives else 1.0 if positives else 0.0)
-            return
+            return np.full(self._num_symbols, 80 if negatives else 40 if positives else 0, np.int32)
         coder = constriction.stream.queue.RangeDecoder(np.frombuffer(coded.tobytes(), "<u4").astype(np.uint32))
-        signs = coder.decode(self._model(zeros, positives), self.numel)
-        if not coder.maybe_exhausted() or ((signs == 1).sum(), (signs == 2).sum()) != (zeros, positives):
+        symbols: NDArray[np.int32] = coder.decode(self._model(zeros, positives), self._num_symbols)
+        if not coder.maybe_exhausted() or self._counts(symbols) != (zeros, positives):
             raise DamagedMessage("signs that are not those that were counted.")
-        out.copy_(torch.from_numpy(signs - 1))
+        if self.numel % 4 and symbols[-1] >= 3 ** (self.numel % 4):
+            raise DamagedMessage("a sign that belongs to no element.")
+        return symbols
+
+    def _write(self, parts: NDArray[np.int32], where: slice, out: torch.Tensor) -> None:
+        symbols = parts[where.start // 4 : -(-where.stop // 4)]
+        signs = torch.from_numpy(np.take(_SIGNS, symbols, axis=0).reshape(-1))
+        out.copy_(signs[: out.numel()])
+
+    @property
+    def _num_symbols(self) -> int:
+        return -(-self.numel // 4)
+
+    def _counts(self, symbols: NDArray[np.int32]) -> tuple[int, int]:
+        """Zeros, those apart that fill the last symbol, and positives."""
+        seen = np.bincount(symbols, minlength=81)
+        zeros, positives = int(seen @ (_SIGNS == 0).sum(axis=1)), int(seen @ (_SIGNS > 0).sum(axis=1))
+        return zeros - (-self.numel % 4), positives
 
     def _model(self, zeros: int, positives: int) -> Any:
         import constriction
 
-        counts = np.array([self.numel - zeros - positives, zeros, positives], np.float64)
-        return constriction.stream.model.Categorical(np.maximum(counts / self.numel, 1e-9), perfect=False)
+        counts = np.array([zeros, positives, self.numel - zeros - positives], np.float64)
+        shares = np.maximum(counts / self.numel, 1e-9)
+        pairs = np.outer(shares, shares).ravel()
+        return constriction.stream.model.Categorical(np.maximum(np.outer(pairs, pairs).ravel(), 1e-9), perfect=False)
+
+
+_DIGITS = np.arange(81)[:, None] // 3 ** np.arange(4) % 3
+_SIGNS = np.array([0, 1, -1], np.float32)[_DIGITS]
+"""The four signs that each symbol stands for."""
+
+
+def _symbols(votes: NDArray[np.uint8], above: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Two symbols for each byte of the planes."""
+    symbols = np.empty((votes.size, 2), np.int32)
+    np.take(_OF_NIBBLES, votes & 15 | above << 4, out=symbols[:, 0], mode="clip")
+    np.take(_OF_NIBBLES, votes >> 4 | above & 240, out=symbols[:, 1], mode="clip")
+    return symbols.reshape(-1)
+
+
+def _of_nibbles() -> NDArray[np.int32]:
+    """The symbol of four bits of votes, and four bits above them in the byte that say which are above zero."""
+    votes, above = (np.arange(256)[:, None] >> np.arange(4) + shift & 1 for shift in (0, 4))
+    symbols: NDArray[np.int32] = ((2 * votes - above) @ 3 ** np.arange(4)).astype(np.int32)
+    return symbols
+
+
+_OF_NIBBLES = _of_nibbles()
