@@ -6,14 +6,14 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dure.codec.blocks import blocks, empty
+from dure.codec.blocks import BLOCK, blocks, no_number, require_finite
 
 WORDS = 1 << 12
 """Words of 64 elements that are counted at a time."""
@@ -28,37 +28,43 @@ def nbytes(numel: int) -> int:
     return (numel + 7) // 8
 
 
-def pack_signs(values: torch.Tensor, look: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """Whether each element of a flat tensor is at least 0 (so both zeros are), as `nbytes` bytes.
-
-    `look` is shown each block before.
+def pack_signs(values: torch.Tensor, *, look: bool = False) -> torch.Tensor:
+    """Whether each element of a flat tensor is at least 0 (so both zeros are), as `nbytes` bytes; `look` as in `pack`.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0])).tolist()
     [5]
     """
-    return pack(values, (np.greater_equal,), look)[0]
+    return pack(values, (np.greater_equal,), look=look)[0]
 
 
-def pack(
-    values: torch.Tensor, compare: Sequence[np.ufunc], look: Callable[[torch.Tensor], None] | None = None
-) -> list[torch.Tensor]:
-    """Whether each element of a flat tensor compares so with 0, as `nbytes` bytes for each of the comparisons."""
-    packed = [empty(nbytes(values.numel()), values) for _ in compare]
+def pack(values: torch.Tensor, compare: Sequence[np.ufunc], *, look: bool = False) -> list[torch.Tensor]:
+    """Whether each element of a flat tensor compares so with 0, as `nbytes` bytes for each of the comparisons.
+
+    Raises `DivergedError` for NaN and infinity if it is to `look`.
+    """
+    if values.device.type != "cpu":
+        if look:
+            require_finite(values)
+        return [_pack_by_operations(getattr(torch, each.__name__)(values, 0)) for each in compare]
+    source = values.detach().numpy()
+    packed = [np.empty(nbytes(source.size), np.uint8) for _ in compare]
+    masks = np.empty(min(BLOCK, source.size), np.bool_)
     for where in blocks(values):
-        block, place = values[where], slice(where.start // 8, nbytes(where.stop))
-        if look is not None:
-            look(block)
+        block, place = source[where], slice(where.start // 8, nbytes(where.stop))
+        mask = masks[: block.size]
+        if look and not np.isfinite(block, out=mask).all():
+            raise no_number()
         for target, each in zip(packed, compare, strict=True):
-            target[place] = pack_mask(holds(each, block))
-    return packed
+            target[place] = np.packbits(each(block, 0, out=mask), bitorder="little")
+    return [torch.from_numpy(each) for each in packed]
 
 
-def holds(compare: np.ufunc, block: torch.Tensor) -> torch.Tensor:
-    """Where an element compares so with 0, as bools."""
-    if block.device.type != "cpu":
-        mask: torch.Tensor = getattr(torch, compare.__name__)(block, 0)
-        return mask
-    return torch.from_numpy(compare(block.detach().numpy(), 0))
+def positive_into(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to the bools `out` whether each element is at least 0."""
+    if values.device.type != "cpu":
+        out.copy_(values >= 0)
+    else:
+        np.greater_equal(values.detach().numpy(), 0, out=out.numpy())
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:

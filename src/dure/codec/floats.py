@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dure.codec.base import Codec
-from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, viewed
+from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, scratch, viewed
 from dure.codec.cast import CastCoder
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.errors import DamagedMessage
@@ -62,11 +62,14 @@ class _Int8Coder(DenseCoder):
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         message = empty(self.most_bytes, values)
         steps, scales = message[: self.numel].view(torch.int8), empty(self._scales, values, torch.float32)
+        memory = scratch(self._scales * _NEIGHBORS, values, torch.float32).view(-1, _NEIGHBORS)
         for where in blocks(values):
             block, missing = values[where].float(), (where.start - where.stop) % _NEIGHBORS
             padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
             scale = scales[where.start // _NEIGHBORS : -(-where.stop // _NEIGHBORS)]
-            steps[where] = _steps(padded.view(-1, _NEIGHBORS), scale).view(-1)[: block.numel()]
+            found = memory[: scale.numel()]
+            _to_steps(padded.view(-1, _NEIGHBORS), scale, found)
+            steps[where] = found.view(-1)[: block.numel()]
             if not is_finite(scale):  # nor is an element
                 require_finite(values[where])
         message[self.numel :] = scales.view(torch.uint8)
@@ -89,11 +92,10 @@ class _Int8Coder(DenseCoder):
         out[whole * _NEIGHBORS :].mul_(scale[whole:])
 
 
-def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`values` (rows of 256) in steps of their row's scale, which is written to `scale`."""
-    magnitudes = values.abs()
-    torch.div(magnitudes.amax(dim=1), 127, out=scale)
-    steps = torch.div(values, scale[:, None], out=magnitudes)
+def _to_steps(values: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor) -> None:
+    """`values` (rows of 256) in steps of their row's `scale`; both are written."""
+    torch.div(torch.abs(values, out=steps).amax(dim=1), 127, out=scale)
+    torch.div(values, scale[:, None], out=steps)
     if not bool(scale.all()):
         steps[scale == 0] = 0.0
-    return steps.round_().clamp_(-127, 127)
+    steps.round_().clamp_(-127, 127)

@@ -71,6 +71,7 @@ class _TwoMeansCoder(DenseCoder):
         self._pieces = {piece.where.start: piece for piece in _pieces(layout)}
         self._columns = sum(layout.is_column)
         self._plain = sum(piece.numel for piece in self._pieces.values() if not piece.width)
+        self._most = max((piece.numel for piece in self._pieces.values()), default=0)
         self._packed = bits.nbytes(self.numel - self._plain)
 
     @property
@@ -84,6 +85,7 @@ class _TwoMeansCoder(DenseCoder):
         positive = empty(self.numel - self._plain, values, torch.bool)
         low, high = empty(self._columns, values, torch.float32), empty(self._columns, values, torch.float32)
         plain = empty(self._plain, values, torch.float32)
+        halves = empty(self._most, values, torch.float32)
         for piece in self._pieces.values():
             block = values[piece.where].float()
             require_finite(block)
@@ -91,8 +93,9 @@ class _TwoMeansCoder(DenseCoder):
                 plain[piece.first : piece.first + block.numel()] = block
                 continue
             mask = positive[piece.bit : piece.bit + block.numel()]
-            mask.copy_(bits.holds(np.greater_equal, block))
-            low[piece.columns], high[piece.columns] = _means(block, mask.view(-1, piece.width))
+            bits.positive_into(block, mask)
+            half = halves[: block.numel()]
+            low[piece.columns], high[piece.columns] = _means(block, mask.view(-1, piece.width), half)
         floats = torch.cat([low, high, plain]).view(torch.uint8)
         return torch.cat([bits.pack_mask(positive), floats])
 
@@ -135,14 +138,14 @@ def _pieces(layout: SliceLayout) -> Iterator[_Piece]:
         start = end
 
 
-def _means(block: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row's elements below 0, and of the others (`mask`)."""
+def _means(block: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row's elements below 0, and of the others (`mask`); `half` is memory for as many elements."""
     num_rows, width = mask.shape
     count = _count(mask)
     lengths = torch.full((num_rows,), width, device=block.device)
-    high = torch.segment_reduce(block.clamp(min=0), "sum", lengths=lengths) / count.clamp(min=1)
-    low = torch.segment_reduce(block.clamp(max=0), "sum", lengths=lengths) / (width - count).clamp(min=1)
-    return low, high
+    above = torch.segment_reduce(torch.clamp(block, min=0, out=half), "sum", lengths=lengths)
+    below = torch.segment_reduce(torch.clamp(block, max=0, out=half), "sum", lengths=lengths)
+    return below / (width - count).clamp(min=1), above / count.clamp(min=1)
 
 
 def _count(mask: torch.Tensor) -> torch.Tensor:

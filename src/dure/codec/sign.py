@@ -64,7 +64,7 @@ class _SignCoder(DenseCoder):
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         if self._random is None:
-            packed = bits.pack_signs(values, require_finite)
+            packed = bits.pack_signs(values, look=True)
         else:
             require_finite(values)  # before a sign is drawn
             packed = bits.pack_signs(self._without_zeros(values))

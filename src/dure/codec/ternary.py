@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.blocks import require_finite
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
@@ -72,7 +71,7 @@ class _PlanesCoder(DenseCoder):
 
 def _planes(values: torch.Tensor) -> list[torch.Tensor]:
     """A bit for each element that is not zero, and a bit for each that is above."""
-    return bits.pack(values, (np.not_equal, np.greater), require_finite)
+    return bits.pack(values, (np.not_equal, np.greater), look=True)
 
 
 class _EntropyCoder(DenseCoder):
