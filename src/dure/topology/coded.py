@@ -19,7 +19,7 @@ import torch
 
 from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
-from dure.errors import PeerLost, Refused, RemoteError
+from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 from dure.runtime.base import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.sharding import Shaped, equal_ranges
 
@@ -98,7 +98,10 @@ class Desk:
         shares = {place: share for place, (_, share) in came.items()}
         nbytes = 4 * self._owner.numel * len(came)
         work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codings(len(came)))
-        complete.resolve(await self._node.compute(work))
+        try:
+            complete.resolve(await self._node.compute(work))
+        except DamagedMessage as error:  # nobody may wait for what will never be
+            complete.fail(Refused(f"round {number} of {self._node.name}'s stripe cannot be combined: {error}"))
 
     async def _combined(self, complete: Operation[Any]) -> Reply:
         message = await complete

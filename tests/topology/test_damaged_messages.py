@@ -1,0 +1,248 @@
+"""Encoded messages that no encoder made, in good frames from a real socket: refused, never decoded, never a crash.
+
+And good messages in damaged frames, which a node does not even hear of.
+"""
+
+import random
+import socket
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dure.codec.coder import SliceLayout
+from dure.codec.exchange import add_up
+from dure.errors import DamagedMessage, Refused
+from dure.optim import OptimizerSpec
+from dure.runtime.base import Address, nothing
+from dure.runtime.meter import Meter
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity
+from dure.runtime.wire.frame import (
+    HEADER_NBYTES,
+    Header,
+    Kind,
+    Outgoing,
+    decode_meta,
+    encode_meta,
+    job_code,
+    unpack_header,
+)
+from dure.strategy import make
+from dure.topology.coded import CodedGroup
+from dure.topology.parameter_server import Shard
+
+NUMEL = 41
+MEANS = ["fp32", "fp16", "bf16", "int8", "1bit", "strom:threshold=0.5", "top-k:share=0.2", "sign:scaled=true+ef"]
+VOTES = ["sign", "ternary", "ternary:coding=planes", "it-sign"]
+
+
+def frame(kind, meta, payload=b"", *, request=0):
+    header = Header(kind, job_code("job"), 1, 0, request)
+    outgoing, out = Outgoing(header, encode_meta(meta), [memoryview(payload)]), bytearray()
+    while view := outgoing.peek():
+        out += view
+        outgoing.advance(len(view))
+    return out
+
+
+def message_of(codec, numel=NUMEL):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    return bytes(make(codec, "codec").coder(SliceLayout.plain(numel)).encode(values).numpy())
+
+
+class Stranger:
+    """Worker 1, by hand: a plain socket, and the node that it speaks to, turned by this thread."""
+
+    def __init__(self, node):
+        self.node = node
+        self.port = node.wire.listen(nearby=False)
+        self.sock = None
+        self.requests = 0
+
+    def enter(self):
+        self.leave()
+        self.sock = socket.create_connection(("127.0.0.1", self.port))
+        self.sock.sendall(
+            frame(Kind.HELLO, {"job": "job", "name": "worker 1", "rank": 1, "incarnation": 0, "about": {}, "nonce": ""})
+        )
+        self.until(lambda: any(identity.name == "worker 1" for identity in self.node.wire.callers))
+
+    def leave(self):
+        if self.sock is not None:
+            self.sock.close()
+            self.until(lambda: not self.node.wire.callers)
+        self.sock = None
+
+    def until(self, condition, seconds=60.0):
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, "it did not happen"
+            self.node.loop.turn(0.001)
+
+    def request(self, service, method, message, **fields):
+        """A request's bytes, as good as any."""
+        self.requests += 1
+        meta = {"service": service, "method": method, "fields": fields, "tensors": [["uint8", len(message)]]}
+        return frame(Kind.REQUEST, meta, message, request=self.requests)
+
+    def answer(self):
+        """Kind and meta of the answer to the last request."""
+        self.sock.settimeout(0.001)
+        raw = bytearray()
+        while True:
+            self.node.loop.turn(0.001)
+            try:
+                more = self.sock.recv(1 << 16)
+            except TimeoutError:
+                continue
+            assert more, "the connection has ended"
+            raw += more
+            while len(raw) >= HEADER_NBYTES:
+                header = unpack_header(bytes(raw[:HEADER_NBYTES]))
+                end = HEADER_NBYTES + header.meta_nbytes
+                if header.request == self.requests and len(raw) >= end:
+                    return header.kind, decode_meta(bytes(raw[HEADER_NBYTES:end]))
+                whole = end + header.payload_nbytes + (8 if header.payload_nbytes else 0)
+                if len(raw) < whole:
+                    break
+                del raw[:whole]
+
+
+@pytest.fixture
+def stranger():
+    torch.set_num_threads(1)
+    made = []
+
+    def build(name):
+        node = ProcessNode(Identity("job", name))
+        made.append(Stranger(node))
+        return made[-1]
+
+    yield build
+    for each in made:
+        if each.sock is not None:
+            each.sock.close()
+        each.node.wire.close(timeout=0.0)
+
+
+def served(stranger, codec):
+    """A shard whose updates travel as `codec` has it, and worker 1 before it."""
+    caller = stranger("server 0")
+    coder = make(codec, "codec").coder(SliceLayout.plain(NUMEL))
+    shard = Shard(caller.node, torch.zeros(NUMEL), OptimizerSpec("sgd", lr=1.0), coder=coder)
+    caller.node.serve("shard 0", shard)
+    return caller, shard
+
+
+def push(caller, message, seq, ordered=False):
+    return caller.request(
+        "shard 0", "push", message, worker=1, incarnation=0, seq=seq, base=0, weight=1.0, ordered=ordered
+    )
+
+
+def damages(codec, good):
+    """Messages that `codec` does not make, of a length that may be one."""
+    short = [good[:-1], b"", good + b"\0"]
+    infinity = {"fp32": 4, "fp16": 2, "bf16": 2}
+    if codec in infinity:
+        return [*short, b"\xff" * infinity[codec] + good[infinity[codec] :]]
+    if codec.startswith("sign:"):
+        return [*short, good[:-4] + np.float32(-1).tobytes(), good[:-4] + np.float32(np.nan).tobytes()]
+    if codec in ("int8", "1bit", "top-k:share=0.2"):  # their last bytes are a float
+        return [*short, good[:-4] + np.float32(np.inf).tobytes()]
+    if codec == "sign":
+        return [*short, good[:-1] + b"\xff"]
+    if codec == "ternary:coding=planes":
+        return [*short, b"\0" * 6 + b"\xff" * 6]
+    return [*short, b"\xff" * len(good), b"\xff\xff\xff\xff" + good[4:]]  # counts
+
+
+@pytest.mark.parametrize("codec", MEANS)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_shard_refuses_what_no_encoder_made(stranger, codec, ordered):
+    caller, shard = served(stranger, codec)
+    good = message_of(codec)
+    caller.enter()
+    bad = [message for message in damages(codec, good) if len(message) <= shard._coder.most_bytes]
+    for seq, message in enumerate(bad, start=1):
+        caller.sock.sendall(push(caller, message, seq, ordered))
+        kind, meta = caller.answer()
+        assert kind == Kind.ERROR
+        assert f"update {seq} of worker 1 is damaged" in str(meta)
+        assert shard.refused == seq
+    assert (shard.applied, shard.num_staged, shard.version) == (0, 0, 0)
+    assert not shard.values.any()
+    caller.sock.sendall(push(caller, good, len(bad) + 1, ordered))
+    assert caller.answer()[0] == Kind.REPLY
+    assert shard.applied + shard.num_staged == 1
+    assert bool(shard.values.any()) is not ordered
+
+
+@pytest.mark.parametrize("codec", MEANS)
+def test_a_shard_takes_no_message_longer_than_any_can_be(stranger, codec):
+    """Said from the server's own numbers, before a byte of it is decoded."""
+    caller, shard = served(stranger, codec)
+    caller.enter()
+    caller.sock.sendall(push(caller, bytes(shard._coder.most_bytes + 1), 0))
+    kind, meta = caller.answer()
+    assert kind == Kind.ERROR
+    assert str(shard._coder.most_bytes) in str(meta)
+    assert (shard.applied, shard.refused) == (0, 0)
+    assert not shard.values.any()
+
+
+def test_flipped_bits_never_reach_a_decoder(stranger):
+    caller, shard = served(stranger, "1bit")
+    chance, good = random.Random(1), push(caller, message_of("1bit"), 1)
+    caller.enter()
+    caller.sock.sendall(good)
+    assert caller.answer()[0] == Kind.REPLY
+    assert shard.applied == 1
+    before, flips = shard.values.clone(), 60
+    for _ in range(flips):
+        bad = bytearray(push(caller, message_of("1bit"), 2))
+        bit = chance.randrange(len(bad) * 8)
+        bad[bit // 8] ^= 1 << bit % 8
+        caller.enter()
+        caller.sock.sendall(bad)
+        caller.until(lambda: not caller.node.wire.callers)
+    assert caller.node.wire.refused + caller.node.wire.damaged == flips
+    assert (shard.applied, shard.refused) == (1, 0)
+    assert torch.equal(shard.values, before)
+
+
+@pytest.mark.parametrize("codec", [*MEANS, *VOTES])
+def test_a_coded_group_refuses_what_no_encoder_made(stranger, codec):
+    """The round ends with an error for who sent it and for who waits, and nothing is made of it."""
+    coder = make(codec, "codec").coder(SliceLayout.plain(NUMEL))
+    for message in damages(codec, message_of(codec)):
+        if len(message) > coder.most_bytes:
+            continue
+        caller = stranger("worker 0")
+        group = SimpleNamespace(ranks=(0, 1))
+        shape = SimpleNamespace(start=0, stop=NUMEL if gathers(codec) else 2 * NUMEL, shape=(1, NUMEL))
+        coded = CodedGroup(caller.node, group, make(codec, "codec"), [shape], Meter("worker 0"))
+        method = "take" if coded._gathers else "give"
+        mine = torch.from_numpy(np.frombuffer(message_of(codec), np.uint8).copy())
+        into = [] if coded._gathers else [torch.empty(coder.most_bytes, dtype=torch.uint8)]
+        ours = caller.node.call(Address("worker 0", "stripe"), method, mine, into=into, round=1, share=0.5)
+        ours.when_done(nothing)
+        caller.enter()
+        caller.sock.sendall(caller.request("stripe", method, message, round=1, share=0.5))
+        kind, meta = caller.answer()
+        if method == "give":
+            assert kind == Kind.ERROR
+            assert "round 1" in str(meta)
+            with pytest.raises(Refused, match="round 1"):
+                caller.node.loop.run_until(ours)
+        else:  # it has arrived; everybody adds up for himself
+            assert kind == Kind.REPLY
+            with pytest.raises(DamagedMessage):
+                add_up(coded._coders[0], coded._desk.messages(1), torch.zeros(NUMEL))
+
+
+def gathers(codec):
+    return make(codec, "codec").way == "gather"
