@@ -125,8 +125,7 @@ def job(model: str) -> Job:
 
 
 def loop(task: Task, rank: int, name: str, register: Register) -> Loop:
-    """PowerSGD has one bucket: of several, each starts its next collective as soon as the last one's callback is run,
-    in an order that differs between processes, and over Gloo they then wait for each other for ever."""
+    """PowerSGD has one bucket: with several it stood still over Gloo until the time-out."""
     cap = ONE_BUCKET if "PowerSGD" in name else None
     model = DistributedDataParallel(task.job.build(0), gradient_as_bucket_view=True, bucket_cap_mb=cap)
     register(model)

@@ -17,7 +17,7 @@ RUNTIMES = ("virtual", "process", "wire", "network", "launch", "compute", "clust
 CODEC_PARTS = {"base", "bits", "cast", "coder", "exchange", "gaps", "residual", "vote"}
 SHARED = {
     "sync": {"base", "clock", "remedied"},
-    "codec": {"base", "bits", "cast", "coder", "exchange", "gaps", "residual", "vote"},
+    "codec": {"base", "bits", "blocks", "cast", "coder", "exchange", "gaps", "residual", "vote"},
     "partition": {"base"},
 }
 

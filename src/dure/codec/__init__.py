@@ -16,7 +16,7 @@
 | `momentum` | `Momentum` | joined by `+`: a moving average is encoded                 | what the codec's do           |
 
 `base` says what a codec is, `coder` what it is made of, `exchange` how messages of several members become one,
-`vote` how signs do, `residual` what coders keep; `bits` and `gaps` pack.
+`vote` how signs do, `residual` what coders keep; `bits` and `gaps` pack, in `blocks`.
 """
 
 from dure.catalogue import Entry
