@@ -5,7 +5,7 @@
 
 Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
 
-`--costs` draws lines through what encoding, decoding and combining take for slices of 64 thousand to a million values:
+`--costs` draws lines through what encoding, decoding and combining take for slices of 256 thousand to 4 million values:
 microseconds of a call and nanoseconds of a value, as `runtime.coding` has them for virtual time.
 """
 
@@ -82,7 +82,7 @@ def print_costs() -> None:
     for text in COSTED:
         codec = make(text, "codec")
         numbers = []
-        for _, line in codec_cost(timed(codec, random_slices(1 << 20, STEADY if text.startswith("strom") else VOTERS))):
+        for _, line in codec_cost(timed(codec, random_slices(messages=STEADY if text.startswith("strom") else VOTERS))):
             numbers += [f"{line.start * 1e6:.3g}", f"{line.value * 1e9:.3g}"]
         print(f'    "{codec_name(codec)}": _cost({", ".join(numbers)}),', flush=True)
 

@@ -6,7 +6,8 @@
 one after another, in that model: what overlaps, latency and what a message costs by itself are left out, on both
 sides. `compute` is the mean of the run's steps, and `bytes` what it sent: of a step, through the busiest card. Coding
 is what a step waits for: its own messages encoded, everybody's combined, the result decoded. Both are equal, and the
-codec breaks even, at the bytes that it saves over the seconds that it takes.
+codec breaks even, at the bytes that it saves over the seconds that it takes. Where workers meet every `period` steps, a
+step has its share of a meeting.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def payoff(task: Task, totals: Totals, cluster: Cluster | None) -> dict[str, Any
     cost = _measured(task, codec) if cluster is None else cost_of(name, given)
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(_steps(totals))
-    coding = cost.seconds(codings(task, codec))
+    coding = cost.seconds(codings(task, codec)) / task.period
     traffic = _by_servers(task, totals) if task.servers else _by_collectives(task, totals)
     links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
     return {
@@ -111,13 +112,13 @@ def _steps(totals: Totals) -> list[int]:
 def _by_collectives(task: Task, totals: Totals) -> Traffic:
     """Out of a card; as much comes in at the same time. Without a codec there would be a ring."""
     coded = max(row["bytes_sent"] / row["steps"] for row in totals.per_worker.values() if row.get("steps"))
-    return Traffic(coded, 2 * (task.workers - 1) / task.workers * _weight(task))
+    return Traffic(coded, 2 * (task.workers - 1) / task.workers * _weight(task) / task.period)
 
 
 def _by_servers(task: Task, totals: Totals) -> Traffic:
     """In and out, one after another: parameters are pulled when gradients have been pushed."""
     steps, weight, numel = max(_steps(totals)), _weight(task), task.replica.numel
-    cards = [_both(row, row["steps"], weight) for row in totals.per_worker.values() if row.get("steps")]
+    cards = [_both(row, row["steps"], weight / task.period) for row in totals.per_worker.values() if row.get("steps")]
     for ranges, row in zip(task.ranges, totals.per_shard.values(), strict=True):
         updates = (row["applied"] + row["refused"]) / steps
         sent, received = row["bytes_sent"] / steps, row["bytes_received"] / steps
@@ -125,7 +126,7 @@ def _by_servers(task: Task, totals: Totals) -> Traffic:
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
 
 
-def _both(row: Mapping[str, int], steps: int, weight: int) -> Traffic:
+def _both(row: Mapping[str, int], steps: int, weight: float) -> Traffic:
     """Of a worker: what it sends is encoded, what it receives is not."""
     return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, weight + row["bytes_received"] / steps)
 

@@ -83,9 +83,15 @@ class Strategy:
         """Raise `StrategyError` if what travels cannot be encoded so."""
         codec, sync = name_of("codec", self.codec), name_of("sync", self.sync)
         if topology not in getattr(self.sync, "encodes", ()):
+            because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
             raise StrategyError(
-                f"{codec} encodes gradients on their way to be averaged, and {sync} over {topology} sends none. The "
-                f'nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
+                f"{codec} encodes gradients, or changes of models, on their way to be averaged: {because}. The nearest "
+                f'that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
+            )
+        if getattr(self.sync, "changes", False) and self.codec.vote() is not None:
+            raise StrategyError(
+                f"{codec} is for votes, which say which way each parameter goes and not how far, as {sync} needs it. "
+                f'The nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
         if topology == "ps" and self.codec.vote() is not None:
             raise StrategyError(

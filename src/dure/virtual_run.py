@@ -253,8 +253,8 @@ class Segment:
         """A step has been made, or begun in vain."""
         self.done += 1
         self.steps[worker.rank] += 1
-        if self.done % self.row_every == 0 and self.row_shards:
-            self.runtime.kernel.soon(self._row)  # once the worker has stepped, as servers have
+        if self.done % self.row_every == 0 and (self.row_shards or worker.encodes):
+            self.runtime.kernel.soon(self._row)  # once the worker has stepped, as servers have, or all others
         elif self.done % self.row_every == 0:
             self._row()
 

@@ -627,13 +627,24 @@ class Worker:
         await self.mean_buffers()
         self.meter.add("communicate", started, self.node.now(), "all_reduce")
 
-    def mean(self, values: torch.Tensor, share: float | None = None) -> Operation[torch.Tensor]:
+    @property
+    def encodes(self) -> bool:
+        """Whether a codec encodes what travels over this worker's group."""
+        return isinstance(self.group, CodedGroup)
+
+    def mean(
+        self, values: torch.Tensor, share: float | None = None, *, since: torch.Tensor | None = None
+    ) -> Operation[torch.Tensor]:
         """Start on the mean of `values` over the group, weighted by batch size or `share`; `values` stay as they are.
 
-        They may be looked at, and changed, while others are still on their way.
+        They may be looked at, and changed, while others are still on their way. Where a codec `encodes`, it does how
+        they have changed `since`, which all have alike; without that, nothing.
         """
         assert self.group is not None
-        return self.group.all_reduce(values * (self.share if share is None else share))
+        share = self.share if share is None else share
+        if since is not None and isinstance(self.group, CodedGroup):
+            return self.group.mean_change(values, since, share)
+        return self.group.all_reduce(values * share)
 
     async def mean_buffers(self) -> None:
         """Merge the replicas' buffers, if the model has any."""

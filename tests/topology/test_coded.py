@@ -46,14 +46,54 @@ def test_servers_are_sent_what_is_encoded_and_send_all():
     assert summary["bytes_received"] >= K * STEPS * 4 * numel()
 
 
-@pytest.mark.parametrize("strategy", ["bsp collective it-sign:start=3", "bsp collective strom:threshold=0.001"])
-def test_both_runtimes_give_the_same_bits(strategy):
-    options = {"workers": 3, "steps": 12, "lr": 0.01}
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("bsp collective it-sign:start=3", 3),
+        ("bsp collective strom:threshold=0.001", 3),
+        ("bmuf:period=3,momentum=0.5 collective strom:threshold=0.001", 2),  # a mean of two that are alike is exact
+    ],
+)
+def test_both_runtimes_give_the_same_bits(strategy, workers):
+    options = {"workers": workers, "steps": 12, "lr": 0.01}
     model, real = (
         dure.train("digits-mlp", strategy=strategy, on=on, **options).summary() for on in ("virtual", "local")
     )
     assert model["params_sha256"] == real["params_sha256"]
     assert model["bytes_sent"] == real["bytes_sent"]
+
+
+def test_models_that_meet_send_how_far_they_have_gone():
+    """A meeting costs what a gradient does, and what comes of it is what it is without a codec, but for rounding."""
+    every, fifth, whole = (run(s).summary() for s in ("bsp collective fp16", AVERAGING + "fp16", AVERAGING + "fp32"))
+    assert 5 * fifth["bytes_sent"] == every["bytes_sent"]
+    assert fifth["loss"] == pytest.approx(whole["loss"], rel=1e-3)
+    assert fifth["params_sha256"] != whole["params_sha256"]
+
+
+AVERAGING = "averaging:period=5 collective "
+
+
+@pytest.mark.parametrize("codec", ["1bit", "strom:threshold=0.002", "int8+ef", "top-k:share=0.02"])
+def test_meeting_at_every_step_is_bsp_of_the_same_codec(codec):
+    """What a step changes is the gradient times the rate: so is the threshold."""
+    rate, scale = 0.0625, 16
+    scaled = codec.replace("0.002", str(0.002 * scale))
+    apart, together = (
+        run(strategy, lr=rate).summary()
+        for strategy in (f"averaging:period=1 collective {codec}", f"bsp collective {scaled}")
+    )
+    rounding = 1e-2 if codec == "1bit" else 1e-3  # a value of zero goes with those of one sign, and signs are turned
+    assert apart["loss"] == pytest.approx(together["loss"], rel=rounding)
+    assert apart["bytes_sent"] == pytest.approx(together["bytes_sent"], rel=1e-2)
+
+
+def test_blocks_filter_what_was_decoded():
+    """Over collectives and over servers alike: without momentum, and only one of two encodings lossy, both average."""
+    for strategy in ("bmuf:period=4,momentum=0.5 collective int8+ef", "bmuf:period=4,momentum=0.5 ps:shards=2 int8+ef"):
+        coded, plain = run(strategy), run(strategy.replace("int8+ef", "fp32"))
+        assert coded.summary()["bytes_sent"] < 0.3 * plain.summary()["bytes_sent"]
+        assert coded.summary()["loss"] == pytest.approx(plain.summary()["loss"], rel=2e-2)
 
 
 def test_weights_are_shares_of_the_batch():
@@ -88,7 +128,13 @@ def test_a_vote_of_one_is_its_own():
     [
         ("bsp ps sign", "a mean of signs is no sign of the mean"),
         ("bsp ps it-sign", "bsp collective it-sign"),
-        ("averaging collective fp16", "averaging over collective sends none"),
+        ("averaging ps fp16", "servers are pushed models"),
+        ("averaging:weights=fisher collective fp16", "two vectors"),
+        ("bmuf:period=4,overlap=1 collective fp16", "parts of it travel"),
+        ("diloco:period=4,fragments=2 collective fp16", "parts of it travel"),
+        ("bmuf collective sign", "not how far"),
+        ("averaging collective it-sign+momentum", "not how far"),
+        ("easgd collective fp16", "easgd over collective sends none"),
         ("ad-psgd gossip:graph=ring 1bit", "sends none"),
         ("hogwild 1bit", "sends none"),
         ("bsp collective sign+ef", "Use sign:scaled=true"),

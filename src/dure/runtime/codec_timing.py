@@ -64,12 +64,12 @@ def timed(codec: Codec, slices: Iterable[Slice]) -> Points:
 def _works(
     coder: Coder, vote: Vote | None, values: Sequence[torch.Tensor], messages: dict[int, torch.Tensor]
 ) -> Iterator[tuple[str, Sequence[Callable[[], object]]]]:
-    """What is timed of each operation, one after another and over again."""
-    out = torch.zeros(coder.numel)
+    """What is timed of each operation, one after another and over again; of messages the last, as later ones are."""
+    out, message = torch.zeros(coder.numel), messages[len(messages) - 1]
     yield "encode", [partial(coder.encode, each) for each in values]
-    yield "decode", [partial(coder.decode, message, out) for message in messages.values()]
+    yield "decode", [partial(coder.decode, message, out)]
     if vote is None:
-        yield "combine", [partial(coder.accumulate, message, out, 0.5) for message in messages.values()]
+        yield "combine", [partial(coder.accumulate, message, out, 0.5)]
     else:
         yield "combine", [partial(vote.decide, messages, coder)]
 

@@ -63,22 +63,22 @@ def _cost(*lines: float) -> CodecCost:
 
 MEASURED: Mapping[str, CodecCost] = MappingProxyType(
     {
-        "fp16": _cost(62, 1.7, 43, 12, 0, 13),
-        "bf16": _cost(24, 1.9, 21, 11, 0, 12),
-        "int8": _cost(0, 9.3, 56, 2.9, 48, 3.8),
+        "fp16": _cost(0, 1.5, 0, 6.7, 24, 7.2),
+        "bf16": _cost(0, 1.5, 0, 7.1, 0, 8.4),
+        "int8": _cost(0, 7, 0, 2.5, 0, 3.3),
         "1bit": _cost(530, 35, 170, 16, 58, 17),
-        "strom": _cost(860, 5.6, 210, 0.61, 230, 0.025),
-        "top-k": _cost(720, 23, 330, 1.5, 350, 1),
-        "sign": _cost(91, 1.3, 36, 0.46, 340, 0.073),
-        "ternary": _cost(2.4, 16, 33, 33, 94, 34),
-        "it-sign": _cost(380, 11, 310, 29, 12000, 35),
-        "fp16+ef": _cost(0, 10, 0, 8.2, 0, 9.2),
-        "bf16+ef": _cost(370, 10, 180, 6.7, 250, 6.5),
-        "int8+ef": _cost(0, 10, 48, 2.3, 28, 2.9),
-        "sign+ef": _cost(96, 4, 24, 0.36, 15, 1.1),
+        "strom": _cost(610, 4.2, 200, 0.31, 120, 0),
+        "top-k": _cost(720, 23, 310, 1.5, 310, 1.2),
+        "sign": _cost(130, 0.88, 30, 0.39, 340, 0.073),
+        "ternary": _cost(160, 11, 33, 33, 94, 34),
+        "it-sign": _cost(380, 11, 310, 29, 0, 48),
+        "fp16+ef": _cost(54, 8.8, 51, 6.1, 56, 6.6),
+        "bf16+ef": _cost(0, 10, 0, 6.9, 6, 6.4),
+        "int8+ef": _cost(0, 8.8, 11, 2.3, 0, 3),
+        "sign+ef": _cost(130, 3.3, 25, 0.33, 17, 0.99),
         "sign+momentum": _cost(30, 1.5, 10, 0.32, 190, 1.7),
-        "ternary+momentum": _cost(94, 13, 0, 30, 2500, 32),
-        "it-sign+momentum": _cost(0, 15, 0, 31, 3200, 36),
+        "ternary+momentum": _cost(130, 11, 0, 30, 2500, 32),
+        "it-sign+momentum": _cost(0, 14, 0, 31, 3200, 36),
     }
 )
-"""By `python bench/codecs.py --costs`, on a machine of two cores without other work, with one thread."""
+"""By `python bench/codecs.py --costs`, on a machine of two cores, with one thread: of two runs the faster line each."""

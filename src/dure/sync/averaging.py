@@ -109,6 +109,7 @@ class Averaging:
     pace: Literal["steps", "time"] = "steps"
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    changes: ClassVar[bool] = True
     delivers: ClassVar[str] = "mean"
 
     def __post_init__(self) -> None:
@@ -142,6 +143,16 @@ class Averaging:
     @property
     def lockstep(self) -> bool:
         return self.pace == "steps"
+
+    @property
+    def encodes(self) -> tuple[str, ...]:
+        return () if self.weights == "fisher" else ("collective",)
+
+    @property
+    def uncoded(self) -> str:
+        if self.weights == "fisher":
+            return "a mean with weights of each parameter's own needs two vectors from everybody, as they are"
+        return "servers are pushed models, and a codec encodes how far they have gone"
 
     def objection(self, topology: str) -> str:
         if topology == "collective" and self.pace == "time":
@@ -202,7 +213,7 @@ class Averaging:
         steps = rhythm.period if self.pace == "steps" else fitting(rhythm.seconds, kept.get("step", 0.0))
         kept |= {"rhythm": rhythm.plain, "began": worker.clock, "due": worker.clock + steps}
         kept |= {"loss": 0.0, "seconds": 0.0, "pushed": False}
-        if self.pace == "time":
+        if self.pace == "time" or worker.encodes:
             worker.keep("start").copy_(worker.params)
         if self.weights == "fisher":
             worker.keep("fisher").zero_()
@@ -256,7 +267,8 @@ class Averaging:
             weight = worker.keep("fisher") + LEAST_FISHER
             worker.params.copy_(await worker.mean(worker.params * weight, 1.0) / await worker.mean(weight, 1.0))
         else:
-            worker.params.copy_(await worker.mean(worker.params, self.share(worker, note)))
+            since = worker.keep("start") if worker.encodes else None
+            worker.params.copy_(await worker.mean(worker.params, self.share(worker, note), since=since))
         if self.state == "average":
             for vector in worker.optimizer.state()[0].values():
                 vector.copy_(await worker.mean(vector))

@@ -48,6 +48,8 @@ class Sync(Protocol):
     #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
     #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
     #   encodes: ClassVar[tuple[str, ...]]    over these topologies, what it sends may be encoded by a codec
+    #   uncoded: str                          why over the others it is not
+    #   changes: ClassVar[bool]               what is encoded is how far a model has gone, and no gradient
     #   quorum(workers: int) -> int           how many updates make a group
     #   fewest: int                           workers that it needs at least
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory

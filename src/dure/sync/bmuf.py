@@ -63,6 +63,7 @@ class BMUF:
     fragments: int = 1
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    changes: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "mean"
 
@@ -79,6 +80,14 @@ class BMUF:
             raise ValueError(f"overlap must be between 0 and the period ({self.period}), got {self.overlap}.")
         if not 1 <= self.fragments <= self.period:
             raise ValueError(f"fragments must be between 1 and the period ({self.period}), got {self.fragments}.")
+
+    @property
+    def encodes(self) -> tuple[str, ...]:
+        return () if self.overlap or self.fragments > 1 else self.topologies
+
+    @property
+    def uncoded(self) -> str:
+        return "what a codec keeps is of the whole change of a block, and with overlap or fragments parts of it travel"
 
     def objection(self, topology: str) -> str:
         if topology == "ps" and (self.overlap or self.fragments > 1):
@@ -155,7 +164,8 @@ class BMUF:
         """Start on the mean of a fragment of `values`."""
         if self.overlap:
             part(worker.keep("sent"), cut).copy_(part(values, cut))
-        return _Sent(clock + self.overlap, cut, worker.mean(part(values, cut)))
+        mean = worker.mean(part(values, cut), since=part(worker.keep("start"), cut))
+        return _Sent(clock + self.overlap, cut, mean)
 
     async def take_in(self, worker: Worker, sent: _Sent) -> None:
         """The step from mean to mean; then w_k <- Wg and what this worker has done since it sent."""
@@ -224,6 +234,7 @@ class DiLoCo:
     fragments: int = 1
 
     topologies: ClassVar[tuple[str, ...]] = BMUF.topologies
+    changes: ClassVar[bool] = BMUF.changes
     lockstep: ClassVar[bool] = BMUF.lockstep
     delivers: ClassVar[str] = BMUF.delivers
 
@@ -231,6 +242,14 @@ class DiLoCo:
         if not self.lr >= 0:
             raise ValueError(f"lr is the outer learning rate and must be >= 0, got {self.lr}. The paper's is 0.7.")
         _ = self.outer
+
+    @property
+    def encodes(self) -> tuple[str, ...]:
+        return self.outer.encodes
+
+    @property
+    def uncoded(self) -> str:
+        return self.outer.uncoded
 
     @property
     def outer(self) -> BMUF:

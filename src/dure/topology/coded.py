@@ -1,4 +1,4 @@
-"""A group whose mean gradient travels as a codec has it; everything else as it would without.
+"""A group whose mean gradient, or mean change of a model, travels as a codec has it; all else as it would without.
 
     stripes     worker                                   owner of a stripe (each worker has one)
                   give (round, encoded stripe) ----------->  waits for everybody's
@@ -115,7 +115,7 @@ class Desk:
 
 
 class CodedGroup:
-    """`group`, whose `mean_gradient` travels encoded."""
+    """`group`, whose `mean_gradient` and `mean_change` travel encoded."""
 
     def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Shaped], meter: Meter) -> None:
         self._node, self._group, self._meter = node, group, meter
@@ -143,16 +143,30 @@ class CodedGroup:
         operation.when_done(nothing)  # whoever awaits it hears of its error
         return operation
 
+    def mean_change(self, values: torch.Tensor, since: torch.Tensor, share: float) -> Operation[torch.Tensor]:
+        """The sum over members of `share * values`, the shares adding up to 1; both stay as they are.
+
+        What travels is how far they are from `since`, which all have alike: so the codec's error is fed back to the
+        next change, and what all get is alike too.
+        """
+        self._round += 1
+        return self._node.spawn(self._mean_change(values - since, since, share, self._round), "the mean change")
+
+    async def _mean_change(self, change: torch.Tensor, since: torch.Tensor, share: float, number: int) -> torch.Tensor:
+        await self._mean(change, share, number)
+        return change.add_(since)
+
     async def _exchange(self, computing: Operation[Any], started: float, share: float, number: int) -> Any:
         gradient = await computing
         computed = self._node.now()
         self._meter.add("compute", started, computed)
-        if self._gathers:
-            await self._gather(gradient.values, share, number)
-        else:
-            await self._stripes(gradient.values, share, number)
+        await self._mean(gradient.values, share, number)
         self._meter.add("communicate", computed, self._node.now(), "all_reduce")
         return gradient
+
+    async def _mean(self, values: torch.Tensor, share: float, number: int) -> None:
+        """Have everybody's mean in place of `values`."""
+        await (self._gather if self._gathers else self._stripes)(values, share, number)
 
     async def _stripes(self, values: torch.Tensor, share: float, number: int) -> None:
         compute, calls = self._node.compute, []
