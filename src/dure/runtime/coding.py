@@ -67,7 +67,7 @@ MEASURED: Mapping[str, CodecCost] = MappingProxyType(
         "bf16": _cost(0, 1.5, 0, 7.1, 0, 8.4),
         "int8": _cost(0, 7, 0, 2.5, 0, 3.3),
         "1bit": _cost(530, 35, 170, 16, 58, 17),
-        "strom": _cost(610, 4.2, 200, 0.31, 120, 0),
+        "strom": _cost(1100, 7.1, 460, 0.8, 390, 0.55),
         "top-k": _cost(720, 23, 310, 1.5, 310, 1.2),
         "sign": _cost(130, 0.88, 30, 0.39, 340, 0.073),
         "ternary": _cost(160, 11, 33, 33, 94, 34),
