@@ -112,6 +112,9 @@ class TestNode:
         self.world.services[address] = service
         return address
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape)
+
 
 class Delivery:
     """A call that arrives when it is called."""

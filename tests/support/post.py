@@ -133,6 +133,9 @@ class PostNode:
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.post, label)
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape)
+
 
 def _result(operation: Operation[Reply]) -> Reply | RemoteError:
     try:

@@ -33,6 +33,9 @@ class Instant:
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.loop, label)
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape)
+
 
 class Bench:
     """One shard under `method`, and what each of `workers` has pulled last. Worker k's gradient is `gradient(w)`."""

@@ -370,6 +370,10 @@ class Node(Protocol):
 
     def serve(self, name: str, service: Service) -> Address: ...
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory like `tensor`'s, not written yet, for what services here answer with; others may read it there."""
+        ...
+
 
 class Work(Protocol):
     """Something a node computes. `run` gives the value for real; virtual time asks `seconds` of its cluster."""

@@ -12,7 +12,8 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,7 @@ LOCK_SECONDS = 30.0
 
 _NAP = 20e-6
 _EAGER = 100
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 
 class Memory:
@@ -38,8 +40,9 @@ class Memory:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if nbytes > there:  # the system would give them, and kill whoever writes to what is missing
             raise DureError(f"{nbytes:,} bytes of memory to share are more than this machine has, {there:,}.")
-        self._file = os.memfd_create("dure", os.MFD_CLOEXEC)
+        self._file = os.memfd_create("dure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, max(nbytes, 1))
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._map()
 
@@ -50,13 +53,29 @@ class Memory:
         self.path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            sealed = fcntl.fcntl(self._file, fcntl.F_GET_SEALS)
         except OSError as error:
             raise DureError(
                 f"the memory to share is not on this machine, or of another user ({path}: {error.strerror}). "
                 "Methods on shared memory need all processes on one machine."
             ) from error
+        if sealed & _SEALS != _SEALS:  # whoever reads behind the end of a file is killed
+            raise DureError(f"{path} may shrink while it is mapped: it is not memory that dure has made.")
         self._map()
         return self
+
+    @property
+    def file(self) -> int:
+        """The descriptor that others open under /proc."""
+        return self._file
+
+    def close(self) -> None:
+        """Others can't find it any more, and it has no locks; what is mapped stays as long as `bytes` is used."""
+        os.close(self._file)
+
+    def when_unmapped(self, function: Callable[[], None]) -> None:
+        """Call `function`, which does not know `self`, when nobody in this process uses `bytes` any more."""
+        weakref.finalize(self._mapped, function)
 
     def _map(self) -> None:
         self._mapped = mmap.mmap(self._file, os.fstat(self._file).st_size)

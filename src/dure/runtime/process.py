@@ -214,6 +214,9 @@ class ProcessNode:
         self.services[name] = service
         return Address(self.name, name)
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.wire.room_like(tensor)
+
     # ---- beneath
 
     def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:

@@ -251,6 +251,9 @@ class VirtualNode:
         self.services[name] = service
         return Address(self.name, name)
 
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape)
+
     def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
         """Send `peer` tensors of `nbytes` bytes; `deliver` is called when they have arrived."""
         self.payload_sent += nbytes

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from dure.runtime.base import Ghost, Reply
+from dure.runtime.base import Ghost, Node, Reply
 
 
 class Buffer:
@@ -44,10 +44,11 @@ class Buffer:
 class Pool:
     """Buffers of one size, made when none is free."""
 
-    __slots__ = ("_free", "_like", "_sizes", "made")
+    __slots__ = ("_free", "_like", "_node", "_sizes", "made")
 
-    def __init__(self, like: torch.Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, node: Node, like: torch.Tensor, sizes: Sequence[int]) -> None:
         self._free: list[Buffer] = []
+        self._node = node
         self._like = like
         self._sizes = sizes
         self.made = 0
@@ -66,5 +67,5 @@ class Pool:
             itemsize = self._like.nbytes // max(self._like.numel(), 1)
             ghosts = [cast(torch.Tensor, Ghost(elements, itemsize)) for elements in self._sizes]
             return Buffer(self._like, ghosts, self._free)
-        tensor = torch.empty_like(self._like)
+        tensor = self._node.room_like(self._like)
         return Buffer(tensor, torch.split(tensor, list(self._sizes)) if self._sizes else (), self._free)

@@ -100,7 +100,7 @@ class Shard:
         self.node = node
         self.timing_only = timing_only
         sizes = [values.numel()] if ranges is None else [stop - start for start, stop in ranges]
-        self.pool = Pool(values, sizes)
+        self.pool = Pool(node, values, sizes)
         self.current = self.pool.take()
         self.optimizer: FlatOptimizer | None = None
         dtype = "float32"

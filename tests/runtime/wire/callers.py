@@ -1,9 +1,10 @@
 """Callers to be killed: a process that makes more of itself without importing anything twice.
 
-    python callers.py PORT NUMEL
+    python callers.py PORT NUMEL LENT_NBYTES
 
 For each line on standard input, `NAME INCARNATION`, a child connects to the server and pushes NUMEL values, all equal
-to its incarnation, for ever. Its process id is printed once it is connected.
+to its incarnation, for ever. If they are lent (LENT_NBYTES as in `Limits`), it pulls as many after each push and says
+"torn" unless they are all equal too. Its process id is printed once it is connected.
 """
 
 import os
@@ -11,30 +12,36 @@ import sys
 
 import torch
 
-from dure.runtime.wire import Identity, Request, Wire
+from dure.runtime.wire import Identity, Limits, Request, Wire
 
 
-def push_for_ever(name, incarnation, port, numel):
-    wire = Wire(Identity("job", name, rank=1, incarnation=incarnation))
+def push_for_ever(name, incarnation, port, numel, lent_nbytes):
+    wire = Wire(Identity("job", name, rank=1, incarnation=incarnation), limits=Limits(lent_nbytes=lent_nbytes))
     wire.connect("server 0", "127.0.0.1", port, 10.0)
     print(os.getpid(), flush=True)
-    gradient = torch.full((numel,), float(incarnation))
+    gradient, into = torch.full((numel,), float(incarnation)), torch.zeros(numel)
+    requests = [Request("service", "push", [gradient], fields={"life": incarnation})]
+    if lent_nbytes <= 4 * numel:
+        requests.append(Request("service", "pull", into=[into]))
     while True:
-        out = []
-        wire.call("server 0", Request("service", "push", [gradient], fields={"life": incarnation}), out.append)
-        while not out:
-            wire.poll(1.0)
+        for request in requests:
+            out = []
+            wire.call("server 0", request, out.append)
+            while not out:
+                wire.poll(1.0)
+        if into.min() != into.max():
+            print("torn", flush=True)
 
 
 def main():
-    port, numel = map(int, sys.argv[1:])
+    port, numel, lent_nbytes = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     children = []
     for line in sys.stdin:
         name, incarnation = line.rsplit(maxsplit=1)
         child = os.fork()
         if not child:
-            push_for_ever(name, int(incarnation), port, numel)
+            push_for_ever(name, int(incarnation), port, numel, lent_nbytes)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)

@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,9 @@ import torch
 from dure.errors import Refused
 from dure.runtime.base import TensorSpec
 from dure.runtime.wire import Identity, Limits, Request, Wire
+
+NEVER = 1 << 60
+"""As `Limits.lent_nbytes`: everything travels, nothing is lent."""
 
 
 class Recorder:
@@ -43,10 +47,12 @@ class World:
     def __init__(self):
         self.wires = []
         self.nearby = True
+        self.lent_nbytes = NEVER
 
     def wire(self, name, host=None, *, rank=0, incarnation=0, job="job", about=None, limits=None, key=None):
         identity = Identity(job, name, rank, incarnation, about or {})
-        wire = Wire(identity, host, limits or Limits(handshake_seconds=1.0), key=key)
+        limits = replace(limits or Limits(handshake_seconds=1.0), lent_nbytes=self.lent_nbytes)
+        wire = Wire(identity, host, limits, key=key)
         self.wires.append(wire)
         return wire
 

@@ -19,13 +19,14 @@ from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire import Limits
 from dure.runtime.wire.frame import Header, Kind, Outgoing, encode_meta, job_code, pack_header
 
+NEVER = 1 << 60  # bytes: nothing is lent, everything travels
 NUMEL = 10_000_000  # more than both sockets' buffers hold
 
 
 @contextlib.contextmanager
-def callers(port, numel=NUMEL):
+def callers(port, numel=NUMEL, lent_nbytes=NEVER):
     """A process that forks callers; it and they are gone in the end."""
-    command = [sys.executable, str(Path(__file__).parent / "callers.py"), str(port), str(numel)]
+    command = [sys.executable, str(Path(__file__).parent / "callers.py"), *map(str, (port, numel, lent_nbytes))]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

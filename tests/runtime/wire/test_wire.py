@@ -13,9 +13,17 @@ from dure.runtime.wire import Identity, Limits, Wire
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64"]
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["unix", "tcp"])
+@pytest.fixture(autouse=True, params=["memory", "unix", "tcp"])
 def transport(request, world):
-    world.nearby = request.param
+    """The same over TCP, over a Unix socket, and with all payloads of requests in memory that both sides map."""
+    world.nearby = request.param != "tcp"
+    if request.param == "memory":
+        world.lent_nbytes = 1
+    return request.param
+
+
+streams = pytest.mark.parametrize("transport", ["unix", "tcp"], indirect=True)
+"""For what is about bytes on their way, and the memory that they arrive in."""
 
 
 def echo(call, respond):
@@ -108,6 +116,7 @@ def test_what_is_not_served_is_refused_and_the_connection_stays(world):
     assert not host.losses
 
 
+@streams
 @pytest.mark.parametrize("upwards", [True, False], ids=["requests", "replies"])
 def test_bulk_with_several_hosts_moves_in_turn_a_piece_at_a_time(world, upwards, spec):
     """Whoever calls several shards has all of them move at once: none waits until another is through."""
@@ -133,6 +142,7 @@ def test_bulk_with_several_hosts_moves_in_turn_a_piece_at_a_time(world, upwards,
     assert upwards or all(bool((into == 1).all()) for into in landed)
 
 
+@streams
 def test_a_large_payload_that_nobody_expects_costs_the_connection_and_the_call_says_why(world):
     _, host, caller = world.pair()
     other, _ = world.call(caller)
@@ -174,6 +184,7 @@ def test_no_answer_in_time(world):
     assert len(out) == 1
 
 
+@streams
 def test_cancelling_a_push_in_the_middle_delivers_nothing_and_frees_its_tensor(world):
     _, host, caller = world.pair()
     host.specs["push"] = [TensorSpec("float32", 8_000_000)]
@@ -194,6 +205,7 @@ def test_cancelling_a_push_in_the_middle_delivers_nothing_and_frees_its_tensor(w
     assert not out
 
 
+@streams
 def test_cancelling_what_has_not_begun_sends_nothing(world):
     _, host, caller = world.pair()
     host.specs["push"] = [TensorSpec("float32", 8_000_000)]
@@ -438,6 +450,7 @@ def test_a_reply_longer_than_its_place_is_refused(world):
         assert not into.any()
 
 
+@streams
 def test_sixteen_callers_share_a_small_budget(world):
     size = 500_000
     limits = Limits(staging_nbytes=4 * 4 * size, turn_nbytes=1 << 20)
@@ -464,6 +477,7 @@ def test_sixteen_callers_share_a_small_budget(world):
         assert max(counts) - min(counts) <= 2, "somebody was served twice while somebody waited"
 
 
+@streams
 def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(world):
     size = 500_000
     server, host, port = world.server(limits=Limits(staging_nbytes=4 * size))
@@ -483,6 +497,7 @@ def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(wor
     assert host.requests[1][0].caller == "worker 2"
 
 
+@streams
 def test_a_small_payload_does_not_overtake_a_large_one_that_waits(world):
     size = 100_000
     _, host, caller = world.pair(limits=Limits(staging_nbytes=4 * size * 2))

@@ -7,6 +7,7 @@
 | `staging` | tensors as bytes; memory for requests, within a budget |
 | `pump` | selector, timers, wake-ups, the helper thread |
 | `link` | one connection |
+| `lending` | bulk that is not sent, but read where it lies |
 | `nearby` | the short way between processes of one machine |
 | `inbound`, `outbound` | its host's end, its caller's end |
 | `wire` | `Wire`: all connections of a process |

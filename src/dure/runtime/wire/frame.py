@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     CANCEL = 7  # caller -> host: the reply is no longer wanted
     REFUSAL = 8  # either way: I close this connection, and why
     GOODBYE = 9  # either way: I have finished
+    RETURNED = 10  # caller -> host: the memory that a reply lent has been read
 
 
 _WITH_PAYLOAD = (Kind.REQUEST, Kind.REPLY)

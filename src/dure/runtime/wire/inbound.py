@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, dtype_of, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss
 
 if TYPE_CHECKING:
@@ -133,6 +135,7 @@ class Inbound:
         self.fenced = False
         self.wanted: Sequence[TensorSpec] = ()
         self.answers: dict[int, Answer] = {}
+        self.lent: dict[int, Callable[[], None]] = {}  # releases of replies that the caller reads where they lie
         self._nonce = secrets.token_bytes(16)
         self._lease: Lease | None = None
         self._dropping = False
@@ -166,6 +169,9 @@ class Inbound:
         elif header.kind is Kind.CANCEL:
             if header.request in self.answers:
                 self.answers[header.request].cancelled = True
+        elif header.kind is Kind.RETURNED:
+            if header.request in self.lent:
+                self.shared.pump.events.append(self.lent.pop(header.request))
         elif header.kind is Kind.GOODBYE:
             self.link.end(PeerLost("it has finished"), finished=True)
         elif header.kind is Kind.REFUSAL:
@@ -184,6 +190,10 @@ class Inbound:
         self._ended = True
         self.shared.pump.timers.cancel(self._deadline)
         self.callers.leave(self)
+        if self.lent:
+            self.link.hang_up()  # before anything is written there: who still reads looks afterwards
+            self.shared.pump.events.extend(self.lent.values())
+            self.lent.clear()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -206,6 +216,7 @@ class Inbound:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         self.caller = Identity.from_meta(frame.meta)
+        self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
         if self.shared.key is not None:
             nonce = str(frame.meta.get("nonce")).encode()
             self.link.seal(session_seals(self.shared.key, self._nonce, nonce, calling=False))
@@ -227,7 +238,8 @@ class Inbound:
             self.admitted = True
             self.link.count_with(self.caller.name)
             self.link.open_up()
-            self.link.send(Kind.WELCOME, self.shared.identity.to_meta())
+            maps = self.link.neighbor is not None
+            self.link.send(Kind.WELCOME, self.shared.identity.to_meta() | {"maps": maps})
             self.link.resume()
 
     def _announced(self, frame: Frame) -> None:
@@ -280,7 +292,7 @@ class Inbound:
             raise Refused(
                 f"{service}.{method} carries {described(expected)}, {self.caller.name} announced {announced(told)}."
             )
-        size = sum(map(nbytes_of, specs))
+        size = 0 if "memory" in frame.meta else sum(map(nbytes_of, specs))
         if size != frame.header.payload_nbytes:
             raise DamagedFrame(
                 f"{described(specs)} weigh {size} bytes, the frame announces {frame.header.payload_nbytes}."
@@ -300,10 +312,14 @@ class Inbound:
             return
         if lease is None:
             try:
-                lease = Lease.of_nothing(self._specs(frame))
+                specs = self._specs(frame)
             except Refused as error:
                 self._refuse(frame, error)
                 return
+            if "memory" in frame.meta:
+                lease = Lease.of(self.link.borrowed(frame.meta["memory"], specs))
+            else:
+                lease = Lease.of([torch.empty(spec.numel, dtype=dtype_of(spec)) for spec in specs])
         self._deliver(frame, lease)
 
     def _deliver(self, frame: Frame, lease: Lease) -> None:
@@ -322,6 +338,18 @@ class Inbound:
                 self.shared.host.request(meta["service"], call, answer)
 
         self.shared.pump.events.append(hand_over)
+
+    def lend(self, request: int, reply: Reply, meta: dict[str, Any]) -> bool:
+        """Let the caller read a large reply where it lies; whether that could be done."""
+        nbytes = sum(tensor.nbytes for tensor in reply.tensors)
+        if self._ended or not self.link.lends or nbytes < self.shared.limits.lent_nbytes:
+            return False
+        where = self.shared.lender.where(reply.tensors)
+        if where is None:
+            return False
+        self.lent[request] = reply.release
+        self.link.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
+        return True
 
     def _send_error(self, request: int, error: RemoteError) -> None:
         meta = {"error": type(error).__name__, "message": str(error)[: 1 << 16]}
@@ -369,6 +397,8 @@ class Answer:
         else:
             meta = {"fields": answer.fields, "tensors": [spec_of(tensor)[:2] for tensor in answer.tensors]}
             payload = [bytes_of(tensor) for tensor in answer.tensors]
+            if inbound.lend(self._request, answer, meta):
+                return
             inbound.link.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
             )

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
+from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
+from dure.runtime.base import TensorSpec
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
     META_NBYTES,
@@ -23,11 +24,15 @@ from dure.runtime.wire.frame import (
     encode_meta,
     job_code,
 )
+from dure.runtime.wire.lending import Borrower, Lender
+from dure.runtime.wire.nearby import process_behind
 from dure.runtime.wire.seal import PlainSeals, Seals
 from dure.runtime.wire.staging import Staging
 from dure.runtime.wire.values import Host, Identity, Limits, Traffic
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.runtime.wire.pump import Pump
 
 _SOCKET_NBYTES = 4 << 20
@@ -45,6 +50,9 @@ class Shared:
         self.key = key
         self.job = job_code(identity.job)
         self.staging = Staging(limits.staging_nbytes)
+        self.lender = Lender()
+        self.rooms = Staging(limits.staging_nbytes, self.lender.empty)  # of what this process pushes
+        self.borrower = Borrower(limits.staging_nbytes)
         self.traffic: dict[str, Traffic] = {}
         self.links: set[Link] = set()
         self.damaged = 0
@@ -77,6 +85,8 @@ class Link:
         self.queue: deque[Outgoing] = deque()
         self.closed = False
         self.paused = False
+        self.neighbor = process_behind(sock) if shared.key is None else None  # whose memory may be read here
+        self.lends = False  # whether the neighbor reads memory of this process
         self._connecting = connecting
         self._closing = False  # a last word is in the queue; what comes in is ignored
         self._low = 1
@@ -108,9 +118,14 @@ class Link:
         *,
         request: int = 0,
         on_sent: Callable[[], None] | None = None,
+        lent_nbytes: int = 0,
     ) -> Outgoing:
-        """Queue a frame, and send at once what the socket takes. `on_sent` is called when it left or never will."""
+        """Queue a frame, and send at once what the socket takes. `on_sent` is called when it left or never will.
+
+        `lent_nbytes` of payload do not travel: the peer reads them where they lie.
+        """
         frame = self._frame(kind, meta, payload, request)
+        self.traffic.payload_nbytes_sent += lent_nbytes
         if on_sent is not None:
             frame.on_sent = on_sent
         if self.closed or self._closing:
@@ -135,6 +150,11 @@ class Link:
         self._last_word(Kind.REFUSAL, {"error": type(error).__name__, "message": str(error)[:4096]})
         self.shared.pump.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
         self.side.ended(error, False)
+
+    def hang_up(self) -> None:
+        """Let the peer see that this connection is over; nothing more is sent."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
 
     def say_goodbye(self) -> None:
         """Say that this end has finished, after what is queued; the peer closes."""
@@ -234,6 +254,8 @@ class Link:
         except Refused as error:
             self.shared.refused += 1
             self.refuse(error)
+        except PeerLost as error:
+            self.end(error)
 
     def _read(self) -> None:
         left = self.shared.limits.turn_nbytes
@@ -283,6 +305,17 @@ class Link:
             self.side.frame(frame)
         self._set_low()
 
+    def borrowed(self, told: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """What the neighbor told of, where it lies. Raises `DamagedFrame`; `PeerLost` when it is gone."""
+        try:
+            tensors = self.shared.borrower.tensors(self.neighbor, told, specs)
+        except DureError as error:
+            if isinstance(error, RemoteError):
+                raise
+            raise PeerLost("the memory that it told of is gone") from error
+        self.traffic.payload_nbytes_received += sum(tensor.nbytes for tensor in tensors)
+        return tensors
+
     def _count(self, frame: Frame) -> None:
         overhead, payload = frame.nbytes
         self.traffic.messages_received += 1
@@ -308,8 +341,7 @@ class Link:
             self._unwritable(error)
             return
         if self._closing and not self.queue:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
+            self.hang_up()
         self._watch()
 
     def _unwritable(self, error: OSError) -> None:

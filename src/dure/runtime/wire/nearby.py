@@ -13,7 +13,7 @@ import struct
 import sys
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_HERE = sys.platform == "linux"  # where names need no file and credentials can be asked for
+HERE = sys.platform == "linux"  # where names need no file and credentials can be asked for
 
 
 def is_loopback(host: str) -> bool:
@@ -28,7 +28,7 @@ def nearby_name(port: int) -> str:
 
 def listen_nearby(port: int) -> socket.socket | None:
     """A listening socket, or None where there is no such thing or the name is taken."""
-    if not _HERE:
+    if not HERE:
         return None
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -42,7 +42,7 @@ def listen_nearby(port: int) -> socket.socket | None:
 
 def connect_nearby(port: int) -> socket.socket | None:
     """A connected, non-blocking socket, or None."""
-    if not _HERE:
+    if not HERE:
         return None
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
@@ -50,6 +50,14 @@ def connect_nearby(port: int) -> socket.socket | None:
         return sock
     sock.close()
     return None
+
+
+def process_behind(sock: socket.socket) -> int | None:
+    """The process at the other end of a Unix socket, if this one may map memory of it."""
+    if not HERE or sock.family != socket.AF_UNIX:
+        return None
+    process: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None
 
 
 def is_mine(sock: socket.socket) -> bool:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import Busy, CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
-from dure.runtime.base import Reply
+from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import connect_nearby, is_loopback
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.pump import Timer
 
@@ -68,6 +70,7 @@ class Outbound:
         self.on_open: Callable[[], None] = _nothing  # for the owner, once `host` or `error` is known
         self._numbers = itertools.count(1)
         self._abandoned: dict[int, int] = {}  # number -> bytes that its reply would weigh
+        self._rooms: dict[int, Lease] = {}  # what the host reads the tensors of a request in
         self._receiving: Pending | None = None
         self._dropping = False
         self._nonce = secrets.token_bytes(16).hex()
@@ -77,22 +80,44 @@ class Outbound:
         """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
         pending = Pending(self, next(self._numbers), request, on_done)
         payload = [bytes_of(tensor) for tensor in request.tensors]
-        meta = encode_meta(
-            {
-                "service": request.service,
-                "method": request.method,
-                "fields": request.fields,
-                "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
-            }
-        )
+        meta = {
+            "service": request.service,
+            "method": request.method,
+            "fields": request.fields,
+            "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
+        }
+        raw = encode_meta(meta)
         if self.error is not None:
             self.finish(pending, self.error)
             return pending
         self.calls[pending.number] = pending
         if request.timeout is not None:
             pending.timer = self.shared.pump.timers.after(request.timeout, lambda: self._too_late(pending))
-        pending.outgoing = self.link.send(Kind.REQUEST, meta, payload, request=pending.number)
+        room = self._room(request.tensors)
+        if room is None:
+            pending.outgoing = self.link.send(Kind.REQUEST, raw, payload, request=pending.number)
+            return pending
+        self._rooms[pending.number] = room
+        raw = encode_meta(meta | {"memory": self.shared.lender.where(room.tensors)})
+        nbytes = sum(map(len, payload))
+        pending.outgoing = self.link.send(Kind.REQUEST, raw, request=pending.number, lent_nbytes=nbytes)
         return pending
+
+    def _room(self, tensors: Sequence[torch.Tensor]) -> Lease | None:
+        """Memory with copies of large `tensors` in it, where the host can read it."""
+        if not self.link.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
+            return None
+        room = self.shared.rooms.take([spec_of(tensor) for tensor in tensors])
+        if room is not None:
+            for place, tensor in zip(room.tensors, tensors, strict=True):
+                place.copy_(tensor.detach().reshape(-1))
+        return room
+
+    def _settled(self, number: int) -> None:
+        """The host has answered, or will never hear: it does not read the request's tensors any more."""
+        room = self._rooms.pop(number, None)
+        if room is not None:
+            room.release()
 
     def finish(self, pending: Pending, result: Reply | RemoteError) -> None:
         """Hand `result` to the owner."""
@@ -121,6 +146,8 @@ class Outbound:
             elif pending.outgoing is None or not self.link.withdraw(pending.outgoing):
                 self._abandoned[pending.number] = sum(map(nbytes_of, pending.into))
                 self.link.send(Kind.CANCEL, {}, request=pending.number)
+            else:
+                self._settled(pending.number)
 
     def connected(self) -> None:
         """TCP stands; the host speaks first."""
@@ -148,6 +175,9 @@ class Outbound:
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
         self.error = kind(f"{self.name} is gone: {error}")
         self._receiving = None
+        for room in self._rooms.values():
+            room.forget()
+        self._rooms.clear()
         for pending in list(self.calls.values()):
             self.finish(pending, kind(f"{self.name} is gone before {_shown(pending)} was answered: {error}"))
         if self.host is not None:
@@ -172,6 +202,7 @@ class Outbound:
                     f"{self.name} was expected at this address, {host.name} answered: exchange the addresses."
                 )
             self.host = host
+            self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
             self.link.count_with(self.name)
             self.link.open_up()
             self.shared.pump.events.append(self.on_open)
@@ -183,7 +214,8 @@ class Outbound:
         if keyed is not (key is not None):
             has = "has a key, this process has none" if keyed else "has no key, this process has one"
             raise Refused(f"{self.name} {has}: give all processes of the job the same key.")
-        meta = self.shared.identity.to_meta() | {"nonce": self._nonce}
+        maps = self.link.neighbor is not None
+        meta = self.shared.identity.to_meta() | {"nonce": self._nonce, "maps": maps}
         if key is None:
             self.link.send(Kind.HELLO, meta)
             return
@@ -202,7 +234,8 @@ class Outbound:
         told = frame.meta.get("tensors")
         specs = fitting(pending.into, told)
         weighs = None if specs is None else sum(map(nbytes_of, specs))
-        if weighs == frame.header.payload_nbytes and isinstance(frame.meta.get("fields"), dict):
+        lent = weighs or 0 if "memory" in frame.meta else 0
+        if weighs == frame.header.payload_nbytes + lent and isinstance(frame.meta.get("fields"), dict):
             return None
         answered = f"{self.name} answered {_shown(pending)} with {announced(told)}"
         return RemoteError(f"{answered}, `into` takes {described(pending.into)}: give `into` tensors that fit.")
@@ -230,8 +263,10 @@ class Outbound:
 
     def _arrived(self, frame: Frame) -> None:
         number = frame.header.request
+        self._settled(number)
         if self._abandoned.pop(number, None) is not None or self._dropping:
             self._dropping = False
+            self._give_back(frame)
             return
         if frame.aborted:
             raise DamagedFrame("a reply that its host gave up.")
@@ -240,10 +275,27 @@ class Outbound:
         if pending is None:
             raise DamagedFrame(f"a reply to request {number}, which was not made.")
         error = None if frame.header.payload_nbytes else self._expected(frame, pending)
+        if error is None and "memory" in frame.meta and not self._read(frame, pending):
+            self.link.end(PeerLost("its connection closed while what it lent was read"))
+            return
+        self._give_back(frame)
         self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into))
+
+    def _read(self, frame: Frame, pending: Pending) -> bool:
+        """Copy what the host lends; whether it still did when that was done."""
+        told = [TensorSpec(*each) for each in frame.meta["tensors"]]
+        lent = self.link.borrowed(frame.meta["memory"], told)
+        for place, tensor in zip(pending.request.into, lent, strict=True):
+            place.detach().view(-1)[: tensor.numel()].copy_(tensor)
+        return not self.link.deserted()
+
+    def _give_back(self, frame: Frame) -> None:
+        if "memory" in frame.meta:
+            self.link.send(Kind.RETURNED, {}, request=frame.header.request)
 
     def _failed(self, frame: Frame) -> None:
         number = frame.header.request
+        self._settled(number)
         if self._abandoned.pop(number, None) is not None:
             return
         pending = self.calls.get(number)

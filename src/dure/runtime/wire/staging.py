@@ -8,7 +8,7 @@ they stay within a budget. Whoever finds no room waits in line, unread, and TCP 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -81,14 +81,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type,unused-ignore]
 
 
+def _empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class Memory:
     """A buffer, cut into tensors; cutting it the same way again costs nothing."""
 
     __slots__ = ("nbytes", "specs", "tensors", "views", "whole")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.whole = torch.empty(nbytes, dtype=torch.uint8)
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.nbytes = whole.numel()
+        self.whole = whole
         self.specs: Sequence[TensorSpec] = ()
         self.tensors: list[torch.Tensor] = []
         self.views: list[memoryview] = []
@@ -117,10 +121,10 @@ class Lease:
         self.memory = memory
 
     @staticmethod
-    def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
-        """For tensors without elements."""
-        memory = Memory(0)
-        memory.cut(specs)
+    def of(tensors: list[torch.Tensor]) -> Lease:
+        """Of tensors that lie elsewhere."""
+        memory = Memory(torch.empty(0, dtype=torch.uint8))
+        memory.tensors = tensors
         return Lease(None, memory)
 
     @property
@@ -133,15 +137,23 @@ class Lease:
             self._staging.give_back(self.memory)
             self._staging = None
 
+    def forget(self) -> None:
+        """Never use the memory again: somebody may still look at it."""
+        if self._staging is not None:
+            self._staging.held_nbytes -= self.memory.nbytes
+            self._staging = None
+
 
 class Staging:
     """Recycled memory within a budget of bytes.
 
-    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever.
+    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever. `empty` makes
+    so many bytes of memory.
     """
 
-    def __init__(self, budget_nbytes: int) -> None:
+    def __init__(self, budget_nbytes: int, empty: Callable[[int], torch.Tensor] = _empty) -> None:
         self.budget_nbytes = budget_nbytes
+        self._empty = empty
         self.held_nbytes = 0
         self.peak_nbytes = 0
         self._idle: OrderedDict[int, list[Memory]] = OrderedDict()  # by size; least recently used first
@@ -156,7 +168,7 @@ class Staging:
         memory = self._recycled(size)
         if memory is None:
             self._shrink(size)
-            memory = Memory(size)
+            memory = Memory(self._empty(size))
         self.held_nbytes += size
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
         memory.cut(specs)

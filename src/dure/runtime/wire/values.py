@@ -68,6 +68,8 @@ class Limits:
     handshakes: int = 256
     """Connections that may be half-open; the oldest makes room."""
     handshake_seconds: float = 5.0
+    lent_nbytes: int = 1 << 20
+    """Payloads from this size on lie in memory that both sides map, where they can."""
     linger_seconds: float = 1.0
     """How long a refused connection may take to read why."""
 

@@ -20,10 +20,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
-from dure.runtime.wire.nearby import is_loopback, is_mine, listen_nearby
+from dure.runtime.wire.nearby import HERE, is_loopback, is_mine, listen_nearby
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.pump import Pump
 from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
@@ -169,6 +171,12 @@ class Wire:
     def cancel(self, call: Pending) -> None:
         """Give up a call. Afterwards none of its tensors is read or written; the host may still have done it."""
         call.cancel()
+
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory like `tensor`'s, not written yet: replies of it need not be sent to callers on this machine."""
+        if not HERE or tensor.nbytes < self._shared.limits.lent_nbytes or self._shared.key is not None:
+            return torch.empty_like(tensor)
+        return self._shared.lender.empty(tensor.nbytes).view(tensor.dtype).view_as(tensor)
 
     def connected(self, peer: str) -> bool:
         """Whether `peer` can be called."""

@@ -1,0 +1,226 @@
+"""Bulk that does not travel: read where it lies, by processes of one machine."""
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from runtime.wire.test_faults import callers, start
+
+from dure.errors import CallTimeout, DamagedFrame, PeerLost
+from dure.runtime.base import Reply, TensorSpec
+from dure.runtime.wire.lending import Borrower, Lender
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
+
+NUMEL = 500_000
+SPEC = TensorSpec("float32", NUMEL)
+
+
+@pytest.fixture(autouse=True)
+def lends(world):
+    world.lent_nbytes = 1 << 20
+
+
+def link_of(caller):
+    return caller._hosts["server 0"].link
+
+
+def test_neither_a_request_nor_a_reply_travels_and_both_count_as_traffic(world):
+    server, host, caller = world.pair()
+    host.specs["push"] = [SPEC]
+    room, into = server.room_like(torch.empty(NUMEL)), torch.zeros(NUMEL)
+    released = []
+
+    def answer(call, respond):
+        room.copy_(call.tensors[0]).mul_(2)
+        respond(Reply({}, [room], lambda: released.append(1)))
+
+    host.answer = answer
+    reply = world.ask(caller, "push", tensors=[torch.full((NUMEL,), 3.0)], into=[into])
+    assert isinstance(reply, Reply)
+    assert into.min() == into.max() == 6.0
+    world.until(lambda: released)
+    assert server.staging_peak_nbytes == 0
+    for traffic in (server.traffic["worker 0"], caller.traffic["server 0"]):
+        assert (traffic.payload_nbytes_sent, traffic.payload_nbytes_received) == (4 * NUMEL, 4 * NUMEL)
+        assert traffic.overhead_nbytes_sent < 2000
+
+
+@pytest.mark.parametrize(("nearby", "key"), [(False, None), (True, b"secret")], ids=["tcp", "keyed"])
+def test_over_tcp_and_with_a_key_everything_travels(world, nearby, key):
+    world.nearby = nearby
+    server, host, caller = world.pair(key=key)
+    host.specs["push"] = [SPEC]
+    room = server.room_like(torch.empty(NUMEL)).fill_(2.0)
+    host.answer = lambda call, respond: respond(Reply({}, [room]))
+    into = torch.zeros(NUMEL)
+    assert isinstance(world.ask(caller, "push", tensors=[torch.ones(NUMEL)], into=[into]), Reply)
+    assert into.min() == 2.0
+    assert server.staging_peak_nbytes >= 4 * NUMEL
+
+
+def test_a_request_that_nobody_waits_for_any_more_is_not_written_over(world):
+    _, host, caller = world.pair()
+    host.specs["push"] = [SPEC]
+    late = world.ask(caller, "push", tensors=[torch.full((NUMEL,), 1.0)], timeout=0.01)
+    assert isinstance(late, CallTimeout)
+    world.until(lambda: host.requests)
+    second, _ = world.call(caller, "push", tensors=[torch.full((NUMEL,), 2.0)])
+    world.until(lambda: len(host.requests) == 2)
+    assert [call.tensors[0].unique().tolist() for call, _ in host.requests] == [[1.0], [2.0]]
+    for _, respond in host.requests:
+        respond(Reply())
+    world.until(lambda: second and not caller._shared.rooms.held_nbytes)
+    world.call(caller, "push", tensors=[torch.full((NUMEL,), 3.0)])
+    world.until(lambda: len(host.requests) == 3)
+    assert caller._shared.rooms.peak_nbytes < 3 * 4 * NUMEL, "once answered, the memory is used again"
+    assert host.requests[2][0].tensors[0].unique().tolist() == [3.0]
+
+
+def test_what_an_ended_connection_has_left_behind_is_never_written_to_again(world):
+    server, host, port = world.server()
+    host.specs["push"] = [SPEC]
+    caller = world.wire("worker 0", limits=None)
+    world.join(caller, server, port)
+    world.call(caller, "push", tensors=[torch.full((NUMEL,), 1.0)])
+    world.until(lambda: host.requests)
+    link_of(caller).end(PeerLost("cut by the test"))
+    world.join(caller, server, port)
+    world.call(caller, "push", tensors=[torch.full((NUMEL,), 2.0)])
+    world.until(lambda: len(host.requests) == 2)
+    assert host.requests[0][0].tensors[0].unique().tolist() == [1.0]
+
+
+def test_a_lent_reply_is_given_back_once_read_even_when_nobody_wants_it(world):
+    server, host, caller = world.pair()
+    room = server.room_like(torch.empty(NUMEL)).fill_(2.0)
+    released, into = [], torch.zeros(NUMEL)
+    out, call = world.call(caller, into=[into])
+    world.until(lambda: host.requests)
+    call.cancel()
+    host.requests[0][1](Reply({}, [room], lambda: released.append("abandoned")))  # CANCEL is still on its way
+    assert not released
+    world.until(lambda: released)
+    assert not out
+    assert not into.any()
+    host.answer = lambda call, respond: respond(Reply({}, [room], lambda: released.append("read")))
+    assert isinstance(world.ask(caller, into=[into]), Reply)
+    world.until(lambda: len(released) == 2)
+    assert into.min() == 2.0
+
+
+def test_a_lent_reply_is_free_when_its_reader_is_gone(world):
+    server, host, caller = world.pair()
+    released = []
+    world.call(caller, into=[torch.zeros(NUMEL)])
+    world.until(lambda: host.requests)
+    host.requests[0][1](Reply({}, [server.room_like(torch.empty(NUMEL))], lambda: released.append(1)))
+    server.poll()
+    assert not released
+    caller.close(timeout=0.0)
+    world.until(lambda: released, server)
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["told", "with bulk before the word"])
+def test_who_was_evicted_while_it_read_does_not_take_what_it_read(world, stuck):
+    server, host, caller = world.pair()
+    released, room = [], server.room_like(torch.empty(NUMEL))
+    out, _ = world.call(caller, into=[torch.zeros(NUMEL)])
+    world.call(caller, into=[torch.zeros(20 * NUMEL)])
+    world.until(lambda: len(host.requests) == 2)
+    host.requests[0][1](Reply({}, [room], lambda: released.append(1)))
+    if stuck:
+        host.requests[1][1](Reply({}, [torch.zeros(20 * NUMEL)]))
+    server.evict("worker 0", 0, "it slept")
+    world.until(lambda: released, server)  # from now on the host writes there
+    world.until(lambda: out, caller)
+    assert isinstance(out[0], PeerLost)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, [], [[1, 2]], [[0, 1, "0"]], [[0, 1, -4]], [[True, 1, 0]], [["file", "file", 4]], [["file", 1, 2]]],
+)
+def test_memory_that_makes_no_sense_is_refused(told):
+    lender = Lender()
+    room = lender.empty(4 * NUMEL)
+    [[file, _, offset]] = lender.where([room])
+    assert offset == 0
+    if told:
+        told = [[file if each == "file" else each for each in told[0]]]
+    with pytest.raises(DamagedFrame, match="memory"):
+        Borrower(1 << 30).tensors(os.getpid(), told, [SPEC])
+
+
+def test_memory_that_may_shrink_is_refused_and_what_is_gone_ends_the_connection(world):
+    file = os.memfd_create("loose", os.MFD_CLOEXEC)
+    os.ftruncate(file, 4 * NUMEL)
+    try:
+        with pytest.raises(Exception, match="shrink"):
+            Borrower(1 << 30).tensors(os.getpid(), [[file, 1, 0]], [SPEC])
+    finally:
+        os.close(file)
+    _, host, caller = world.pair()
+    host.specs["push"] = [SPEC]
+    caller._shared.lender.where = lambda tensors: [[file, 1, 0]]
+    out = world.ask(caller, "push", tensors=[torch.ones(NUMEL)])
+    assert isinstance(out, PeerLost)
+
+
+def test_mappings_are_kept_within_a_budget_and_given_up_when_unused():
+    gc.collect()
+    before, lender, borrower = mappings(), Lender(), Borrower(3 << 20)
+    rooms = [lender.empty(1 << 20).fill_(n) for n in range(5)]
+    for n, room in enumerate(rooms):
+        [seen] = borrower.tensors(os.getpid(), lender.where([room[8:]]), [TensorSpec("uint8", (1 << 20) - 8)])
+        assert seen.unique().tolist() == [n]
+        del seen
+    assert mappings() == before + 5 + 3
+    del rooms, room
+    assert mappings() == before + 3
+    assert not lender._rooms
+
+
+def mappings():
+    with open("/proc/self/maps") as lines:
+        return sum("memfd:dure" in line for line in lines)
+
+
+@pytest.mark.alone
+def test_callers_killed_at_any_time_leave_whole_updates_and_whole_versions(world):
+    """Random kills of a caller that pushes and pulls, while the host writes to each version again once it is free."""
+    server, host, port = world.server()
+    host.specs["push"] = [SPEC]
+    free = [server.room_like(torch.empty(NUMEL)) for _ in range(3)]
+    delivered, chance = [], random.Random(5)
+
+    def answer(call, respond):
+        if call.method == "push":
+            life = call.fields["life"]
+            delivered.append(life)
+            assert call.tensors[0].min().item() == call.tensors[0].max().item() == life
+            respond(Reply())
+        else:
+            version = free.pop().fill_(len(delivered))
+            respond(Reply({}, [version], lambda: free.append(version)))
+
+    host.answer = answer
+    with callers(port, NUMEL, lent_nbytes=1) as process:
+        for life in range(1, 16):
+            pid = start(world, process, f"worker 1 {life}")
+            count = len(delivered) + 3
+            world.until(lambda count=count: len(delivered) >= count, server)
+            until = time.monotonic() + chance.uniform(0.0, 0.01)
+            world.until(lambda until=until: time.monotonic() > until, server)
+            os.kill(pid, signal.SIGKILL)
+            world.until(lambda life=life: len(host.losses) == life and len(free) == 3, server)
+        with contextlib.suppress(BlockingIOError):
+            assert not os.read(process.stdout.fileno(), 100), "a caller has seen half a version"
+    assert server.damaged == 0
+    assert set(delivered) == set(range(1, 16))
