@@ -13,8 +13,12 @@ import torch
 from runtime.wire.test_faults import callers, start
 
 from dure.errors import CallTimeout, DamagedFrame, PeerLost
+from dure.optim import OptimizerSpec
 from dure.runtime.base import Reply, TensorSpec
+from dure.runtime.process import ProcessNode
+from dure.runtime.wire import Identity
 from dure.runtime.wire.lending import Borrower, Lender
+from dure.topology.parameter_server import Shard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
 
@@ -190,6 +194,33 @@ def test_mappings_are_kept_within_a_budget_and_given_up_when_unused():
 def mappings():
     with open("/proc/self/maps") as lines:
         return sum("memfd:dure" in line for line in lines)
+
+
+def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
+    server, worker = (ProcessNode(Identity("job", name)) for name in ("server 0", "worker 0"))
+    shard = Shard(server, torch.zeros(NUMEL), OptimizerSpec("sgd", lr=0.5))
+    there = server.serve("shard", shard)
+    worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())
+    into = torch.zeros(NUMEL)
+
+    async def work():
+        for seq in range(1, 6):
+            fields = {"worker": 0, "incarnation": 0, "seq": seq, "base": None, "weight": 1.0, "ordered": False}
+            await worker.call(there, "push", torch.ones(NUMEL), **fields)
+            await worker.call(there, "pull", into=[into])
+            assert into.min() == into.max() == -0.5 * seq
+
+    strand = worker.spawn(work())
+    strand.when_done(lambda: None)
+    while not strand.done:
+        worker.loop.turn(0.0)
+        server.loop.turn(0.0)
+    strand.result()
+    assert server.wire.staging_peak_nbytes == 0
+    assert worker.wire._shared.borrower._kept, "a version was copied from where it lies"
+    assert shard.pool.made <= 3
+    for node in (worker, server):
+        node.wire.close(timeout=0.0)
 
 
 @pytest.mark.alone
