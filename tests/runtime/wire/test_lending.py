@@ -16,7 +16,7 @@ from dure.errors import CallTimeout, DamagedFrame, PeerLost
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity
+from dure.runtime.wire import Identity, Limits
 from dure.runtime.wire.lending import Borrower, Lender
 from dure.topology.parameter_server import Shard
 
@@ -50,7 +50,7 @@ def test_neither_a_request_nor_a_reply_travels_and_both_count_as_traffic(world):
     assert isinstance(reply, Reply)
     assert into.min() == into.max() == 6.0
     world.until(lambda: released)
-    assert server.staging_peak_nbytes == 0
+    assert not server._shared.staging._idle, "memory was made for what was received"
     for traffic in (server.traffic["worker 0"], caller.traffic["server 0"]):
         assert (traffic.payload_nbytes_sent, traffic.payload_nbytes_received) == (4 * NUMEL, 4 * NUMEL)
         assert traffic.overhead_nbytes_sent < 2000
@@ -66,7 +66,7 @@ def test_over_tcp_and_with_a_key_everything_travels(world, nearby, key):
     into = torch.zeros(NUMEL)
     assert isinstance(world.ask(caller, "push", tensors=[torch.ones(NUMEL)], into=[into]), Reply)
     assert into.min() == 2.0
-    assert server.staging_peak_nbytes >= 4 * NUMEL
+    assert server._shared.staging._idle
 
 
 def test_a_request_that_nobody_waits_for_any_more_is_not_written_over(world):
@@ -216,11 +216,34 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
         worker.loop.turn(0.0)
         server.loop.turn(0.0)
     strand.result()
-    assert server.wire.staging_peak_nbytes == 0
+    assert not server.wire._shared.staging._idle, "memory was made for what was received"
     assert worker.wire._shared.borrower._kept, "a version was copied from where it lies"
     assert shard.pool.made <= 3
     for node in (worker, server):
         node.wire.close(timeout=0.0)
+
+
+def test_who_would_have_too_much_mapped_waits_and_is_delivered_in_turn(world):
+    server, host, port = world.server(limits=Limits(staging_nbytes=2 * 4 * NUMEL + 10_000))
+    host.specs["push"] = [SPEC]
+    callers = [world.wire(f"worker {n}", rank=n) for n in range(5)]
+    outs = []
+    for n, caller in enumerate(callers):
+        world.join(caller, server, port)
+        outs.append(world.call(caller, "push", tensors=[torch.full((NUMEL,), float(n))])[0])
+    seen = []
+    while len(seen) < 4:
+        world.until(lambda: len(host.requests) == min(2, 4 - len(seen)))
+        assert server._shared.staging.held_nbytes <= 2 * 4 * NUMEL + 10_000
+        call, respond = host.requests.pop(0)
+        seen.append(call.tensors[0].unique().tolist())
+        if len(seen) == 1:
+            link_of(callers[3]).end(PeerLost("it died in line"))
+            world.until(lambda: host.losses)
+        respond(Reply())
+    world.until(lambda: all(outs))
+    assert seen == [[0.0], [1.0], [2.0], [4.0]]
+    assert not server._shared.staging.held_nbytes
 
 
 @pytest.mark.alone

@@ -12,14 +12,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, dtype_of, fitting, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss
 
 if TYPE_CHECKING:
@@ -88,7 +86,8 @@ class Callers:
 
     def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
         """Memory for a payload; without it `inbound` stands in line and is told by `placed`."""
-        lease = None if self._line else self.shared.staging.take(specs)
+        elsewhere = inbound.waiting is not None
+        lease = None if self._line else self.shared.staging.take(specs, elsewhere=elsewhere)
         if lease is None:
             self._line.append(inbound)
             self._look_soon()
@@ -102,7 +101,7 @@ class Callers:
         while self._line:
             first = self._line[0]
             if not first.link.closed:
-                lease = self.shared.staging.take(first.wanted)
+                lease = self.shared.staging.take(first.wanted, elsewhere=first.waiting is not None)
                 if lease is None:
                     return
                 first.placed(lease)
@@ -134,6 +133,7 @@ class Inbound:
         self.admitted = False
         self.fenced = False
         self.wanted: Sequence[TensorSpec] = ()
+        self.waiting: Frame | None = None  # whose tensors the caller lends, and there was no room to map them
         self.answers: dict[int, Answer] = {}
         self.lent: dict[int, Callable[[], None]] = {}  # releases of replies that the caller reads where they lie
         self._nonce = secrets.token_bytes(16)
@@ -180,8 +180,12 @@ class Inbound:
             raise DamagedFrame(f"a {header.kind.name}, which a caller never sends.")
 
     def placed(self, lease: Lease) -> None:
-        """There is room for the announced payload."""
-        self._receive_into(lease)
+        """There is room for the announced payload, or for what the caller lends."""
+        frame, self.waiting = self.waiting, None
+        if frame is None:
+            self._receive_into(lease)
+        else:
+            self.link.guarded(lambda: self._borrow(frame, lease))
         self.link.resume()
 
     def ended(self, error: RemoteError, finished: bool) -> None:
@@ -317,9 +321,26 @@ class Inbound:
                 self._refuse(frame, error)
                 return
             if "memory" in frame.meta:
-                lease = Lease.of(self.link.borrowed(frame.meta["memory"], specs))
-            else:
-                lease = Lease.of([torch.empty(spec.numel, dtype=dtype_of(spec)) for spec in specs])
+                self._wait_to_borrow(frame, specs)
+                return
+            lease = Lease.of_nothing(specs)
+        self._deliver(frame, lease)
+
+    def _wait_to_borrow(self, frame: Frame, specs: Sequence[TensorSpec]) -> None:
+        """What the caller lends counts as received: who would have too much of it mapped waits, and is not read."""
+        self.wanted, self.waiting = specs, frame
+        lease = self.callers.room_for(self, specs)
+        if lease is None:
+            self.link.pause()
+            return
+        self.waiting = None
+        self._borrow(frame, lease)
+
+    def _borrow(self, frame: Frame, lease: Lease) -> None:
+        """Deliver a request whose tensors lie in memory of its caller."""
+        self._lease = lease  # given back if the connection ends here
+        lease.memory.tensors = self.link.borrowed(frame.meta["memory"], self.wanted)
+        self._lease = None
         self._deliver(frame, lease)
 
     def _deliver(self, frame: Frame, lease: Lease) -> None:

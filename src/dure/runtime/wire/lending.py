@@ -18,8 +18,8 @@ who has read what it was lent looks afterwards whether its connection still stoo
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -38,13 +38,12 @@ class Lender:
 
     def __init__(self) -> None:
         self._rooms: dict[int, tuple[int, int]] = {}  # by address: file, number
-        self._numbers = itertools.count(1)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """So many bytes, gone when no tensor uses them any more."""
         memory = Memory(nbytes)
         address, file = memory.bytes.data_ptr(), memory.file
-        self._rooms[address] = file, next(self._numbers)
+        self._rooms[address] = file, secrets.randbits(62)  # no other memory ever has that number
         memory.when_unmapped(lambda: self._forget(address, file))
         return memory.bytes
 

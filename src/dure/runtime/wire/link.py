@@ -202,7 +202,7 @@ class Link:
         if mask & selectors.EVENT_WRITE:
             self._write()
         if mask & selectors.EVENT_READ and not self.closed:
-            self._guarded(self._read)
+            self.guarded(self._read)
         if not self.closed:
             self._watch()
 
@@ -241,11 +241,12 @@ class Link:
 
     def _catch_up(self) -> None:
         if not self.closed and not self.paused:
-            self._guarded(self._take)
+            self.guarded(self._take)
             if not self.closed:
                 self._watch()
 
-    def _guarded(self, function: Callable[[], None]) -> None:
+    def guarded(self, function: Callable[[], None]) -> None:
+        """Do what may find that the peer sends nonsense, or is gone."""
         try:
             function()
         except DamagedFrame as error:
@@ -347,7 +348,7 @@ class Link:
     def _unwritable(self, error: OSError) -> None:
         """The peer takes no more; it may have said why before it left."""
         with contextlib.suppress(RemoteError):
-            self._guarded(self._read)
+            self.guarded(self._read)
         self.end(PeerLost(error.strerror or str(error)))
 
     def _watch(self) -> None:

@@ -121,10 +121,10 @@ class Lease:
         self.memory = memory
 
     @staticmethod
-    def of(tensors: list[torch.Tensor]) -> Lease:
-        """Of tensors that lie elsewhere."""
-        memory = Memory(torch.empty(0, dtype=torch.uint8))
-        memory.tensors = tensors
+    def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
+        """For tensors without elements."""
+        memory = Memory(_empty(0))
+        memory.cut(specs)
         return Lease(None, memory)
 
     @property
@@ -159,25 +159,27 @@ class Staging:
         self._idle: OrderedDict[int, list[Memory]] = OrderedDict()  # by size; least recently used first
         self._idle_nbytes = 0
 
-    def take(self, specs: Sequence[TensorSpec]) -> Lease | None:
-        """Memory for `specs`, or None when there is no room now."""
+    def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False) -> Lease | None:
+        """Memory for `specs`, or None when there is no room now. What lies `elsewhere` counts, and gets no memory."""
         size = sum(_aligned(nbytes_of(spec)) for spec in specs)
         size = -(-size // _ROUND) * _ROUND
         if self.held_nbytes and self.held_nbytes + size > self.budget_nbytes:
             return None
-        memory = self._recycled(size)
+        memory = None if elsewhere else self._recycled(size)
         if memory is None:
             self._shrink(size)
-            memory = Memory(self._empty(size))
+            memory = Memory(_empty(0) if elsewhere else self._empty(size))
+            memory.nbytes = size
         self.held_nbytes += size
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
-        memory.cut(specs)
+        if not elsewhere:
+            memory.cut(specs)
         return Lease(self, memory)
 
     def give_back(self, memory: Memory) -> None:
         size = memory.nbytes
         self.held_nbytes -= size
-        if self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
+        if memory.whole.numel() and self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
             self._idle.setdefault(size, []).append(memory)
             self._idle.move_to_end(size)
             self._idle_nbytes += size
