@@ -154,18 +154,31 @@ class Reproduce:
     """A table or figure of a paper, made again."""
 
     name: Positional[str]
-    """What to reproduce: sharding."""
-    on: str = "virtual"
-    """virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
+    """What to reproduce: sharding or it-signsgd. Each has some of the flags below."""
+    on: str | None = None
+    """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
+    dataset: str | None = None
+    """it-signsgd: mnist, cifar10, or both with a comma."""
+    rounds: int | None = None
+    """it-signsgd: steps of every run."""
+    seeds: int | None = None
+    """it-signsgd: how often everything is done."""
+    data: Path | None = None
+    """it-signsgd: folder of data sets; else DURE_DATA, else the user's cache."""
+    out: Path | None = None
+    """it-signsgd: where to draw the curves, as SVG."""
     json: bool = False
     """Print one JSON object as the last line."""
 
     def execute(self) -> dict[str, Any]:
         """Make it, print its table and return its rows."""
-        from dure.reproduce import find
+        from dure.reproduce import check, find
 
         module = find(self.name)
-        result: dict[str, Any] = module.reproduce(self.on)
+        asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "json"))
+        flags = {name: value for name, value in asked if value is not None}
+        check(self.name, module, flags)
+        result: dict[str, Any] = module.reproduce(**flags)
         _show(module.table(result), to_error=self.json)
         return result
 

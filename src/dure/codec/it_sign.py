@@ -2,8 +2,9 @@
 
 Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
 
-    default                                 a weight per worker; zeros abstain: the messages are ternary
-    it-sign:granularity=coordinate,zeros=random      as in the paper: a weight per worker and coordinate, one bit each
+    default         a weight per worker, of its last hundred rounds or so; zeros abstain: the messages are ternary
+    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each:
+                    it-sign:granularity=coordinate,zeros=random,forget=1
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ITSign(Codec):
     zeros: Literal["abstain", "random", "positive"] = "abstain"
     start: int = 50
     least: float = 0.01
-    forget: float = 1.0
+    forget: float = 0.99
 
     def __post_init__(self) -> None:
         if self.granularity not in ("worker", "coordinate"):

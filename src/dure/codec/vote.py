@@ -95,13 +95,14 @@ class LogLikelihood:
 
     def _learn(self, voters: list[int], votes: torch.Tensor, decided: torch.Tensor) -> None:
         """Count who disagreed with what was decided: at each coordinate, or in which share of them."""
-        for voter, vote in zip(voters, votes, strict=True):
-            differs = (vote != decided).float()
+        differs = votes != decided
+        pooled = differs.sum(1).float() / max(decided.numel(), 1)
+        for voter, vote, differ, share in zip(voters, votes, differs, pooled, strict=True):
             if self.granularity == "worker":
-                seen, wrong = torch.ones(()), differs.mean() if differs.numel() else torch.zeros(())
+                seen, wrong = torch.ones(()), share.cpu()
             else:
                 seen = (vote != 0).float()
-                wrong = differs * seen
+                wrong = differ * seen
             self.rounds[voter] = self.rounds.get(voter, 0) + 1
             for counts, new in ((self.seen, seen), (self.wrong, wrong)):
                 counts[voter] = new if voter not in counts else counts[voter] * self.forget + new

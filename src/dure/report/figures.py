@@ -10,11 +10,11 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -152,6 +152,45 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
         _circle(circle, edges, workers, color)
         _mixing(matrix, edges, workers, color)
     return svg()
+
+
+class Band(NamedTuple):
+    """A line with what it varies by above and below: `spreads` of `values` at `places`, all of one length."""
+
+    label: str
+    places: Sequence[float]
+    values: Sequence[float]
+    spreads: Sequence[float]
+
+
+def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_label: str) -> str:
+    """Panels by (row, column), all of a row with one scale; the same label has the same colour everywhere.
+
+    It is a file of its own, on white.
+    """
+    rows, columns = (list(dict.fromkeys(place[axis] for place in panels)) for axis in (0, 1))
+    labels = list(dict.fromkeys(band.label for bands in panels.values() for band in bands))
+    width, height = 0.6 + 2.7 * len(columns), 0.5 + 2.4 * len(rows)
+    with _drawing(f"grid {panels}", width=width, height=height, alone=True) as (figure, svg):
+        every = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+        for (row, column), bands in panels.items():
+            axes = every[rows.index(row)][columns.index(column)]
+            for band in bands:
+                _band(axes, band, COLORS[labels.index(band.label) % len(COLORS)])
+            axes.set_title(column if row == rows[0] else "", fontsize=9, color=_FAINT)
+            axes.set_ylabel(f"{row}: {y_label}" if column == columns[0] else "")
+            axes.set_xlabel(x_label if row == rows[-1] else "")
+            axes.yaxis.set_major_formatter(_plain(" %", factor=100))
+        lines = every[0][0].get_lines()
+        figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return svg()
+
+
+def _band(axes: Axes, band: Band, color: str) -> None:
+    _, places, values, spreads = band
+    low, high = ([value + sign * spread for value, spread in zip(values, spreads, strict=True)] for sign in (-1, 1))
+    axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
+    axes.plot(places, values, color=color, linewidth=1.6, marker="o" if len(places) == 1 else None, markersize=4)
 
 
 def _circle(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str) -> None:
@@ -316,8 +355,13 @@ def _leads(value: float, digits: Sequence[int]) -> bool:
 
 
 @contextmanager
-def _drawing(name: str, *, width: float, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
-    """A figure of `width` x `height` inches, and a function that gives its SVG once the block has ended."""
+def _drawing(
+    name: str, *, width: float, height: float, alone: bool = False
+) -> Iterator[tuple[Figure, Callable[[], str]]]:
+    """A figure of `width` x `height` inches, and a function that gives its SVG once the block has ended.
+
+    It is for a page, or `alone` a file of its own, with a white ground.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -325,9 +369,9 @@ def _drawing(name: str, *, width: float, height: float) -> Iterator[tuple[Figure
     text = io.StringIO()
     with mpl.rc_context({**_SETTINGS, "svg.hashsalt": salt}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, lambda: _inline(text.getvalue())
+        yield figure, lambda: text.getvalue() if alone else _inline(text.getvalue())
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(text, format="svg", transparent=not alone, metadata=nothing)
 
 
 def _inline(svg: str) -> str:

@@ -3,19 +3,23 @@
 | name       | module     | from                                                                             |
 |------------|------------|----------------------------------------------------------------------------------|
 | `sharding` | `sharding` | a comparison of layer-based and memory-based parameter sharding on VGG-16        |
+| `it-signsgd` | `it_signsgd` | Park and Lee: signs of workers with unlike batches, put to a weighted vote   |
 
-A module here has `reproduce(on)`, which returns what `dure reproduce NAME --json` prints, and `table` of that.
+A module here has `reproduce`, which returns what `dure reproduce NAME --json` prints, and `table` of that. The
+parameters of `reproduce` are the flags that make sense for it, all with defaults.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from dure.errors import UsageError
 from dure.text import names, nearest
 
-NAMES = {"sharding": "dure.reproduce.sharding"}
+NAMES = {"sharding": "dure.reproduce.sharding", "it-signsgd": "dure.reproduce.it_signsgd"}
 
 
 def find(name: str) -> ModuleType:
@@ -24,3 +28,11 @@ def find(name: str) -> ModuleType:
         known = names(NAMES)
         raise UsageError(f"nothing called {name!r} can be reproduced: there is {known}.{nearest(name, NAMES)}")
     return import_module(NAMES[name])
+
+
+def check(name: str, module: ModuleType, flags: dict[str, Any]) -> None:
+    """Raise `UsageError` if `flags` hold one that `module` has no use for."""
+    takes = list(inspect.signature(module.reproduce).parameters)
+    for flag in flags:
+        if flag not in takes:
+            raise UsageError(f"{name} has no use for --{flag}; it takes {names(f'--{each}' for each in takes)}.")

@@ -1,0 +1,92 @@
+"""`dure reproduce it-signsgd` on small pictures, and its flags."""
+
+import gzip
+import json
+import struct
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from dure.cli import main
+from dure.reproduce import it_signsgd
+from dure.reproduce.it_signsgd import METHODS, MODES, WORKERS
+
+
+def write_mnist(folder):
+    """Bright upper or lower halves, which two classes tell apart at once."""
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 200), ("t10k", 100)):
+        labels = torch.randint(2, (count,), generator=generator)
+        pixels = torch.randint(60, (count, 28, 28), generator=generator)
+        for image, label in zip(pixels, labels, strict=True):
+            image[14 * int(label) : 14 * int(label) + 14] += 150
+        for name, head, body in (
+            ("images-idx3-ubyte", struct.pack(">4i", 2051, count, 28, 28), pixels),
+            ("labels-idx1-ubyte", struct.pack(">2i", 2049, count), labels),
+        ):
+            (folder / f"{part}-{name}.gz").write_bytes(gzip.compress(head + bytes(body.to(torch.uint8).flatten())))
+    return folder
+
+
+def test_rows_and_picture(tmp_path, capsys):
+    data = write_mnist(tmp_path)
+    picture = tmp_path / "curves.svg"
+    flags = ["--dataset", "mnist", "--rounds", "3", "--seeds", "2", "--data", str(data), "--out", str(picture)]
+    assert main(["reproduce", "it-signsgd", "--json", *flags]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert "virtual" in printed.err
+    assert [(row["mode"], row["method"]) for row in result["rows"]] == [(m, name) for m in MODES for name in METHODS]
+    rows = {(row["mode"], row["method"]): row for row in result["rows"]}
+    assert all(row["dataset"] == "mnist" and 0 <= row["spread"] < 0.5 for row in rows.values())
+    assert rows[1, "SGD"]["accuracy"] > 0.9
+    numel = 784 * 64 + 64 + 64 * 10 + 10
+    share = (WORKERS - 1) / WORKERS  # a worker's own stripe stays with it
+    assert rows[4, "SGD"]["bytes_per_step"] == pytest.approx(2 * share * 4 * numel, rel=0.01)
+    assert rows[4, "signSGD-MV"]["bytes_per_step"] == pytest.approx(2 * share * numel / 8, rel=0.01)
+    assert rows[4, "IT-signSGD (paper)"]["bytes_per_step"] == rows[4, "signSGD-MV"]["bytes_per_step"]
+    drawn = ElementTree.parse(picture).getroot()
+    assert drawn.tag.endswith("svg")
+    words = {each.text for each in drawn.iter() if each.text}
+    assert {*METHODS, "rounds", "mnist: test accuracy"} <= words
+
+
+def test_spread_is_over_seeds():
+    class Run:
+        def __init__(self, *accuracies):
+            self.history = [{"step": 5 * (n + 1), "accuracy": each} for n, each in enumerate(accuracies)]
+
+        def summary(self):
+            return {"bytes_sent": 1500 * WORKERS}
+
+    curve = it_signsgd.Curve.of([Run(0.1, 0.5), Run(0.1, 0.7)])
+    assert (curve.rounds, curve.means) == ((5, 10), (0.1, pytest.approx(0.6)))
+    assert curve.spreads == (0, pytest.approx(0.02**0.5))
+    assert curve.bytes_per_step == 150
+    assert it_signsgd.Curve.of([Run(0.1, 0.5)]).spreads == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["it-signsgd", "--dataset", "mnits"], "mnist and cifar10"),
+        (["it-signsgd", "--rounds", "0"], "rounds"),
+        (["it-signsgd", "--seeds", "0"], "seeds"),
+        (["it-signsgd", "--out", "/absent/x.svg"], "/absent"),
+        (["it-signsgd", "--on", "virtual"], "--dataset"),
+        (["sharding", "--rounds", "3"], "it takes --on"),
+        (["it-signsgd", "--data", "/absent"], "/absent"),
+    ],
+)
+def test_wrong_flags_are_said(flags, word, capsys):
+    assert main(["reproduce", *flags]) in (1, 2)
+    assert word in capsys.readouterr().err
+
+
+def test_without_data_the_files_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dure.data.mnist.load_mnist.__defaults__", (("http://127.0.0.1:9",),))
+    assert main(["reproduce", "it-signsgd", "--data", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    for part in ("train-images-idx3-ubyte.gz", str(tmp_path / "mnist"), "DURE_DATA"):
+        assert part in said
