@@ -154,15 +154,15 @@ class Reproduce:
     """A table or figure of a paper, made again."""
 
     name: Positional[str]
-    """What to reproduce: sharding or it-signsgd. Each has some of the flags below."""
+    """What to reproduce: sharding, it-signsgd or byzantine. Each has some of the flags below."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     dataset: str | None = None
     """it-signsgd: mnist, cifar10, or both with a comma."""
     rounds: int | None = None
-    """it-signsgd: steps of every run."""
+    """it-signsgd, byzantine: steps of every run."""
     seeds: int | None = None
-    """it-signsgd: how often everything is done."""
+    """it-signsgd, byzantine: how often everything is done."""
     data: Path | None = None
     """it-signsgd: folder of data sets; else DURE_DATA, else the user's cache."""
     out: Path | None = None

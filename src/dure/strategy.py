@@ -93,10 +93,10 @@ class Strategy:
                 f"{codec} is for votes, which say which way each parameter goes and not how far, as {sync} needs it. "
                 f'The nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
-        if topology == "ps" and self.codec.vote() is not None:
+        if self.codec.vote() is not None and not getattr(self.sync, "tallies", False):
             raise StrategyError(
-                f"{codec} is for votes, and servers add gradients up: a mean of signs is no sign of the mean. The "
-                f'nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
+                f"{codec} is for votes, and {sync} has servers add gradients up: a sum of signs is no sign of the sum. "
+                f'The nearest that works is "bsp {topology} {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
 
     def _refusal(self, topology: str, because: str) -> str:

@@ -313,8 +313,9 @@ class Task:
             values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
         only = self.config.timing_only
         more: dict[str, Any] = {"timing_only": only, "log": log, "corrections": Corrections.of(self.sync)}
-        coder = None if self.codec is None else self.codec.coder(self.layouts[number])
-        return Shard(node, values, self.server_rule, ranges=ranges, coder=coder, **more)
+        if self.codec is not None:
+            more |= {"coder": self.codec.coder(self.layouts[number]), "vote": self.codec.vote()}
+        return Shard(node, values, self.server_rule, ranges=ranges, **more)
 
     @property
     def _layout(self) -> Layout:

@@ -121,7 +121,7 @@ def test_half_right_has_no_influence_and_always_wrong_is_turned_around():
 def test_weights_are_bounded():
     vote = LogLikelihood("worker", start=0, least=0.01)
     vote.rounds[0], vote.seen[0], vote.wrong[0] = 1, torch.tensor(1e9), torch.tensor(0.0)
-    assert float(vote.weight(0, 5)) == pytest.approx(math.log(99))
+    assert float(vote.weight(0)) == pytest.approx(math.log(99))
 
 
 def test_an_absent_worker_keeps_what_is_known_of_it():

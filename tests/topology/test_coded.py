@@ -8,11 +8,14 @@ import torch
 import dure
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner
+from dure.codec.feedback import Momentum
 from dure.codec.floats import Float16
 from dure.codec.one_bit import OneBit
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
+from dure.codec.ternary import Ternary
 from dure.errors import StrategyError, UsageError
+from dure.runtime.cluster import Cluster
 from dure.strategy import Strategy
 
 K, STEPS = 4, 20
@@ -50,6 +53,7 @@ def test_servers_are_sent_what_is_encoded_and_send_all():
     ("strategy", "workers"),
     [
         ("bsp collective it-sign:start=3", 3),
+        ("bsp ps:shards=2 it-sign:start=3", 3),
         ("bsp collective strom:threshold=0.001", 3),
         ("bmuf:period=3,momentum=0.5 collective strom:threshold=0.001", 2),  # a mean of two that are alike is exact
     ],
@@ -96,6 +100,54 @@ def test_blocks_filter_what_was_decoded():
         assert coded.summary()["loss"] == pytest.approx(plain.summary()["loss"], rel=2e-2)
 
 
+VOTES = [
+    "sign",
+    "sign:zeros=random",
+    "sign+momentum",
+    "ternary",
+    "it-sign:start=3",
+    "it-sign:granularity=coordinate,zeros=random,start=3,forget=1",
+]
+
+
+@pytest.mark.parametrize("codec", VOTES)
+def test_servers_vote_as_owners_of_stripes_do(codec):
+    """As many shards as workers hold just the stripes; an even number of workers has even splits."""
+    over = {topology: run(f"bsp {topology} {codec}", lr=0.01) for topology in ("collective", f"ps:shards={K}", "ps")}
+    digests = {topology: each.summary()["params_sha256"] for topology, each in over.items()}
+    assert digests["collective"] == digests[f"ps:shards={K}"]
+    if codec in ("sign", "ternary", "sign+momentum"):  # others draw, or estimate, for each shard
+        assert digests["ps"] == digests["collective"]
+    assert over["ps"].summary()["accuracy"] > 0.8
+
+
+def test_a_vote_that_goes_on_from_a_checkpoint_knows_its_voters(tmp_path):
+    options = {"on": "virtual", "workers": 3, "lr": 0.01, "strategy": "bsp ps:shards=2 it-sign:start=3+momentum"}
+    whole = dure.train("digits-mlp", steps=12, **options).summary()
+    dure.train("digits-mlp", steps=6, checkpoint_every=5, out=tmp_path / "run", **options)
+    resumed = dure.train("digits-mlp", on="virtual", resume=tmp_path / "run", steps=12).summary()
+    assert resumed["params_sha256"] == whole["params_sha256"]
+
+
+def test_who_is_absent_has_no_vote(tmp_path):
+    """Of five, one dies and one is always too late: the others' majority goes on."""
+    cluster = Cluster.uniform(5, events=[{"kind": "crash", "at": "40 ms", "worker": 1}])
+    done = dure.train("digits-mlp", strategy="backup:backups=1 ps it-sign:start=3", on=cluster, steps=60, lr=0.01)
+    assert done.summary()["failures_survived"] == 1
+    assert done.summary()["accuracy"] > 0.9
+
+
+def test_momentum_is_the_voters_alone():
+    """Signum: the majority of the signs of their averages, which is not averaged again."""
+    layout = SliceLayout.plain(3)
+    for inner in (Sign(), Ternary()):
+        owner, coder = Owner(Momentum(inner, beta=0.5), layout), Momentum(inner, beta=0.5).coder(layout)
+        for values, average in (([1.0, 1.0, -4.0], [1, 1, -1]), ([-3.0, 1.0, -1.0], [-1, 1, -1])):
+            out = torch.empty(3)
+            coder.decode(owner.combine({0: coder.encode(torch.tensor(values))}), out)
+            assert out.tolist() == average
+
+
 def test_weights_are_shares_of_the_batch():
     owner = Owner(Float16(), SliceLayout.plain(2))
     coder = Float16().coder(SliceLayout.plain(2))
@@ -126,8 +178,8 @@ def test_a_vote_of_one_is_its_own():
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("bsp ps sign", "a mean of signs is no sign of the mean"),
-        ("bsp ps it-sign", "bsp collective it-sign"),
+        ("ssp ps sign", "a sum of signs is no sign of the sum"),
+        ("downpour ps it-sign", "bsp ps it-sign"),
         ("averaging ps fp16", "servers are pushed models"),
         ("averaging:weights=fisher collective fp16", "two vectors"),
         ("bmuf:period=4,overlap=1 collective fp16", "parts of it travel"),

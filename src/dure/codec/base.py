@@ -15,9 +15,11 @@ Way = Literal["stripes", "gather"]
 
 
 class Vote(Protocol):
-    """How many workers' messages of signs become one."""
+    """How many workers' signs become one: `decide` is given messages, `settle` what they decode to; both give one."""
 
     def decide(self, messages: Mapping[int, torch.Tensor], coder: Coder) -> torch.Tensor: ...
+
+    def settle(self, votes: Mapping[int, torch.Tensor], coder: Coder) -> torch.Tensor: ...
 
     def state(self) -> dict[str, torch.Tensor]: ...
 

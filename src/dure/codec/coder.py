@@ -95,6 +95,10 @@ class Coder(ABC):
         self.decode(message, values)
         out.add_(values, alpha=weight)
 
+    def verdict(self, values: torch.Tensor) -> torch.Tensor:
+        """The message for what a vote has decided: as `encode`, without what is remembered of values before."""
+        return self.encode(values)
+
     def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
         """The signs in a message, if a bit for each is all that it has; None where it has more."""
         return None

@@ -39,7 +39,7 @@ class Owner:
         Raises `DamagedMessage` for what a member cannot have sent.
         """
         if self._vote is not None:
-            return self._vote.decide(messages, self._coder)
+            return self._vote.decide(messages, self._again)
         mean = torch.zeros(self._coder.numel, device=next(iter(messages.values())).device)
         for member in sorted(messages):
             share = 1 / len(messages) if weights is None else weights[member]

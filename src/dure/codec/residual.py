@@ -67,6 +67,12 @@ class MomentumCoder(Coder):
     def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         self.inner.accumulate(message, out, weight)
 
+    def verdict(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner.verdict(values)
+
+    def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
+        return self.inner.packed_signs(message)
+
     def state(self) -> dict[str, torch.Tensor]:
         own = {} if self.average is None else {"average": self.average}
         return own | self.inner.state()

@@ -24,6 +24,9 @@ from dure.codec.coder import Coder
 Messages = Mapping[int, torch.Tensor]
 """Encoded signs by worker."""
 
+Votes = Mapping[int, torch.Tensor]
+"""Signs by worker, flat: -1, 0 and 1."""
+
 _BLOCK = 1 << 16
 
 
@@ -32,13 +35,20 @@ class Majority:
 
     def decide(self, messages: Messages, coder: Coder) -> torch.Tensor:
         """The decided signs, encoded as the votes are. Raises `DamagedMessage`."""
-        voters = sorted(messages)
-        packed = [signs for signs in (coder.packed_signs(messages[voter]) for voter in voters) if signs is not None]
-        if len(packed) == len(voters):
-            return bits.at_least(packed, (len(voters) + 1) // 2)
-        total = sum(_votes(messages[voter], coder).to(torch.int16) for voter in voters)
-        assert isinstance(total, torch.Tensor)
-        return coder.encode(total.float())
+        packed = [signs for signs in map(coder.packed_signs, messages.values()) if signs is not None]
+        if len(packed) == len(messages):
+            return bits.at_least(packed, (len(messages) + 1) // 2)
+        return self.settle({voter: _votes(message, coder) for voter, message in messages.items()}, coder)
+
+    def settle(self, votes: Votes, coder: Coder) -> torch.Tensor:
+        """The decided signs, encoded as the votes were."""
+        total = torch.zeros(coder.numel, device=next(iter(votes.values())).device)
+        for vote in votes.values():
+            total += vote
+        message = coder.verdict(total)
+        if coder.packed_signs(message) is not None:
+            return bits.pack_signs(total)  # an even split is no zero of a coder's: it counts as positive
+        return message
 
     def state(self) -> dict[str, torch.Tensor]:
         """What survives a restart."""
@@ -74,35 +84,37 @@ class LogLikelihood:
 
     def decide(self, messages: Messages, coder: Coder) -> torch.Tensor:
         """The decided signs, encoded as the votes are. Raises `DamagedMessage`."""
-        voters = sorted(messages)
-        votes = torch.stack([_votes(messages[voter], coder) for voter in voters])
-        total = torch.zeros(coder.numel, device=votes.device)
-        weights = [self.weight(voter, coder.numel) for voter in voters]
+        return self.settle({voter: _votes(message, coder) for voter, message in messages.items()}, coder)
+
+    def settle(self, votes: Votes, coder: Coder) -> torch.Tensor:
+        """The decided signs, encoded as the votes were."""
+        voters = sorted(votes)
+        total = torch.zeros(coder.numel, device=votes[voters[0]].device)
+        weights = [self.weight(voter) for voter in voters]
         for begin in range(0, coder.numel, _BLOCK):
             block = slice(begin, begin + _BLOCK)
-            for vote, weight in zip(votes[:, block], weights, strict=True):
-                total[block] += vote * (weight[block] if weight.dim() else weight)
-        message = coder.encode(total)
-        self._learn(voters, votes, _votes(message, coder))
+            for voter, weight in zip(voters, weights, strict=True):
+                total[block] += votes[voter][block] * (weight[block] if weight.dim() else weight)
+        message = coder.verdict(total)
+        self._learn(votes, _votes(message, coder))
         return message
 
-    def weight(self, voter: int, numel: int) -> torch.Tensor:
-        """What a vote of `voter` counts: one number, or one for each of `numel` coordinates."""
+    def weight(self, voter: int) -> torch.Tensor:
+        """What a vote of `voter` counts: one number, or one for each coordinate."""
         if self.rounds.get(voter, 0) < self.start or voter not in self.wrong:
             return torch.ones(())
         p = ((self.wrong[voter] + 1) / (self.seen[voter] + 2)).clamp(self.least, 1 - self.least)
         return torch.log((1 - p) / p)
 
-    def _learn(self, voters: list[int], votes: torch.Tensor, decided: torch.Tensor) -> None:
+    def _learn(self, votes: Votes, decided: torch.Tensor) -> None:
         """Count who disagreed with what was decided: at each coordinate, or in which share of them."""
-        differs = votes != decided
-        pooled = differs.sum(1).float() / max(decided.numel(), 1)
-        for voter, vote, differ, share in zip(voters, votes, differs, pooled, strict=True):
+        for voter, vote in votes.items():
+            differs = vote != decided
             if self.granularity == "worker":
-                seen, wrong = torch.ones(()), share.cpu()
+                seen, wrong = torch.ones(()), differs.sum() / max(differs.numel(), 1)
             else:
                 seen = (vote != 0).float()
-                wrong = differ * seen
+                wrong = differs * seen
             self.rounds[voter] = self.rounds.get(voter, 0) + 1
             for counts, new in ((self.seen, seen), (self.wrong, wrong)):
                 counts[voter] = new if voter not in counts else counts[voter] * self.forget + new

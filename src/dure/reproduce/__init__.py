@@ -1,9 +1,10 @@
 """Tables and figures of papers, made again: what each said, beside what this library finds.
 
-| name       | module     | from                                                                             |
-|------------|------------|----------------------------------------------------------------------------------|
-| `sharding` | `sharding` | a comparison of layer-based and memory-based parameter sharding on VGG-16        |
-| `it-signsgd` | `it_signsgd` | Park and Lee: signs of workers with unlike batches, put to a weighted vote   |
+| name         | module       | from                                                                           |
+|--------------|--------------|--------------------------------------------------------------------------------|
+| `sharding`   | `sharding`   | a comparison of layer-based and memory-based parameter sharding on VGG-16      |
+| `it-signsgd` | `it_signsgd` | Park and Lee: signs of workers with unlike batches, put to a weighted vote     |
+| `byzantine`  | `byzantine`  | Bernstein et al.: a majority of signs, and some voters who lie                 |
 
 A module here has `reproduce`, which returns what `dure reproduce NAME --json` prints, and `table` of that. The
 parameters of `reproduce` are the flags that make sense for it, all with defaults.
@@ -19,7 +20,11 @@ from typing import Any
 from dure.errors import UsageError
 from dure.text import names, nearest
 
-NAMES = {"sharding": "dure.reproduce.sharding", "it-signsgd": "dure.reproduce.it_signsgd"}
+NAMES = {
+    "sharding": "dure.reproduce.sharding",
+    "it-signsgd": "dure.reproduce.it_signsgd",
+    "byzantine": "dure.reproduce.byzantine",
+}
 
 
 def find(name: str) -> ModuleType:

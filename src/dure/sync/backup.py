@@ -41,6 +41,7 @@ class Backup:
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
+    tallies: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "server"
     sampling: ClassVar[str] = "whole"

@@ -50,6 +50,7 @@ class Sync(Protocol):
     #   encodes: ClassVar[tuple[str, ...]]    over these topologies, what it sends may be encoded by a codec
     #   uncoded: str                          why over the others it is not
     #   changes: ClassVar[bool]               what is encoded is how far a model has gone, and no gradient
+    #   tallies: ClassVar[bool]               what it sends may be signs that are voted on, all of a step together
     #   quorum(workers: int) -> int           how many updates make a group
     #   fewest: int                           workers that it needs at least
     #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory

@@ -34,6 +34,7 @@ class BSP:
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps", "hybrid")
     encodes: ClassVar[tuple[str, ...]] = ("collective", "ps")
+    tallies: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "replica"
 

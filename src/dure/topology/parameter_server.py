@@ -41,6 +41,7 @@ from dure.topology.sharding import Ranges
 from dure.topology.vectors import Vectors
 
 if TYPE_CHECKING:
+    from dure.codec.base import Vote
     from dure.codec.coder import Coder
 
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
@@ -65,7 +66,8 @@ class Shard:
     tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
     (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` are what remedies do to
-    each gradient before it counts (`corrections`); None where there are none. What is pushed is a message for `coder`.
+    each gradient before it counts (`corrections`); None where there are none. What is pushed is a message for `coder`,
+    and a group's members are put to the `vote` in place of `reduce` where there is one: it stays with the shard.
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
@@ -96,6 +98,7 @@ class Shard:
         log: bool = False,
         corrections: Corrections | None = None,
         coder: Coder | None = None,
+        vote: Vote | None = None,
     ) -> None:
         self.node = node
         self.timing_only = timing_only
@@ -116,6 +119,7 @@ class Shard:
         self.staleness: dict[int, int] = {}
         self.log: list[tuple[int, int, int]] | None = [] if log else None
         self._coder = coder
+        self._vote = vote
         self._specs = tuple(TensorSpec(dtype, elements) for elements in sizes)
         self._kept: dict[int, Buffer] = {}
         self._staged: dict[tuple[int, int], _Staged] = {}
@@ -306,7 +310,7 @@ class Shard:
             correct = nothing
             if self.corrections is not None:
                 correct = self._correcting([(w, seq, each.base, each.buffer.tensor) for w, seq, each in members])
-            await self._apply_group([staged for _, _, staged in members], fields["reduce"], fresh, correct)
+            await self._apply_group(members, fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base)
                 staged.buffer.release()
@@ -327,21 +331,30 @@ class Shard:
         return [(worker, seq, self._staged.pop((worker, seq))) for worker, seq in fields["members"]]
 
     def _apply_group(
-        self, members: list[_Staged], reduce: str, fresh: Buffer, correct: Callable[[], None]
+        self, members: list[tuple[int, int, _Staged]], reduce: str, fresh: Buffer, correct: Callable[[], None]
     ) -> Operation[None]:
         """Start the step from the current version to `fresh` by what the members' updates, corrected, come to."""
-        first = members[0]
-        if len(members) == 1:
+        first = members[0][2]
+        if len(members) == 1 and self._vote is None:
             return self.node.compute(self._step(first.buffer.tensor, fresh, first.lr, prepare=correct))
         total = self.pool.take()
 
         def prepare() -> None:
             correct()
-            _combine(members, reduce, total)
+            if self._vote is None:
+                _combine([staged for _, _, staged in members], reduce, total)
+            else:
+                self._tally(self._vote, members, total)
 
         operation = self.node.compute(self._step(total.tensor, fresh, first.lr, len(members), prepare))
         operation.when_done(total.release)
         return operation
+
+    def _tally(self, vote: Vote, members: list[tuple[int, int, _Staged]], total: Buffer) -> None:
+        """Put the members' signs to the vote; what is decided is what its message decodes to, as over collectives."""
+        assert self._coder is not None
+        message = vote.settle({worker: staged.buffer.tensor for worker, _, staged in members}, self._coder)
+        self._coder.decode(message, total.tensor)
 
     def _step(
         self,
@@ -503,6 +516,11 @@ class Shard:
 
     # ---- checkpoints
 
+    @property
+    def _voting(self) -> dict[str, Vote | Coder]:
+        """What remembers, of a vote: how reliable voters are, and what decides even splits."""
+        return {} if self._vote is None or self._coder is None else {"vote": self._vote, "coder": self._coder}
+
     def state(self, keep: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What survives a restart, while nothing is being applied: tensors by name (not copies), plain values.
 
@@ -527,6 +545,8 @@ class Shard:
             "staged": [[*key, *staged[1:]] for key, staged in sorted(self._staged.items())],
             "log": self.log,
         }
+        for name, part in self._voting.items():
+            tensors |= {f"{name}.{key}": tensor for key, tensor in part.state().items()}
         named, plain["vectors"] = self.vectors.state()
         tensors |= {f"vector.{name}": vector for name, vector in named.items()}
         if self.corrections is not None:
@@ -554,6 +574,8 @@ class Shard:
         for worker, seq, weight, base, lr, incarnation in plain["staged"]:
             buffer = self._refill(tensors, f"staged.{worker}.{seq}")
             self._staged[worker, seq] = _Staged(buffer, weight, base, lr, incarnation)
+        for name, part in self._voting.items():
+            part.restore({key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")})
         named = {name[7:]: vector for name, vector in tensors.items() if name.startswith("vector.")}
         self.vectors.restore(named, plain["vectors"])
         if self.corrections is not None:
