@@ -63,22 +63,22 @@ def _cost(*lines: float) -> CodecCost:
 
 MEASURED: Mapping[str, CodecCost] = MappingProxyType(
     {
-        "fp16": _cost(0, 1.5, 0, 6.7, 24, 7.2),
-        "bf16": _cost(0, 1.5, 0, 7.1, 0, 8.4),
-        "int8": _cost(0, 7, 0, 2.5, 0, 3.3),
-        "1bit": _cost(530, 35, 170, 16, 58, 17),
-        "strom": _cost(1100, 7.1, 460, 0.8, 390, 0.55),
-        "top-k": _cost(720, 23, 310, 1.5, 310, 1.2),
-        "sign": _cost(130, 0.88, 30, 0.39, 340, 0.073),
-        "ternary": _cost(160, 11, 33, 33, 94, 34),
-        "it-sign": _cost(380, 11, 310, 29, 0, 48),
-        "fp16+ef": _cost(54, 8.8, 51, 6.1, 56, 6.6),
-        "bf16+ef": _cost(0, 10, 0, 6.9, 6, 6.4),
-        "int8+ef": _cost(0, 8.8, 11, 2.3, 0, 3),
-        "sign+ef": _cost(130, 3.3, 25, 0.33, 17, 0.99),
-        "sign+momentum": _cost(30, 1.5, 10, 0.32, 190, 1.7),
-        "ternary+momentum": _cost(130, 11, 0, 30, 2500, 32),
-        "it-sign+momentum": _cost(0, 14, 0, 31, 3200, 36),
+        "fp16": _cost(0, 0.98, 0, 1.1, 0, 1.4),
+        "bf16": _cost(0, 1.3, 0, 0.97, 0, 1.4),
+        "int8": _cost(360, 2.3, 85, 1, 140, 1.3),
+        "1bit": _cost(0, 12, 0, 3, 0, 3),
+        "strom": _cost(820, 6, 260, 1.6, 300, 0.97),
+        "top-k": _cost(0, 26, 0, 1.9, 91, 1.1),
+        "sign": _cost(37, 1.2, 0, 0.89, 300, 0.08),
+        "ternary": _cost(0, 11, 0, 19, 0, 30),
+        "it-sign": _cost(0, 17, 0, 33, 3800, 41),
+        "fp16+ef": _cost(0, 10, 0, 1.9, 0, 2.5),
+        "bf16+ef": _cost(0, 10, 0, 0.98, 19, 1.5),
+        "int8+ef": _cost(0, 15, 0, 1.6, 43, 2.1),
+        "sign+ef": _cost(0, 8.4, 0, 0.88, 0, 1.3),
+        "sign+momentum": _cost(0, 3.1, 0, 0.64, 0, 5.1),
+        "ternary+momentum": _cost(0, 15, 1500, 25, 6500, 28),
+        "it-sign+momentum": _cost(96, 6.4, 490, 12, 17000, 22),
     }
 )
-"""By `python bench/codecs.py --costs`, on a machine of two cores, with one thread: of two runs the faster line each."""
+"""By `python bench/codecs.py --costs`, on a machine of two cores, with one thread."""
