@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 import dure
-from dure.payoff import BANDWIDTHS, Traffic, break_even
+from dure.config import TrainConfig
+from dure.outcome import Totals
+from dure.payoff import BANDWIDTHS, Traffic, break_even, payoff
 from dure.runtime.cluster import Cluster, Link, Machines
 from dure.runtime.coding import CodecCost, Line
 from dure.runtime.compute import Constant
+from dure.train import resolve
 
 K = 4
 NUMEL = 64 * 64 + 64 + 64 * 10 + 10
@@ -26,23 +29,23 @@ def summary(strategy: str, bandwidth: float = 1e8) -> dict[str, Any]:
 
 
 def test_the_model_is_what_it_says() -> None:
-    payoff = summary("bsp collective fp16", bandwidth=1e7)["payoff"]
+    found = summary("bsp collective fp16", bandwidth=1e7)["payoff"]
     ring = 2 * (K - 1) / K * 4 * NUMEL
-    assert payoff["bytes_fp32"] == ring
-    assert payoff["bytes"] == pytest.approx(ring / 2, rel=1e-3)  # stripes differ by an element
-    assert payoff["compute"] == pytest.approx(1e-3)
-    assert payoff["costs"] == "cluster"
-    assert [step["bandwidth"] for step in payoff["steps"]] == [1e7, *BANDWIDTHS]
-    for step in payoff["steps"]:
+    assert found["bytes_fp32"] == ring
+    assert found["bytes"] == pytest.approx(ring / 2, rel=1e-3)  # stripes differ by an element
+    assert found["compute"] == pytest.approx(1e-3)
+    assert found["costs"] == "cluster"
+    assert [step["bandwidth"] for step in found["steps"]] == [1e7, *BANDWIDTHS]
+    for step in found["steps"]:
         assert step["fp32"] == pytest.approx(1e-3 + ring / step["bandwidth"])
-        assert step["seconds"] == pytest.approx(1e-3 + payoff["coding"] + payoff["bytes"] / step["bandwidth"])
+        assert step["seconds"] == pytest.approx(1e-3 + found["coding"] + found["bytes"] / step["bandwidth"])
 
 
 def test_through_servers_the_busiest_card_counts_both_ways() -> None:
-    payoff = summary("bsp ps:shards=2 fp16")["payoff"]
+    found = summary("bsp ps:shards=2 fp16")["payoff"]
     pulls = 5 / 4  # of a step: the first, and one after each of four
-    assert payoff["bytes_fp32"] == pytest.approx(K * (4 + 4 * pulls) * NUMEL / 2)
-    assert payoff["bytes"] == pytest.approx(K * (2 + 4 * pulls) * NUMEL / 2)
+    assert found["bytes_fp32"] == pytest.approx(K * (4 + 4 * pulls) * NUMEL / 2)
+    assert found["bytes"] == pytest.approx(K * (2 + 4 * pulls) * NUMEL / 2)
 
 
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 fp16"])
@@ -67,9 +70,22 @@ def test_without_a_codec_or_others_there_is_nothing_to_say() -> None:
     assert alone["payoff"] == {}
 
 
-def test_after_a_real_run_the_codec_is_measured() -> None:
-    run = dure.train("digits-mlp", strategy="bsp collective 1bit", on="local", workers=2, steps=3)
-    payoff = run.summary()["payoff"]
-    assert (payoff["costs"], payoff["link"]) == ("measured", None)
-    assert min(payoff["compute"], payoff["coding"], payoff["break_even"]) > 0
-    assert [step["bandwidth"] for step in payoff["steps"]] == list(BANDWIDTHS)
+def test_a_worker_of_which_only_steps_are_known_counts_for_nothing() -> None:
+    config = TrainConfig.of({"job": "digits-mlp", "sync": "ssp", "codec": "fp16", "on": "virtual", "workers": 3})
+    task, cluster = resolve(config)
+    told = {"steps": 10, "bytes_sent": 10 * 2 * NUMEL, "bytes_received": 10 * 4 * NUMEL}
+    totals = Totals(per_worker={"worker 0": told, "worker 1": {"steps": 4}, "worker 2": dict(told)})
+    totals.time["compute"] = 0.2
+    found = payoff(task, totals, cluster)
+    assert (found["compute"], found["bytes"], found["bytes_fp32"]) == pytest.approx((0.01, 12 * NUMEL, 16 * NUMEL))
+    assert payoff(task, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
+
+
+@pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 1bit"])
+def test_after_a_real_run_the_codec_is_measured(strategy: str) -> None:
+    run = dure.train("digits-mlp", strategy=strategy, on="local", workers=2, steps=3)
+    found = run.summary()["payoff"]
+    assert found["bytes"] < found["bytes_fp32"]
+    assert (found["costs"], found["link"]) == ("measured", None)
+    assert min(found["compute"], found["coding"], found["break_even"]) > 0
+    assert [step["bandwidth"] for step in found["steps"]] == list(BANDWIDTHS)

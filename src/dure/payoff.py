@@ -49,13 +49,14 @@ def payoff(task: Task, totals: Totals, cluster: Cluster | None) -> dict[str, Any
     What the codec costs is said by the `cluster` of a virtual run. After a real one it is measured, here and now.
     """
     codec = task.codec
-    if codec is None or task.workers == 1 or not sum(_steps(totals)):
+    rows = _rows(totals)
+    if codec is None or task.workers == 1 or not rows:
         return {}
     name = codec_name(codec)
     given = {} if cluster is None else cluster.codecs
     cost = _measured(task, codec) if cluster is None else cost_of(name, given)
     source = "measured" if cluster is None else "cluster" if name in given else "default"
-    compute = totals.time["compute"] / sum(_steps(totals))
+    compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codings(task, codec)) / task.period
     traffic = _by_servers(task, totals) if task.servers else _by_collectives(task, totals)
     links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
@@ -105,30 +106,34 @@ def _at(bandwidth: float, compute: float, coding: float, traffic: Traffic) -> di
     }
 
 
-def _steps(totals: Totals) -> list[int]:
-    return [row.get("steps", 0) for row in totals.per_worker.values()]
+def _rows(totals: Totals) -> list[dict[str, int]]:
+    """Those of workers that have made steps and told what they sent: of one that died only its steps are known."""
+    return [row for row in totals.per_worker.values() if row.get("steps") and "bytes_sent" in row]
 
 
 def _by_collectives(task: Task, totals: Totals) -> Traffic:
     """Out of a card; as much comes in at the same time. Without a codec there would be a ring."""
-    coded = max(row["bytes_sent"] / row["steps"] for row in totals.per_worker.values() if row.get("steps"))
+    coded = max(row["bytes_sent"] / row["steps"] for row in _rows(totals))
     return Traffic(coded, 2 * (task.workers - 1) / task.workers * _weight(task) / task.period)
 
 
 def _by_servers(task: Task, totals: Totals) -> Traffic:
-    """In and out, one after another: parameters are pulled when gradients have been pushed."""
-    steps, weight, numel = max(_steps(totals)), _weight(task), task.replica.numel
-    cards = [_both(row, row["steps"], weight / task.period) for row in totals.per_worker.values() if row.get("steps")]
-    for ranges, row in zip(task.ranges, totals.per_shard.values(), strict=True):
-        updates = (row["applied"] + row["refused"]) / steps
-        sent, received = row["bytes_sent"] / steps, row["bytes_received"] / steps
-        cards.append(Traffic(sent + received, sent + updates * weight * size(ranges) / numel))
+    """In and out, one after another: parameters are pulled when gradients have been pushed.
+
+    Either a worker's card is the busiest, or that of the largest shard, which has its part of what all workers have.
+    """
+    rows, pushed = _rows(totals), _weight(task) / task.period
+    most = max(row["steps"] for row in rows)
+    cards = [_both(row, row["steps"], pushed) for row in rows]
+    part = max(size(ranges) for ranges in task.ranges) / task.replica.numel
+    all_workers = [_both(row, most, pushed * row["steps"] / most) for row in rows]
+    cards.append(Traffic(*(part * sum(each) for each in zip(*all_workers, strict=True))))
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
 
 
-def _both(row: Mapping[str, int], steps: int, weight: float) -> Traffic:
+def _both(row: Mapping[str, int], steps: int, pushed: float) -> Traffic:
     """Of a worker: what it sends is encoded, what it receives is not."""
-    return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, weight + row["bytes_received"] / steps)
+    return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + row["bytes_received"] / steps)
 
 
 def _weight(task: Task) -> int:
