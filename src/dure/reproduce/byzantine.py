@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from dure.errors import DivergedError, UsageError
-from dure.sync.clock import Barrier, Policy
+from dure.sync.bsp import BSP
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dure.optim import OptimizerSpec
     from dure.worker import Worker
 
 WORKERS = 15
@@ -69,7 +68,7 @@ RULES: Mapping[str, Rule] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lied:
+class Lied(BSP):
     """BSP over servers, in which the first `liars` workers push a lie in place of their gradient."""
 
     liars: int = 0
@@ -77,19 +76,7 @@ class Lied:
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    tallies: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "server"
-
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
 
     async def work(self, worker: Worker) -> None:
         while True:
