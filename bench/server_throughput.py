@@ -5,7 +5,9 @@
 
 Every worker is a process and pushes and pulls `values` float32 through each arm, in turn, all workers at once:
 
-    dure   a server with one `Shard` of plain SGD: checked, applied, acknowledged, pulled back
+    dure   a server with one `Shard` of plain SGD: an update is checked, applied and acknowledged, the values pulled.
+           Bulk is neither sent nor copied: the update lies in `room_like` memory, the values are read where they lie
+    dure, copying     the same, the update from memory of the worker's own, and the values into such memory
     gloo   a process with as many pairs as there are workers, a thread each: it receives, and sends as much back
     ray    an actor that holds the values (NumPy, which Ray does not copy to read) and takes the same step; what it
            answers stays where it is in shared memory, to be read only: nothing is copied to the worker's parameters
@@ -29,7 +31,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -151,8 +153,9 @@ class Worker:
         self.rank, self.seq = rank, dict.fromkeys(sizes, 0)
         self.group = pair(store, rank, 0) if store else None
         self.gradient = {values: torch.ones(values) for values in sizes}
+        self.room = {values: self.node.room_like(each).fill_(1.0) for values, each in self.gradient.items()}
         self.into = {values: torch.zeros(values) for values in sizes}
-        self.arms: dict[str, Arm] = {"dure": self.through_dure}
+        self.arms: dict[str, Arm] = {"dure": self.through_dure, "dure, copying": self.through_dure_copying}
         if store:
             self.arms["gloo"] = self.through_gloo
         if ray_address is not None:
@@ -163,14 +166,21 @@ class Worker:
             self.arms |= {"ray": self.through_ray, "ray in one call": self.through_ray_at_once}
 
     def through_dure(self, values: int) -> None:
-        self.seq[values] += 1
-        self.node.loop.run_until(self.node.spawn(self._push_and_pull(values), "worker"))
+        borrows = self.node.borrows("server 0", 4 * values)
+        self._run(self._push_and_pull(values, self.room[values], None if borrows else [self.into[values]]))
 
-    async def _push_and_pull(self, values: int) -> None:
+    def through_dure_copying(self, values: int) -> None:
+        self._run(self._push_and_pull(values, self.gradient[values], [self.into[values]]))
+
+    def _run(self, work: Coroutine[Any, None, None]) -> None:
+        self.node.loop.run_until(self.node.spawn(work, "worker"))
+
+    async def _push_and_pull(self, values: int, gradient: torch.Tensor, into: list[torch.Tensor] | None) -> None:
+        self.seq[values] += 1
         shard, seq = Address("server 0", f"shard of {values}"), self.seq[values]
         fields = {"worker": self.rank, "incarnation": 0, "seq": seq, "base": None, "weight": 1.0, "ordered": False}
-        await self.node.call(shard, "push", self.gradient[values], **fields)
-        await self.node.call(shard, "pull", into=[self.into[values]])
+        await self.node.call(shard, "push", gradient, **fields)
+        (await self.node.call(shard, "pull", into=into)).release()
 
     def through_gloo(self, values: int) -> None:
         self.group.send([self.gradient[values]], 1, 0).wait()

@@ -63,13 +63,15 @@ class TestNode:
     """The primitives that a server and its clients use."""
 
     __test__ = False
-    lends = False
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.rank = int(name.split()[-1])
         self.computed = 0
+
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        return False
 
     def compute(self, work: Work) -> Operation[Any]:
         """Done at once, heard of later: others may run in between."""

@@ -255,12 +255,22 @@ def test_a_reader_never_sees_a_later_version_in_its_buffer() -> None:
     for _ in range(5):
         fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
     assert reply.tensors[0].tolist() == [0.0] * NUMEL
-    assert shard.pool.made == 3
     reply.release()
+    another = shard.handle(Call("reader", "pull", {}, ()))
+    assert isinstance(another, Reply)
     fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
-    fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
-    assert shard.pool.made == 3
-    assert reply.tensors[0].tolist() != [0.0] * NUMEL
+    assert another.tensors[0].tolist() == [-5.0] * NUMEL
+    assert reply.tensors[0].tolist() == [-6.0] * NUMEL, "what was released is used again"
+    assert shard.pool.made == 2
+
+
+def test_where_nobody_reads_updates_are_applied_in_place() -> None:
+    fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    shard, place = fleet.shards[0], fleet.shards[0].values.data_ptr()
+    for _ in range(3):
+        fleet.run(fleet.clients[0].push(torch.ones(NUMEL), base=[0]))
+    assert (shard.values.data_ptr(), shard.pool.made, shard.version) == (place, 1, 3)
+    assert fleet.model().tolist() == [-3.0] * NUMEL
 
 
 def test_updates_do_not_alias_what_the_worker_pushed() -> None:

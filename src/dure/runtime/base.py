@@ -297,16 +297,15 @@ class Group(Protocol):
 class Node(Protocol):
     """The handful of operations through which a role or a service touches the world.
 
-    Where a node `lends`, a call with `into=None` gives the reply's own tensors, to be read until its `release` is
-    called.
+    Where `peer` lends a node memory of `nbytes`, a call with `into=None` gives the reply's own tensors, to be read
+    until its `release` is called.
     """
 
     name: str
     rank: int
     rng: np.random.Generator
 
-    @property
-    def lends(self) -> bool: ...
+    def borrows(self, peer: str, nbytes: int) -> bool: ...
 
     @property
     def incarnation(self) -> int:
@@ -371,7 +370,11 @@ class Node(Protocol):
     def serve(self, name: str, service: Service) -> Address: ...
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory like `tensor`'s, not written yet, for what services here answer with; others may read it there."""
+        """Memory like `tensor`'s, not written yet; where they can, others read it in place of a message.
+
+        For what services here answer with, and for what is sent with a call: that is then not to be written to until
+        the call was answered, which is later than its end if it ended in `CallTimeout` or was cancelled.
+        """
         ...
 
 

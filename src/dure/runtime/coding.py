@@ -63,22 +63,22 @@ def _cost(*lines: float) -> CodecCost:
 
 MEASURED: Mapping[str, CodecCost] = MappingProxyType(
     {
-        "fp16": _cost(0, 0.98, 0, 1.1, 0, 1.4),
-        "bf16": _cost(0, 1.3, 0, 0.97, 0, 1.4),
-        "int8": _cost(360, 2.3, 85, 1, 140, 1.3),
-        "1bit": _cost(0, 12, 0, 3, 0, 3),
-        "strom": _cost(820, 6, 260, 1.6, 300, 0.97),
-        "top-k": _cost(0, 26, 0, 1.9, 91, 1.1),
-        "sign": _cost(37, 1.2, 0, 0.89, 300, 0.08),
-        "ternary": _cost(0, 11, 0, 19, 0, 30),
-        "it-sign": _cost(0, 17, 0, 33, 3800, 41),
-        "fp16+ef": _cost(0, 10, 0, 1.9, 0, 2.5),
-        "bf16+ef": _cost(0, 10, 0, 0.98, 19, 1.5),
-        "int8+ef": _cost(0, 15, 0, 1.6, 43, 2.1),
-        "sign+ef": _cost(0, 8.4, 0, 0.88, 0, 1.3),
-        "sign+momentum": _cost(0, 3.1, 0, 0.64, 0, 5.1),
-        "ternary+momentum": _cost(0, 15, 1500, 25, 6500, 28),
-        "it-sign+momentum": _cost(96, 6.4, 490, 12, 17000, 22),
+        "fp16": _cost(64, 1, 40, 0.94, 99, 1.2),
+        "bf16": _cost(0, 1.6, 0, 1.3, 0, 2),
+        "int8": _cost(250, 2.6, 76, 1.1, 14, 1.8),
+        "1bit": _cost(380, 11, 500, 1.7, 520, 2.2),
+        "strom": _cost(390, 4.3, 130, 1.2, 160, 0.71),
+        "top-k": _cost(0, 23, 33, 1.6, 110, 1),
+        "sign": _cost(35, 1.3, 0, 0.97, 130, 0.083),
+        "ternary": _cost(840, 5.3, 1000, 13, 20000, 14),
+        "it-sign": _cost(920, 4.5, 570, 12, 4800, 19),
+        "fp16+ef": _cost(0, 3.7, 0, 1.2, 0, 1.6),
+        "bf16+ef": _cost(260, 3.4, 27, 0.84, 0, 1.4),
+        "int8+ef": _cost(0, 5.4, 0, 1.2, 0, 1.5),
+        "sign+ef": _cost(0, 5.1, 0, 0.92, 0, 1.8),
+        "sign+momentum": _cost(140, 2.2, 64, 0.51, 330, 0.042),
+        "ternary+momentum": _cost(0, 6.4, 0, 13, 610, 16),
+        "it-sign+momentum": _cost(380, 9, 460, 14, 14000, 19),
     }
 )
 """By `python bench/codecs.py --costs`, on a machine of two cores, with one thread."""

@@ -84,8 +84,6 @@ class ProcessNode:
     `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
     """
 
-    lends = False
-
     def __init__(
         self,
         identity: Identity,
@@ -151,17 +149,16 @@ class ProcessNode:
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
-        assert into is not None, "bytes from another process need somewhere to go"
         operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
         if service.node == self.name:
             self._call_myself(operation, service.service, Call(self.name, method, fields, tensors), into)
             return operation
 
         def done(answer: Reply | RemoteError) -> None:
-            if isinstance(answer, Reply):
-                operation.resolve(answer)
-            else:
+            if isinstance(answer, RemoteError):
                 operation.fail(answer)
+            else:
+                operation.resolve(answer)
 
         request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
 
@@ -217,6 +214,9 @@ class ProcessNode:
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.wire.room_like(tensor)
 
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        return self.wire.borrows(peer, nbytes)
+
     # ---- beneath
 
     def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
@@ -242,14 +242,17 @@ class ProcessNode:
         for start in self._connecting.pop(peer):
             start(error)
 
-    def _call_myself(self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor]) -> None:
+    def _call_myself(
+        self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor] | None
+    ) -> None:
         def answered(answer: Reply | RemoteError) -> None:
             if isinstance(answer, RemoteError):
                 operation.fail(answer)
                 return
-            for destination, tensor in zip(into, answer.tensors, strict=True):
-                destination[: tensor.numel()].copy_(tensor)
-            answer.release()
+            if into is not None:
+                for destination, tensor in zip(into, answer.tensors, strict=True):
+                    destination[: tensor.numel()].copy_(tensor)
+                answer.release()
             operation.resolve(answer)
 
         self.handle(service, call, answered)

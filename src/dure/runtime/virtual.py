@@ -160,8 +160,6 @@ class VirtualNode:
     `payload_sent` and `payload_received` are bytes of tensors, headers apart, as a real run counts them.
     """
 
-    lends = True
-
     def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
         self.runtime = runtime
         self.kernel = runtime.kernel
@@ -207,6 +205,9 @@ class VirtualNode:
         **fields: Any,
     ) -> Operation[Reply]:
         return RemoteCall(self, service, Call(self.name, method, fields, tensors), into)
+
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        return True
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
         return self.runtime.mail(self.name, peer, tag).send(tensor)

@@ -149,8 +149,12 @@ class ServerClient:
 
     @property
     def lends(self) -> bool:
-        """Whether parameters can be borrowed: one shard holds them all, and in the same memory."""
-        return len(self.servers.shards) == 1 and self.node.lends
+        """Whether parameters can be borrowed: one shard holds them all, where this worker can read them."""
+        shards, ranges = self.servers.shards, self.servers.ranges
+        if len(shards) != 1:
+            return False
+        ((start, stop),) = ranges[0]
+        return self.node.borrows(shards[0].node, (stop - start) * self.servers.itemsize)
 
     async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """As `pull`, but the shard's own memory, not a copy: to be read, and released."""

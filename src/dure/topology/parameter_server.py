@@ -259,18 +259,30 @@ class Shard:
         self._busy = True
         try:
             gradient = call.tensors[0] if copied is None else copied.tensor
-            fresh = self.pool.take()
-            prepare = nothing
+            correct = nothing
             if corrections is not None:
-                prepare = self._correcting([(fields["worker"], fields["seq"], fields.get("base"), gradient)])
-            await self.node.compute(self._step(gradient, fresh, fields.get("lr"), prepare=prepare))
-            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
-            self._swap(fresh)
+                correct = self._correcting([(fields["worker"], fields["seq"], fields.get("base"), gradient)])
+            await self.node.compute(self._landing(fields, gradient, correct))
         finally:
             self._next()
         if copied is not None:
             copied.release()
         return Reply({"version": self.version})
+
+    def _landing(self, fields: Mapping[str, Any], gradient: torch.Tensor, correct: Callable[[], None]) -> Apply:
+        """An update's step and its version, as one piece of work: in place where nobody reads what it is made from."""
+
+        def land() -> None:
+            correct()
+            optimizer, current = self.optimizer, self.current
+            alone = optimizer is not None and current.holders == 1
+            fresh = current if alone else self.pool.take()
+            if optimizer is not None:
+                optimizer.apply(current.tensor, gradient, fresh.tensor, lr=fields.get("lr"))
+            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
+            self._swap(fresh)
+
+        return Apply(land, self._apply_one.nbytes)
 
     def _withdraw(self, call: Call) -> Reply:
         fields = call.fields
@@ -388,7 +400,7 @@ class Shard:
         self.current = fresh
         if keep:
             self._kept[old.version] = old
-        else:
+        elif old is not fresh:
             old.release()
         for promise in self._awaited.pop(fresh.version, ()):
             promise.resolve(fresh.lease())

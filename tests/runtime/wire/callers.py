@@ -3,8 +3,9 @@
     python callers.py PORT NUMEL LENT_NBYTES
 
 For each line on standard input, `NAME INCARNATION`, a child connects to the server and pushes NUMEL values, all equal
-to its incarnation, for ever. If they are lent (LENT_NBYTES as in `Limits`), it pulls as many after each push and says
-"torn" unless they are all equal too. Its process id is printed once it is connected.
+to its incarnation, for ever. If they are lent (LENT_NBYTES as in `Limits`), it pulls as many after each push, copied
+and then read where they lie, and says "torn" unless they are all equal too. Its process id is printed once it is
+connected.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 
 import torch
 
+from dure.runtime.base import Reply
 from dure.runtime.wire import Identity, Limits, Request, Wire
 
 
@@ -22,15 +24,20 @@ def push_for_ever(name, incarnation, port, numel, lent_nbytes):
     gradient, into = torch.full((numel,), float(incarnation)), torch.zeros(numel)
     requests = [Request("service", "push", [gradient], fields={"life": incarnation})]
     if lent_nbytes <= 4 * numel:
-        requests.append(Request("service", "pull", into=[into]))
+        requests += [Request("service", "pull", into=[into]), Request("service", "pull", into=None)]
     while True:
         for request in requests:
             out = []
             wire.call("server 0", request, out.append)
             while not out:
                 wire.poll(1.0)
-        if into.min() != into.max():
-            print("torn", flush=True)
+            (reply,) = out
+            if not isinstance(reply, Reply):
+                raise SystemExit(f"{request.method}: {reply}")
+            for tensor in reply.tensors:
+                if tensor.min() != tensor.max():
+                    print("torn", flush=True)
+            reply.release()
 
 
 def main():

@@ -12,13 +12,13 @@ import pytest
 import torch
 from runtime.wire.test_faults import callers, start
 
-from dure.errors import CallTimeout, DamagedFrame, PeerLost
+from dure.errors import CallTimeout, DamagedFrame, PeerLost, RemoteError
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Limits
 from dure.runtime.wire.lending import Borrower, Lender
-from dure.topology.parameter_server import Shard
+from dure.topology.parameter_server import ServerClient, Servers, Shard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
 
@@ -54,6 +54,81 @@ def test_neither_a_request_nor_a_reply_travels_and_both_count_as_traffic(world):
     for traffic in (server.traffic["worker 0"], caller.traffic["server 0"]):
         assert (traffic.payload_nbytes_sent, traffic.payload_nbytes_received) == (4 * NUMEL, 4 * NUMEL)
         assert traffic.overhead_nbytes_sent < 2000
+
+
+def test_what_lies_in_a_room_of_the_callers_is_read_there(world):
+    _, host, caller = world.pair()
+    host.specs["push"] = [SPEC]
+    room = caller.room_like(torch.empty(2 * NUMEL)).fill_(1.0)
+    out, _ = world.call(caller, "push", tensors=[room[NUMEL:]])
+    world.until(lambda: host.requests)
+    (call, respond), room[NUMEL:] = host.requests[0], 2.0
+    assert call.tensors[0].min() == 2.0, "it is the same memory"
+    assert not caller._shared.rooms.peak_nbytes
+    respond(Reply())
+    world.until(lambda: out)
+    assert caller.traffic["server 0"].payload_nbytes_sent == 4 * NUMEL
+
+
+def test_a_reply_can_be_read_where_it_lies_until_it_is_released(world):
+    server, host, caller = world.pair()
+    room, released = server.room_like(torch.empty(NUMEL)).fill_(1.0), []
+    host.answer = lambda call, respond: respond(Reply(call.fields, [room], lambda: released.append(call.fields["how"])))
+    assert caller.borrows("server 0", 4 * NUMEL)
+    reply = world.ask(caller, into=None, fields={"how": "borrowed"})
+    room.fill_(2.0)
+    assert reply.fields == {"how": "borrowed"}
+    assert reply.tensors[0].min() == reply.tensors[0].max() == 2.0, "it is the same memory"
+    world.ask(caller, into=[torch.zeros(NUMEL)], fields={"how": "copied"})
+    world.until(lambda: released)
+    assert released == ["copied"]
+    reply.release()
+    world.until(lambda: released == ["copied", "borrowed"])
+
+
+@pytest.mark.parametrize(("numel", "nearby", "key"), [(1000, True, None), (NUMEL, False, None), (NUMEL, True, b"key")])
+def test_who_cannot_borrow_is_told_before_and_has_to_give_tensors(world, numel, nearby, key):
+    world.nearby = nearby
+    server, host, caller = world.pair(key=key)
+    room, released = server.room_like(torch.empty(numel)), []
+    host.answer = lambda call, respond: respond(Reply({}, [room], lambda: released.append(1)))
+    assert not caller.borrows("server 0", 4 * numel)
+    assert not caller.borrows("nobody", 4 * NUMEL)
+    error = world.ask(caller, into=None)
+    assert isinstance(error, RemoteError)
+    assert "`into` takes no tensor: give `into` tensors that fit." in str(error)
+    world.until(lambda: released)
+
+
+def test_a_borrowed_reply_that_nobody_waits_for_any_more_is_given_back(world):
+    server, host, caller = world.pair()
+    room, released = server.room_like(torch.empty(NUMEL)), []
+    out, call = world.call(caller, into=None)
+    world.until(lambda: host.requests)
+    host.requests[0][1](Reply({}, [room], lambda: released.append(1)))
+    while not caller._pump.events:  # it comes while its owner is busy
+        server.poll(0.0)
+        caller._pump.turn(0.0)
+    call.cancel()
+    world.until(lambda: released)
+    assert not out
+
+
+@pytest.mark.parametrize("evicted", [False, True], ids=["cut", "evicted"])
+def test_what_a_living_process_may_still_read_is_never_released(world, evicted):
+    server, host, caller = world.pair()
+    rooms, released = [server.room_like(torch.empty(NUMEL)) for _ in range(2)], []
+    for into in (None, [torch.zeros(NUMEL)]):
+        world.call(caller, into=into)
+    world.until(lambda: len(host.requests) == 2)
+    for (_, respond), room, name in zip(host.requests, rooms, ("borrowed", "copied"), strict=True):
+        respond(Reply({}, [room], lambda name=name: released.append(name)))
+    if evicted:
+        server.evict("worker 0", 0, "it slept")
+    else:
+        link_of(caller).end(PeerLost("cut by the test"))
+    world.until(lambda: host.losses and released)
+    assert released == ["copied"]
 
 
 @pytest.mark.parametrize(("nearby", "key"), [(False, None), (True, b"secret")], ids=["tcp", "keyed"])
@@ -202,6 +277,8 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
     there = server.serve("shard", shard)
     worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())
     into = torch.zeros(NUMEL)
+    client = ServerClient(worker, 0, Servers([there], [[(0, NUMEL)]], ordered=False))
+    assert not client.lends, "it is not connected"
 
     async def work():
         for seq in range(1, 6):
@@ -209,6 +286,13 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
             await worker.call(there, "push", torch.ones(NUMEL), **fields)
             await worker.call(there, "pull", into=[into])
             assert into.min() == into.max() == -0.5 * seq
+            borrowed = await client.borrow()
+            assert (borrowed.versions, borrowed.values.tolist()) == ([seq], into.tolist())
+            assert borrowed.values.data_ptr() != shard.values.data_ptr(), "mapped, not the server's own"
+            shard.values[-1] = 7.0
+            assert borrowed.values[-1] == 7.0, "not copied"
+            shard.values[-1] = into[-1]
+            borrowed.release()
 
     strand = worker.spawn(work())
     strand.when_done(lambda: None)
@@ -216,6 +300,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
         worker.loop.turn(0.0)
         server.loop.turn(0.0)
     strand.result()
+    assert client.lends
     assert not server.wire._shared.staging._idle, "memory was made for what was received"
     assert worker.wire._shared.borrower._kept, "a version was copied from where it lies"
     assert shard.pool.made <= 3
@@ -250,7 +335,7 @@ def test_who_would_have_too_much_mapped_waits_and_is_delivered_in_turn(world):
 def test_callers_killed_at_any_time_leave_whole_updates_and_whole_versions(world):
     """Random kills of a caller that pushes and pulls, while the host writes to each version again once it is free."""
     server, host, port = world.server()
-    host.specs["push"] = [SPEC]
+    host.specs |= {"push": [SPEC], "pull": []}
     free = [server.room_like(torch.empty(NUMEL)) for _ in range(3)]
     delivered, chance = [], random.Random(5)
 

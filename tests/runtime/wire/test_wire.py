@@ -10,7 +10,20 @@ from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, UsageError
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire import Identity, Limits, Wire
 
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64"]
+DTYPES = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+    "complex64",
+    "float8_e4m3fn",
+]
 
 
 @pytest.fixture(autouse=True, params=["memory", "unix", "tcp"])

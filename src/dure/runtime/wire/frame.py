@@ -261,7 +261,7 @@ class Parser:
         self._stage = _Stage.HEADER
         self._frame: Frame | None = None
         self._raw_header = b""
-        self._meta = bytearray()
+        self._meta: bytes | bytearray = b""
         self._header: Header | None = None
         self._seal: Seal | None = None
         self._targets: deque[memoryview] = deque()
@@ -355,10 +355,15 @@ class Parser:
         if header.payload_nbytes and header.kind not in _WITH_PAYLOAD:
             raise DamagedFrame(f"a {header.kind.name} announces {header.payload_nbytes} bytes of payload, it has none.")
         self._header = header
-        self._meta = bytearray(header.meta_nbytes)
-        self._targets = deque([memoryview(self._meta)] if header.meta_nbytes else [])
-        self._left = header.meta_nbytes
         self._seal = None
+        if header.meta_nbytes <= self._stop - self._start:  # the commonest
+            self._meta = self._pop(header.meta_nbytes)
+            self._targets.clear()
+            self._left = 0
+        else:
+            self._meta = bytearray(header.meta_nbytes)
+            self._targets = deque([memoryview(self._meta)])
+            self._left = header.meta_nbytes
         self._stage = _Stage.META
 
     def _read_meta(self) -> bool:

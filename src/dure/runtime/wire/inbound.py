@@ -16,6 +16,7 @@ from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
+from dure.runtime.wire.nearby import has_memory
 from dure.runtime.wire.seal import greeting_seals, session_seals
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss
@@ -135,7 +136,8 @@ class Inbound:
         self.wanted: Sequence[TensorSpec] = ()
         self.waiting: Frame | None = None  # whose tensors the caller lends, and there was no room to map them
         self.answers: dict[int, Answer] = {}
-        self.lent: dict[int, Callable[[], None]] = {}  # releases of replies that the caller reads where they lie
+        self.copied: dict[int, Callable[[], None]] = {}  # releases of replies that the caller copies
+        self.lent: dict[int, Callable[[], None]] = {}  # and of those that it goes on reading
         self._nonce = secrets.token_bytes(16)
         self._lease: Lease | None = None
         self._dropping = False
@@ -170,8 +172,9 @@ class Inbound:
             if header.request in self.answers:
                 self.answers[header.request].cancelled = True
         elif header.kind is Kind.RETURNED:
-            if header.request in self.lent:
-                self.shared.pump.events.append(self.lent.pop(header.request))
+            for kept in (self.copied, self.lent):
+                if header.request in kept:
+                    self.shared.pump.events.append(kept.pop(header.request))
         elif header.kind is Kind.GOODBYE:
             self.link.end(PeerLost("it has finished"), finished=True)
         elif header.kind is Kind.REFUSAL:
@@ -194,10 +197,7 @@ class Inbound:
         self._ended = True
         self.shared.pump.timers.cancel(self._deadline)
         self.callers.leave(self)
-        if self.lent:
-            self.link.hang_up()  # before anything is written there: who still reads looks afterwards
-            self.shared.pump.events.extend(self.lent.values())
-            self.lent.clear()
+        self._take_back(finished=finished)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -205,6 +205,16 @@ class Inbound:
         if self.admitted:
             loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
             self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+
+    def _take_back(self, *, finished: bool) -> None:
+        """Have replies that were lent released. What a living process may go on reading is never written to again."""
+        if self.copied or self.lent:
+            self.link.hang_up()  # before anything is written there: who still copies looks afterwards
+        self.shared.pump.events.extend(self.copied.values())
+        if finished or not has_memory(self.link.neighbor):
+            self.shared.pump.events.extend(self.lent.values())
+        self.copied.clear()
+        self.lent.clear()
 
     def answered(self, request: int) -> None:
         """One request less is outstanding."""
@@ -345,7 +355,7 @@ class Inbound:
 
     def _deliver(self, frame: Frame, lease: Lease) -> None:
         meta = frame.meta
-        answer = Answer(self, frame.header.request, lease)
+        answer = Answer(self, frame.header.request, lease, borrows=meta.get("borrows") is True)
         self.answers[frame.header.request] = answer
         if len(self.answers) >= self.shared.limits.outstanding:
             self._full = True
@@ -360,15 +370,15 @@ class Inbound:
 
         self.shared.pump.events.append(hand_over)
 
-    def lend(self, request: int, reply: Reply, meta: dict[str, Any]) -> bool:
-        """Let the caller read a large reply where it lies; whether that could be done."""
+    def lend(self, request: int, reply: Reply, meta: dict[str, Any], *, for_long: bool) -> bool:
+        """Let the caller read a large reply where it lies, and not only to copy it; whether that could be done."""
         nbytes = sum(tensor.nbytes for tensor in reply.tensors)
         if self._ended or not self.link.lends or nbytes < self.shared.limits.lent_nbytes:
             return False
         where = self.shared.lender.where(reply.tensors)
         if where is None:
             return False
-        self.lent[request] = reply.release
+        (self.lent if for_long else self.copied)[request] = reply.release
         self.link.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
         return True
 
@@ -380,9 +390,10 @@ class Inbound:
 class Answer:
     """The reply to one request, still owed."""
 
-    __slots__ = ("_inbound", "_lease", "_request", "cancelled", "given")
+    __slots__ = ("_borrows", "_inbound", "_lease", "_request", "cancelled", "given")
 
-    def __init__(self, inbound: Inbound, request: int, lease: Lease) -> None:
+    def __init__(self, inbound: Inbound, request: int, lease: Lease, *, borrows: bool = False) -> None:
+        self._borrows = borrows
         self._inbound = inbound
         self._request = request
         self._lease: Lease | None = lease
@@ -418,7 +429,7 @@ class Answer:
         else:
             meta = {"fields": answer.fields, "tensors": [spec_of(tensor)[:2] for tensor in answer.tensors]}
             payload = [bytes_of(tensor) for tensor in answer.tensors]
-            if inbound.lend(self._request, answer, meta):
+            if inbound.lend(self._request, answer, meta, for_long=self._borrows):
                 return
             inbound.link.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)

@@ -1,19 +1,20 @@
 """Bulk between processes of one machine: left in memory that both have mapped, and told of instead of sent.
 
     caller                                                host
-      copies the request's tensors into a room of its own
+      copies the request's tensors into a room of its own, if they do not lie in one
       REQUEST, memory [[file, number, offset], ...] ------>  reads them there
       <--------------------------------------- REPLY, ERROR  and never again
       uses the room again
 
       <------------ REPLY, memory [[file, number, offset]]   lends its tensors where they lie
-      copies them
+      copies them, or goes on reading until they are released
       RETURNED -------------------------------------------->  may write to them again
 
 Over a socket the same bytes are copied twice by the kernel, and hashed twice. Here nothing can be damaged on its way,
 so nothing is hashed. Memory has no name and is sealed against shrinking: a killed process leaves none behind and takes
-none away from who has it mapped. A room whose connection ended before its host had answered is never used again; and
-who has read what it was lent looks afterwards whether its connection still stood, for else it may be written to.
+none away from who has it mapped. A room whose connection ended before its host had answered is never used again; who
+has copied what it was lent looks afterwards whether its connection still stood, for else it may be written to; and what
+a living process may go on reading, though its connection has ended, is never written to again.
 """
 
 from __future__ import annotations

@@ -60,6 +60,15 @@ def process_behind(sock: socket.socket) -> int | None:
     return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None
 
 
+def has_memory(process: int | None) -> bool:
+    """Whether a process of this machine may still read anything. What is killed loses its sockets last."""
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[0]) > 0
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def is_mine(sock: socket.socket) -> bool:
     """Whether the other end of a connected Unix socket is a process of this user."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

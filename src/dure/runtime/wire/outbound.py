@@ -7,6 +7,7 @@ import itertools
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import Busy, CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
@@ -15,7 +16,7 @@ from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import connect_nearby, is_loopback
 from dure.runtime.wire.seal import greeting_seals, session_seals
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Pending:
         self.number = number
         self.request = request
         self.on_done = on_done
-        self.into = [spec_of(tensor)._replace(at_most=request.at_most) for tensor in request.into]
-        self.views = [bytes_of(tensor) for tensor in request.into]
+        self.into = [spec_of(tensor)._replace(at_most=request.at_most) for tensor in request.into or ()]
+        self.views = [bytes_of(tensor) for tensor in request.into or ()]
         self.outgoing: Outgoing | None = None
         self.timer: Timer | None = None
         self.done = False
@@ -49,10 +50,13 @@ class Pending:
         """Where a reply of tensors as `told` goes; they fit."""
         if not self.request.at_most:
             return self.views
-        return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into, told, strict=True)]
+        return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into or (), told, strict=True)]
 
     def cancel(self) -> None:
-        """Give up. Afterwards no tensor of the call is read or written; the host may still have done it."""
+        """Give up. Afterwards no tensor of the call is read or written; the host may still have done what was asked.
+
+        But for what lies in rooms (`Wire.room_like`), which the host reads until it has answered.
+        """
         if not self.done and self._outbound is not None:
             self._outbound.give_up(self)
         self.done = True
@@ -80,12 +84,14 @@ class Outbound:
         """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
         pending = Pending(self, next(self._numbers), request, on_done)
         payload = [bytes_of(tensor) for tensor in request.tensors]
-        meta = {
+        meta: dict[str, Any] = {
             "service": request.service,
             "method": request.method,
             "fields": request.fields,
             "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
         }
+        if request.into is None:
+            meta["borrows"] = True
         raw = encode_meta(meta)
         if self.error is not None:
             self.finish(pending, self.error)
@@ -104,9 +110,11 @@ class Outbound:
         return pending
 
     def _room(self, tensors: Sequence[torch.Tensor]) -> Lease | None:
-        """Memory with copies of large `tensors` in it, where the host can read it."""
+        """Memory with large `tensors` in it, where the host can read it: where they lie already, or copies."""
         if not self.link.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
             return None
+        if self.shared.lender.where(tensors) is not None:
+            return Lease.of(tensors)
         room = self.shared.rooms.take([spec_of(tensor) for tensor in tensors])
         if room is not None:
             for place, tensor in zip(room.tensors, tensors, strict=True):
@@ -130,6 +138,8 @@ class Outbound:
             if not pending.done:
                 pending.done = True
                 pending.on_done(result)
+            elif isinstance(result, Reply):
+                result.release()
 
         self.shared.pump.events.append(hand_over)
 
@@ -274,18 +284,35 @@ class Outbound:
         pending = self.calls.get(number)
         if pending is None:
             raise DamagedFrame(f"a reply to request {number}, which was not made.")
+        if pending.request.into is None and "memory" in frame.meta:
+            self._borrow(frame, pending)
+            return
         error = None if frame.header.payload_nbytes else self._expected(frame, pending)
-        if error is None and "memory" in frame.meta and not self._read(frame, pending):
+        if error is None and "memory" in frame.meta and not self._read(frame, pending.request.into or ()):
             self.link.end(PeerLost("its connection closed while what it lent was read"))
             return
         self._give_back(frame)
-        self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into))
+        self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into or ()))
 
-    def _read(self, frame: Frame, pending: Pending) -> bool:
+    def _borrow(self, frame: Frame, pending: Pending) -> None:
+        """Hand over what the host lends as it lies there, until it is released."""
+        specs = specs_told(frame.meta.get("tensors"))
+        if specs is None or not isinstance(frame.meta.get("fields"), dict):
+            raise DamagedFrame("a reply without fields, or of tensors that it does not describe.")
+        lent = self.link.borrowed(frame.meta["memory"], specs)
+        self.finish(pending, Reply(frame.meta["fields"], lent, partial(self._release, frame)))
+
+    def _release(self, frame: Frame) -> None:
+        with self.shared.pump.lock:
+            self._give_back(frame)
+        if self.shared.pump.lent:
+            self.shared.pump.wake()
+
+    def _read(self, frame: Frame, into: Sequence[torch.Tensor]) -> bool:
         """Copy what the host lends; whether it still did when that was done."""
         told = [TensorSpec(*each) for each in frame.meta["tensors"]]
         lent = self.link.borrowed(frame.meta["memory"], told)
-        for place, tensor in zip(pending.request.into, lent, strict=True):
+        for place, tensor in zip(into, lent, strict=True):
             place.detach().view(-1)[: tensor.numel()].copy_(tensor)
         return not self.link.deserted()
 

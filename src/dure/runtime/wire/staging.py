@@ -57,6 +57,22 @@ def fitting(expected: Sequence[TensorSpec], told: object) -> list[TensorSpec] | 
     return [TensorSpec(*each) for each in told]
 
 
+def specs_told(told: object) -> list[TensorSpec] | None:
+    """The specs that a peer told of, if they are any.
+
+    >>> specs_told([["float32", 3]]), specs_told([["float33", 3]])
+    ([TensorSpec(dtype='float32', numel=3, at_most=False)], None)
+    """
+    if not isinstance(told, list):
+        return None
+    for each in told:
+        if not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and type(each[1]) is int):
+            return None
+        if each[1] < 0 or not isinstance(getattr(torch, each[0], None), torch.dtype):
+            return None
+    return [TensorSpec(*each) for each in told]
+
+
 def announced(told: object) -> str:
     """The specs that a peer told of, in words, whatever it told and never long."""
     if not isinstance(told, list):
@@ -77,8 +93,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"a tensor of strides {tuple(tensor.stride())} can't travel: send tensor.contiguous().")
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach() if tensor.dim() == 1 else tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type,unused-ignore]
+    whole = tensor.detach()
+    try:
+        array = whole.numpy()
+    except TypeError:  # a dtype that NumPy has not
+        array = whole.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array).cast("B")  # type: ignore[arg-type,unused-ignore]
 
 
 def _empty(nbytes: int) -> torch.Tensor:
@@ -125,6 +145,13 @@ class Lease:
         """For tensors without elements."""
         memory = Memory(_empty(0))
         memory.cut(specs)
+        return Lease(None, memory)
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> Lease:
+        """For tensors that lie somewhere already."""
+        memory = Memory(_empty(0))
+        memory.tensors = list(tensors)
         return Lease(None, memory)
 
     @property

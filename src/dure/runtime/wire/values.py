@@ -79,12 +79,13 @@ class Request:
     """A call to make. `tensors` and `into` are lent until it is done; `timeout` is in seconds.
 
     `into` is what the reply's tensors must fit exactly, in order, dtype and size; or, if `at_most`, be no longer than.
+    Without it they are read where they lie (`Wire.borrows`), until the reply's `release`.
     """
 
     service: str
     method: str
     tensors: Sequence[torch.Tensor] = ()
-    into: Sequence[torch.Tensor] = ()
+    into: Sequence[torch.Tensor] | None = ()
     fields: Fields = field(default_factory=dict)
     timeout: float | None = None
     at_most: bool = False

@@ -172,8 +172,18 @@ class Wire:
         """Give up a call. Afterwards none of its tensors is read or written; the host may still have done it."""
         call.cancel()
 
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        """Whether replies of so many bytes, if they lie in its rooms, can be read where `peer` has them."""
+        outbound = self._hosts.get(peer)
+        return outbound is not None and outbound.link.lends and nbytes >= self._shared.limits.lent_nbytes
+
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory like `tensor`'s, not written yet: replies of it need not be sent to callers on this machine."""
+        """Memory like `tensor`'s, not written yet: what lies there need not be sent to others on this machine.
+
+        They read a call's tensors there until they have answered it, even if it was cancelled or is late.
+        """
+        if tensor.device.type != "cpu":
+            return torch.empty_like(tensor)
         if not HERE or tensor.nbytes < self._shared.limits.lent_nbytes or self._shared.key is not None:
             return torch.empty_like(tensor)
         return self._shared.lender.empty(tensor.nbytes).view(tensor.dtype).view_as(tensor)
