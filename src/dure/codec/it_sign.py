@@ -3,8 +3,9 @@
 Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
 
     default         a weight per worker, of its last hundred rounds or so; zeros abstain: the messages are ternary
-    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each:
-                    it-sign:granularity=coordinate,zeros=random,forget=1
+    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each; a coordinate is counted once a
+    round, so more of them come before the first weights:
+                    it-sign:granularity=coordinate,zeros=random,start=50,forget=1
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ITSign(Codec):
 
     granularity: Literal["worker", "coordinate"] = "worker"
     zeros: Literal["abstain", "random", "positive"] = "abstain"
-    start: int = 50
+    start: int = 10
     least: float = 0.01
     forget: float = 0.99
 
@@ -35,7 +36,7 @@ class ITSign(Codec):
         if self.zeros not in ("abstain", "random", "positive"):
             raise ValueError(f'zeros must be "abstain", "random" or "positive", got {self.zeros!r}.')
         if self.start < 0:
-            raise ValueError(f"start counts rounds and must be >= 0, got {self.start}. Use 50.")
+            raise ValueError(f"start counts rounds and must be >= 0, got {self.start}. Use 10.")
         if not 0 < self.least < 0.5:
             raise ValueError(f"least must be above 0 and below 0.5, got {self.least}. Use 0.01.")
         if not 0 < self.forget <= 1:

@@ -70,7 +70,7 @@ class LogLikelihood:
         self,
         granularity: Literal["worker", "coordinate"] = "worker",
         *,
-        start: int = 50,
+        start: int = 10,
         least: float = 0.01,
         forget: float = 1.0,
     ) -> None:

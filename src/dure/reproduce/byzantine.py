@@ -63,7 +63,7 @@ class Rule(NamedTuple):
 RULES: Mapping[str, Rule] = {
     "mean": Rule("fp32", 0.1),
     "majority": Rule("sign", 0.003),
-    "IT vote": Rule("it-sign:start=10", 0.003),
+    "IT vote": Rule("it-sign", 0.003),
 }
 
 
