@@ -23,6 +23,9 @@ from dure.codec.exchange import Owner, add_up
 from dure.strategy import make
 from dure.topology.sharding import equal_ranges
 
+_TAG = 4219
+"""Of what hooks send, so that no receive of the script's own takes it."""
+
 
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
@@ -141,13 +144,25 @@ def _spans(bucket: GradBucket) -> list[Span]:
 
 
 def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Message i goes to rank i; what came from each. Their sizes go first."""
-    sizes = torch.tensor([message.numel() for message in messages])
+    """Message i goes to rank i; what came from each. Their sizes go first.
+
+    Bulk goes by sends and receives: Gloo's all_to_all sends in one direction at a time.
+    """
+    here = dist.get_rank(group)
+    sizes = torch.tensor([message.numel() for message in messages], device=messages[here].device)
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)
-    received = messages[0].new_empty(int(coming.sum()))
-    dist.all_to_all_single(received, torch.cat(messages), coming.tolist(), sizes.tolist(), group=group)
-    return list(torch.split(received, coming.tolist()))
+    received = [
+        messages[here] if rank == here else messages[here].new_empty(int(size)) for rank, size in enumerate(coming)
+    ]
+    operations = []
+    for rank, peer in enumerate(dist.get_process_group_ranks(group or dist.group.WORLD)):
+        if rank != here:
+            pairs = ((dist.irecv, received[rank]), (dist.isend, messages[rank]))
+            operations += [dist.P2POp(way, part, peer, group, _TAG) for way, part in pairs if part.numel()]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return received
 
 
 def _to_all(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
