@@ -42,6 +42,7 @@ HEADER_NBYTES = _FIELDS.size + _CHECK.size
 _ZEROS = memoryview(bytes(SMALL_NBYTES))
 _NO_SPACE = memoryview(bytearray(0))
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 
 
 class Kind(enum.IntEnum):
@@ -59,6 +60,7 @@ class Kind(enum.IntEnum):
     RETURNED = 10  # caller -> host: the memory that a reply lent has been read
 
 
+_KINDS = {kind.value: kind for kind in Kind}
 _WITH_PAYLOAD = (Kind.REQUEST, Kind.REPLY)
 
 
@@ -100,10 +102,9 @@ def unpack_header(raw: bytes) -> Header:
     (check,) = _CHECK.unpack_from(raw, _FIELDS.size)
     if check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
         raise DamagedFrame("a frame's header does not match its checksum.")
-    try:
-        return Header(Kind(kind), *rest)
-    except ValueError:
-        raise DamagedFrame(f"a frame of kind {kind}, which version {VERSION} does not have.") from None
+    if kind not in _KINDS:
+        raise DamagedFrame(f"a frame of kind {kind}, which version {VERSION} does not have.")
+    return Header(_KINDS[kind], *rest)
 
 
 def encode_meta(meta: Mapping[str, Any]) -> bytes:
@@ -120,9 +121,12 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
 def decode_meta(raw: bytes) -> dict[str, Any]:
     """The reverse of `encode_meta`. Raises `DamagedFrame`."""
     try:
-        meta = json.loads(raw)
+        text = raw.decode()
+        meta, end = _decode(text)
     except (ValueError, RecursionError):
         raise DamagedFrame("a frame's meta is no JSON.") from None
+    if end != len(text):
+        raise DamagedFrame("a frame's meta goes on behind its JSON.")
     if not isinstance(meta, dict):
         raise DamagedFrame(f"a frame's meta is a JSON {type(meta).__name__}, must be an object.")
     return meta
@@ -149,7 +153,7 @@ class Outgoing:
         payload = [view for view in payload if len(view)]
         size = sum(map(len, payload))
         check = xxhash.xxh3_64_intdigest(meta)
-        raw = pack_header(header._replace(meta_nbytes=len(meta), payload_nbytes=size, meta_check=check))
+        raw = pack_header(Header(*header[:5], len(meta), size, check))
         seal = (seals or PlainSeals()).start(raw, meta)
         self.kind = header.kind
         self.request = header.request

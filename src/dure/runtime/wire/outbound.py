@@ -40,7 +40,9 @@ class Pending:
         self.number = number
         self.request = request
         self.on_done = on_done
-        self.into = [spec_of(tensor)._replace(at_most=request.at_most) for tensor in request.into or ()]
+        self.into = [spec_of(tensor) for tensor in request.into or ()]
+        if request.at_most:
+            self.into = [spec._replace(at_most=True) for spec in self.into]
         self.views = [bytes_of(tensor) for tensor in request.into or ()]
         self.outgoing: Outgoing | None = None
         self.timer: Timer | None = None

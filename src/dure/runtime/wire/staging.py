@@ -16,11 +16,14 @@ from dure.runtime.base import TensorSpec
 
 ALIGNMENT = 64  # bytes
 _ROUND = 1 << 12
+_NAMES = {torch.float32: "float32", torch.uint8: "uint8"}
+"""Of the commonest dtypes: to ask one for its name takes longer than all else that is asked of it."""
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Dtype and elements of `tensor`."""
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tensor.numel())
+    dtype = tensor.dtype
+    return TensorSpec(_NAMES.get(dtype) or str(dtype).removeprefix("torch."), tensor.numel())
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -85,7 +88,7 @@ def announced(told: object) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of `tensor`, for reading and writing. Raises `ValueError` when it can't be sent as it lies."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(
             f"a tensor on {tensor.device} can't travel: send tensor.cpu(), or receive into one on the CPU."
         )
