@@ -133,9 +133,10 @@ def test_an_absent_worker_keeps_what_is_known_of_it():
     assert vote.rounds == {0: 2, 1: 4, 2: 4}
 
 
-def test_what_is_known_survives_a_restart():
+@pytest.mark.parametrize("granularity", ["coordinate", "worker"])
+def test_what_is_known_survives_a_restart(granularity):
     coder = coders(50)["ternary"]
-    whole, first, second = (LogLikelihood("coordinate", start=1) for _ in range(3))
+    whole, first, second = (LogLikelihood(granularity, start=1) for _ in range(3))
     rounds = [{m: coder.encode(v) for m, v in enumerate(random_votes(5, 50, seed, zeros=True))} for seed in range(6)]
     expected = [whole.decide(messages, coder) for messages in rounds]
     for messages in rounds[:3]:
@@ -169,12 +170,43 @@ def test_errors_of_votes_over_a_channel(profile, majority, pooled):
 
 
 def test_one_good_worker_is_found_among_many_bad_ones():
-    """As good as it is by itself, 0.15; without forgetting, what it was taken for in the first rounds fades slowly."""
+    """As good as it is by itself, 0.15; what it was taken for under other weights has to be forgotten."""
     profile = [0.45] * 14 + [0.15]
     assert channel(profile, Majority().decide, rounds=100) == pytest.approx(0.289, abs=0.01)
-    forgetting = LogLikelihood("worker", start=50, forget=0.99)
-    assert channel(profile, forgetting.decide, rounds=500) == pytest.approx(0.150, abs=0.01)
-    assert channel(profile, LogLikelihood("worker", start=50).decide, rounds=700) < 0.18
+    assert channel(profile, LogLikelihood("worker").decide, rounds=500) == pytest.approx(0.150, abs=0.01)
+    remembering = LogLikelihood("worker", forget=1)
+    assert channel(profile, remembering.decide, rounds=500) > 0.18
+
+
+def test_reliabilities_are_estimated_without_bias():
+    profile = [0.4] * 8 + [0.3] * 4 + [0.2] * 3
+    vote = LogLikelihood("worker", start=10, forget=0.98)
+    channel(profile, vote.decide, rounds=300, numel=1000)
+    estimated = [float(vote.wrong[m] / vote.seen[m]) for m in range(len(profile))]
+    assert estimated == pytest.approx(profile, abs=0.02)
+
+
+def test_those_who_always_say_the_same_are_found_to_know_nothing():
+    """Four beside nine: to a majority they are four votes, and they agree with each other."""
+    numel, honest = 1000, [0.3] * 9
+    said = {9 + m: coders(numel)["sign"].encode(torch.ones(numel)) for m in range(4)}
+    vote = LogLikelihood("worker")
+    alone = channel(honest, Majority().decide, rounds=100, numel=numel)
+    outvoted = channel(honest, lambda messages, coder: Majority().decide(messages | said, coder), 100, numel)
+    found = channel(honest, lambda messages, coder: vote.decide(messages | said, coder), 200, numel)
+    assert outvoted > alone + 0.15
+    assert found == pytest.approx(alone, abs=0.02)
+    assert all(abs(float(vote.weight(voter))) < 0.3 for voter in said)
+
+
+def test_where_nothing_is_news_all_go_on_with_equal_weights():
+    coder, votes = coders(50)["ternary"], random_votes(5, 50)
+    vote = LogLikelihood("worker", start=0)
+    majority = decoded(Majority().decide({m: coder.encode(v) for m, v in enumerate(votes)}, coder), coder)
+    assert majority.any()
+    for _ in range(200):
+        decision = decoded(vote.decide({m: coder.encode(v) for m, v in enumerate(votes)}, coder), coder)
+    assert torch.equal(decision, majority)
 
 
 def test_one_estimate_per_coordinate_locks_onto_one_good_worker():

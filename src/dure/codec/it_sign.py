@@ -2,10 +2,9 @@
 
 Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
 
-    default         a weight per worker, of its last hundred rounds or so; zeros abstain: the messages are ternary
-    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each; a coordinate is counted once a
-    round, so more of them come before the first weights:
-                    it-sign:granularity=coordinate,zeros=random,start=50,forget=1
+    default         a weight per worker, of its last ten rounds or so; zeros abstain: the messages are ternary
+    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each:
+                    it-sign:granularity=coordinate,zeros=random
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ class ITSign(Codec):
 
     granularity: Literal["worker", "coordinate"] = "worker"
     zeros: Literal["abstain", "random", "positive"] = "abstain"
-    start: int = 10
+    start: int | None = None
     least: float = 0.01
-    forget: float = 0.99
+    forget: float | None = None
 
     def __post_init__(self) -> None:
         if self.granularity not in ("worker", "coordinate"):
             raise ValueError(f'granularity must be "worker" or "coordinate", got {self.granularity!r}.')
         if self.zeros not in ("abstain", "random", "positive"):
             raise ValueError(f'zeros must be "abstain", "random" or "positive", got {self.zeros!r}.')
-        if self.start < 0:
+        if self.start is not None and self.start < 0:
             raise ValueError(f"start counts rounds and must be >= 0, got {self.start}. Use 10.")
         if not 0 < self.least < 0.5:
             raise ValueError(f"least must be above 0 and below 0.5, got {self.least}. Use 0.01.")
-        if not 0 < self.forget <= 1:
+        if self.forget is not None and not 0 < self.forget <= 1:
             raise ValueError(f"forget must be above 0 and at most 1, got {self.forget}. Use 1 to forget nothing.")
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:

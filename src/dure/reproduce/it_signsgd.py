@@ -51,7 +51,7 @@ class Method(NamedTuple):
 METHODS: Mapping[str, Method] = {
     "SGD": Method("fp32", 0.5),
     "signSGD-MV": Method("sign:zeros=random", 1e-3),
-    "IT-signSGD (paper)": Method("it-sign:granularity=coordinate,zeros=random,start=50,forget=1", 1e-3),
+    "IT-signSGD (paper)": Method("it-sign:granularity=coordinate,zeros=random", 1e-3),
     "IT-signSGD": Method("it-sign", 1e-3),
 }
 
