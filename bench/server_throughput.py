@@ -7,7 +7,8 @@ Every worker is a process and pushes and pulls `values` float32 through each arm
 
     dure   a server with one `Shard` of plain SGD: an update is checked, applied and acknowledged, the values pulled.
            Bulk is neither sent nor copied: the update lies in `room_like` memory, the values are read where they lie
-    dure, copying     the same, the update from memory of the worker's own, and the values into such memory
+    dure in one call  the same, pushed and pulled in one call
+    dure, copying     two calls, the update from memory of the worker's own, and the values into such memory
     gloo   a process with as many pairs as there are workers, a thread each: it receives, and sends as much back
     ray    an actor that holds the values (NumPy, which Ray does not copy to read) and takes the same step; what it
            answers stays where it is in shared memory, to be read only: nothing is copied to the worker's parameters
@@ -155,7 +156,11 @@ class Worker:
         self.gradient = {values: torch.ones(values) for values in sizes}
         self.room = {values: self.node.room_like(each).fill_(1.0) for values, each in self.gradient.items()}
         self.into = {values: torch.zeros(values) for values in sizes}
-        self.arms: dict[str, Arm] = {"dure": self.through_dure, "dure, copying": self.through_dure_copying}
+        self.arms: dict[str, Arm] = {
+            "dure": self.through_dure,
+            "dure in one call": self.through_dure_at_once,
+            "dure, copying": self.through_dure_copying,
+        }
         if store:
             self.arms["gloo"] = self.through_gloo
         if ray_address is not None:
@@ -166,21 +171,35 @@ class Worker:
             self.arms |= {"ray": self.through_ray, "ray in one call": self.through_ray_at_once}
 
     def through_dure(self, values: int) -> None:
-        borrows = self.node.borrows("server 0", 4 * values)
-        self._run(self._push_and_pull(values, self.room[values], None if borrows else [self.into[values]]))
+        self._run(self._push_and_pull(values, self.room[values], self._place(values)))
+
+    def through_dure_at_once(self, values: int) -> None:
+        self._run(self._exchange(values, self.room[values], self._place(values)))
 
     def through_dure_copying(self, values: int) -> None:
         self._run(self._push_and_pull(values, self.gradient[values], [self.into[values]]))
+
+    def _place(self, values: int) -> list[torch.Tensor] | None:
+        """Where values are received; None if they can be read where they lie."""
+        return None if self.node.borrows("server 0", 4 * values) else [self.into[values]]
 
     def _run(self, work: Coroutine[Any, None, None]) -> None:
         self.node.loop.run_until(self.node.spawn(work, "worker"))
 
     async def _push_and_pull(self, values: int, gradient: torch.Tensor, into: list[torch.Tensor] | None) -> None:
-        self.seq[values] += 1
-        shard, seq = Address("server 0", f"shard of {values}"), self.seq[values]
-        fields = {"worker": self.rank, "incarnation": 0, "seq": seq, "base": None, "weight": 1.0, "ordered": False}
+        shard, fields = self._next(values)
         await self.node.call(shard, "push", gradient, **fields)
         (await self.node.call(shard, "pull", into=into)).release()
+
+    async def _exchange(self, values: int, gradient: torch.Tensor, into: list[torch.Tensor] | None) -> None:
+        shard, fields = self._next(values)
+        (await self.node.call(shard, "push", gradient, into=into, pull=True, **fields)).release()
+
+    def _next(self, values: int) -> tuple[Address, dict[str, Any]]:
+        self.seq[values] += 1
+        seq = self.seq[values]
+        fields = {"worker": self.rank, "incarnation": 0, "seq": seq, "base": None, "weight": 1.0, "ordered": False}
+        return Address("server 0", f"shard of {values}"), fields
 
     def through_gloo(self, values: int) -> None:
         self.group.send([self.gradient[values]], 1, 0).wait()
@@ -268,9 +287,11 @@ def measure(workers: int, given: argparse.Namespace, ray_at: str | None) -> dict
     return measured
 
 
-def ratio(arms: dict[str, list[float]], other: str) -> float:
-    """By how much dure is faster: the median over the repeats."""
-    return statistics.median(theirs / ours for ours, theirs in zip(arms["dure"], arms[other], strict=True))
+def ratios(arms: dict[str, list[float]], mine: str) -> dict[str, float]:
+    """By how much an arm of dure's is faster than the others': medians over the repeats."""
+    others = [name for name in arms if not name.startswith("dure")]
+    pairs = {other: zip(arms[mine], arms[other], strict=True) for other in others}
+    return {other: round(statistics.median(theirs / ours for ours, theirs in each), 3) for other, each in pairs.items()}
 
 
 def throughput(given: argparse.Namespace) -> dict[str, Any]:
@@ -283,15 +304,16 @@ def throughput(given: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"workers": workers, "bytes_per_second": {}, "ratios": {}}
         for name, seconds in arms.items():
             row["bytes_per_second"][name] = round(moved / statistics.median(seconds))
-        row["ratios"] = {name: round(ratio(arms, name), 3) for name in arms if name != "dure"}
+        row["ratios"] = {mine: ratios(arms, mine) for mine in arms if mine.startswith("dure")}
         rows.append(row)
         rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in row["bytes_per_second"].items())
-        print(f"{workers} workers: {rates}; dure is {row['ratios']} times as fast")
+        print(f"{workers} workers: {rates}; times as fast: {row['ratios']}")
         if given.small in measured:
             small = {name: statistics.median(seconds) for name, seconds in measured[given.small].items()}
-            shares = {name: round(small["dure"] / each, 3) for name, each in small.items() if name != "dure"}
+            alone = [name for name in small if not name.startswith("dure")]
+            shares = {mine: {name: round(small[mine] / small[name], 3) for name in alone} for mine in row["ratios"]}
             print(f"{given.small:,} values: { ({name: f'{each * 1e3:.3f} ms' for name, each in small.items()}) }")
-            print(f"dure takes {shares} of the others' time")
+            print(f"of the others' time: {shares}")
     return {"values": given.values, "rows": rows, "small_values": given.small, "small_seconds": small}
 
 

@@ -354,9 +354,14 @@ class Worker:
 
     def settle(self, home: torch.Tensor) -> None:
         """Have the parameters lie in `home`, the memory that a module uses."""
-        if self.params is not home:
-            home.copy_(self.params)
-            self._spare, self.params = self.params, home
+        if self.params is home:
+            return
+        home.copy_(self.params)
+        if self._lent is None:
+            self._spare = self.params
+        else:
+            self._give_back(*self._lent)
+        self.params = home
 
     def keep(self, name: str) -> torch.Tensor:
         """Declared state: a tensor like `params`, zeros at first, that survives a restart."""
@@ -460,9 +465,12 @@ class Worker:
         return pulled
 
     async def _pull(self, server: ServerClient) -> Pulled:
-        into = self._spare if self._spare is not None else self.params.clone()
-        self._spare = None
-        return await server.pull(into, version=self._admitted, to_work=True)
+        return await server.pull(self._room(), version=self._admitted, to_work=True)
+
+    def _room(self) -> torch.Tensor:
+        """Where parameters can be received while the present ones are still in use."""
+        room, self._spare = self._spare, None
+        return self.params.clone() if room is None else room
 
     async def refresh(self) -> None:
         """Go on from what the server has, as `adopt(await pull())` does, for a method that never writes to `params`.
@@ -476,6 +484,25 @@ class Worker:
         started = self.node.now()
         borrowed = await self.server.borrow(self._admitted, to_work=True)
         self.meter.add("communicate", started, self.node.now(), "pull")
+        self._adopt_lent(borrowed)
+
+    async def exchange(self, update: torch.Tensor) -> None:
+        """Push `update` and go on from what the server has then, in one call, where no order is asked for.
+
+        As `refresh`, for a method that never writes to `params`.
+        """
+        assert self.server is not None
+        started, lends = self.node.now(), self.server.lends
+        base = self._pulled.versions if self._pulled is not None else None
+        into = None if lends else self._room()
+        pulled = await self.server.exchange(update, into, weight=self.source.batch_size, base=base, lr=self.lr)
+        self.meter.add("communicate", started, self.node.now(), "push")
+        if lends:
+            self._adopt_lent(pulled)
+        else:
+            self.adopt(pulled)
+
+    def _adopt_lent(self, borrowed: Pulled) -> None:
         self.adopt(borrowed)
         self._lent = (borrowed, _writes(borrowed.values))
 

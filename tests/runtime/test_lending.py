@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.runs import local, virtual
 
 from dure.config import TrainConfig
 from dure.errors import UsageError
@@ -73,3 +76,38 @@ def test_writing_to_what_was_lent_is_an_error_that_names_the_way_out() -> None:
     run = segment()
     with pytest.raises(UsageError, match=r"worker\.adopt\(await worker\.pull\(\)\)"):
         spied(run, lambda worker: worker.params.mul_(2))
+
+
+def test_what_was_lent_and_left_is_given_back_and_never_written_to() -> None:
+    """A loop of the user's own copies what it is given to where its module lies."""
+    run = segment()
+
+    def look(worker: Worker) -> None:
+        lent, home = memory(worker.params), torch.empty_like(worker.params)
+        values = worker.params.clone()
+        holders = sum(buffer.holders for buffer in versions(run))
+        worker.settle(home)
+        assert worker.params is home
+        assert torch.equal(home, values)
+        assert sum(buffer.holders for buffer in versions(run)) == holders - 1
+        assert memory(worker._room()) != lent
+
+    spied(run, look)
+
+
+BIG = """
+from dure.job import load_job
+def job():
+    return load_job("quadratic", dim=300_000, samples=32)
+"""
+
+
+@pytest.mark.parametrize("method", ["ssp:bound=0", "bsp", "downpour:at_once=true"])
+def test_across_processes_a_worker_computes_on_what_is_lent_as_in_virtual_time(method: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(BIG)
+    workers = 1 if method.startswith("downpour") else 2
+    options: dict[str, Any] = {"workers": workers, "steps": 6}
+    real = local(f"{file}:job", f"{method} ps", **options)
+    assert torch.allclose(real.params, virtual(f"{file}:job", f"{method} ps", **options).params, rtol=0, atol=1e-6)
+    assert real.outcome.totals.counts["updates_applied"] == 6 * workers

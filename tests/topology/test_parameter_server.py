@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -262,6 +263,24 @@ def test_a_reader_never_sees_a_later_version_in_its_buffer() -> None:
     assert another.tensors[0].tolist() == [-5.0] * NUMEL
     assert reply.tensors[0].tolist() == [-6.0] * NUMEL, "what was released is used again"
     assert shard.pool.made == 2
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_push_brings_back_what_it_has_made(shards: int) -> None:
+    fleet = Fleet(shards, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
+    first, second = fleet.clients
+    fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
+    into = torch.empty(NUMEL)
+    pulled = fleet.run(first.exchange(torch.ones(NUMEL), into, base=[0] * shards))
+    assert pulled.values is into
+    assert (into.tolist(), pulled.versions) == ([-2.0] * NUMEL, [2] * shards)
+    first.seq -= 1  # as if the answer had been lost
+    fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
+    again = fleet.run(first.exchange(torch.ones(NUMEL), into, base=[0] * shards))
+    assert (into.tolist(), again.versions) == ([-3.0] * NUMEL, [3] * shards)
+    with pytest.raises(Refused, match="NaN"):
+        fleet.run(first.exchange(torch.full((NUMEL,), math.nan), into, base=[0] * shards))
+    assert fleet.model().tolist() == [-3.0] * NUMEL
 
 
 def test_where_nobody_reads_updates_are_applied_in_place() -> None:

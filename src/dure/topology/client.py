@@ -183,23 +183,8 @@ class ServerClient:
         nowhere, but for updates without order, which the other shards may have applied.
         """
         group = await self.offer(base) if self.servers.may_refuse else None
-        self.seq += 1
-        parts, servers = await self._encoded(update), self.servers
-        mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
-
-        def start(shard: int) -> Operation[Reply]:
-            return self.node.call(
-                servers.shards[shard],
-                "push",
-                *parts[shard],
-                timeout=self.timeout,
-                base=None if base is None else base[shard],
-                weight=weight,
-                ordered=servers.ordered,
-                lr=lr,
-                **mine,
-            )
-
+        servers, start = self.servers, await self._pushing(update, weight, base, lr)
+        mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
         try:
             replies = await self._every(start)
         except Refused:
@@ -210,6 +195,62 @@ class ServerClient:
             said = {} if note is None else {"note": note}
             await self._clock("staged", group=group, **mine, **said)
         return [reply.fields["version"] for reply in replies]
+
+    async def exchange(
+        self,
+        update: torch.Tensor,
+        into: torch.Tensor | None,
+        *,
+        weight: float = 1.0,
+        base: Sequence[int] | None = None,
+        lr: float | Sequence[float] | None = None,
+    ) -> Pulled:
+        """As `push`, of an update without order, and `pull`, in one call: what each shard has once it is applied.
+
+        Without `into`, the shard's own memory is borrowed (`lends`). The next updates are computed on it.
+        """
+        parts, timing_only = None if into is None else self._parts(into), self.servers.timing_only
+
+        def place(shard: int) -> Sequence[torch.Tensor] | None:
+            return None if parts is None else () if timing_only else parts[shard]
+
+        replies = await self._every(await self._pushing(update, weight, base, lr, place))
+        versions = [reply.fields["version"] for reply in replies]
+        if into is not None:
+            return Pulled(into, versions)
+        ((values,),) = (reply.tensors for reply in replies)
+        return Pulled(values, versions, replies[0].release)
+
+    async def _pushing(
+        self,
+        update: torch.Tensor,
+        weight: float,
+        base: Sequence[int] | None,
+        lr: float | Sequence[float] | None,
+        place: Callable[[int], Sequence[torch.Tensor] | None] | None = None,
+    ) -> Callable[[int], Operation[Reply]]:
+        """What starts to push the next update to a shard; with `place`, what the shard has then is pulled to there."""
+        self.seq += 1
+        parts, servers, seq = await self._encoded(update), self.servers, self.seq
+
+        def start(shard: int) -> Operation[Reply]:
+            more: dict[str, Any] = {} if place is None else {"into": place(shard), "pull": True}
+            return self.node.call(
+                servers.shards[shard],
+                "push",
+                *parts[shard],
+                timeout=self.timeout,
+                base=None if base is None else base[shard],
+                weight=weight,
+                ordered=servers.ordered,
+                lr=lr,
+                worker=self.worker,
+                incarnation=self.incarnation,
+                seq=seq,
+                **more,
+            )
+
+        return start
 
     async def arrive(self, note: Mapping[str, float]) -> None:
         """Tell the clock that this worker has done its part of what a group ends, with no update in it."""

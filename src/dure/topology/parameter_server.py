@@ -72,6 +72,7 @@ class Shard:
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
     | `push`   | worker, incarnation, seq, base, weight, ordered, (lr)   | slice   | version; once staged or applied |
+    |          | pull: in the same call, if not ordered                  |         | and slice                     |
     | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
     | `pull`   | (version), (worker, incarnation: it works on that)      |         | version and slice; once there |
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
@@ -184,7 +185,7 @@ class Shard:
             return self._stage(call)
         if self._is_new(call, call.tensors):
             return self._apply_on_arrival(call)
-        return self._acknowledge_in_turn()
+        return self._acknowledge_in_turn(call)
 
     def _decoded(self, coder: Coder, call: Call) -> Call:
         """`call` with the update that its message stands for. Raises `Refused` for a damaged one."""
@@ -241,13 +242,22 @@ class Shard:
                 piece.copy_(tensor)
         return buffer
 
-    async def _acknowledge_in_turn(self) -> Reply:
+    async def _acknowledge_in_turn(self, call: Call) -> Reply:
         """A repeated update may still stand in the queue; acknowledged means applied."""
         if self._busy:
             await self._turn()
         self._busy = True
         self._next()
-        return Reply({"version": self.version})
+        return self._acknowledged(call)
+
+    def _acknowledged(self, call: Call) -> Reply:
+        """The answer to an update that has been applied, with the slice as it is now if that was asked for."""
+        if not call.fields.get("pull"):
+            return Reply({"version": self.version})
+        answer = self.current.lease()
+        if self.corrections is not None and self.corrections.compares:
+            self._remember(call, answer)
+        return answer
 
     async def _apply_on_arrival(self, call: Call) -> Reply:
         fields, corrections = call.fields, self.corrections
@@ -267,7 +277,7 @@ class Shard:
             self._next()
         if copied is not None:
             copied.release()
-        return Reply({"version": self.version})
+        return self._acknowledged(call)
 
     def _landing(self, fields: Mapping[str, Any], gradient: torch.Tensor, correct: Callable[[], None]) -> Apply:
         """An update's step and its version, as one piece of work: in place where nobody reads what it is made from."""

@@ -277,7 +277,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
     there = server.serve("shard", shard)
     worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())
     into = torch.zeros(NUMEL)
-    client = ServerClient(worker, 0, Servers([there], [[(0, NUMEL)]], ordered=False))
+    client = ServerClient(worker, 1, Servers([there], [[(0, NUMEL)]], ordered=False))
     assert not client.lends, "it is not connected"
 
     async def work():
@@ -293,6 +293,9 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
             assert borrowed.values[-1] == 7.0, "not copied"
             shard.values[-1] = into[-1]
             borrowed.release()
+        exchanged = await client.exchange(torch.ones(NUMEL), None, base=[5])
+        assert (exchanged.versions, exchanged.values.unique().tolist()) == ([6], [-3.0])
+        exchanged.release()
 
     strand = worker.spawn(work())
     strand.when_done(lambda: None)
