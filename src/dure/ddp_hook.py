@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 
 from dure.codec.base import Codec
 from dure.codec.coder import SliceLayout
@@ -161,7 +162,7 @@ def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup | None) -> l
             pairs = ((dist.irecv, received[rank]), (dist.isend, messages[rank]))
             operations += [dist.P2POp(way, part, peer, group, _TAG) for way, part in pairs if part.numel()]
     for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+        work.wait(default_pg_timeout)
     return received
 
 
