@@ -162,11 +162,16 @@ def channel(profile, decide, rounds, numel=200):
 
 
 @pytest.mark.parametrize(
-    ("profile", "majority", "pooled"), [([0.35] * 15, 0.113, 0.113), ([0.45] * 9 + [0.2] * 6, 0.105, 0.049)]
+    ("profile", "majority", "pooled"),
+    [
+        ([0.35] * 15, 0.113, 0.113),
+        ([0.45] * 9 + [0.2] * 6, 0.105, 0.049),
+        ([0.45] * 12 + [0.2] * 3, 0.210, 0.103),
+    ],
 )
 def test_errors_of_votes_over_a_channel(profile, majority, pooled):
     assert channel(profile, Majority().decide, rounds=100) == pytest.approx(majority, abs=0.01)
-    assert channel(profile, LogLikelihood("worker", start=50).decide, rounds=200) == pytest.approx(pooled, abs=0.01)
+    assert channel(profile, LogLikelihood("worker").decide, rounds=200) == pytest.approx(pooled, abs=0.01)
 
 
 def test_one_good_worker_is_found_among_many_bad_ones():

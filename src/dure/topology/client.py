@@ -150,10 +150,10 @@ class ServerClient:
     @property
     def lends(self) -> bool:
         """Whether parameters can be borrowed: one shard holds them all, where this worker can read them."""
-        shards, ranges = self.servers.shards, self.servers.ranges
-        if len(shards) != 1:
+        shards, ranges = self.servers.shards, self.servers.ranges[0]
+        if len(shards) != 1 or len(ranges) != 1:
             return False
-        ((start, stop),) = ranges[0]
+        ((start, stop),) = ranges
         return self.node.borrows(shards[0].node, (stop - start) * self.servers.itemsize)
 
     async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
