@@ -137,9 +137,9 @@ def served(stranger, codec):
     return caller, shard
 
 
-def push(caller, message, seq, ordered=False):
+def push(caller, message, seq, ordered=False, incarnation=0):
     return caller.request(
-        "shard 0", "push", message, worker=1, incarnation=0, seq=seq, base=0, weight=1.0, ordered=ordered
+        "shard 0", "push", message, worker=1, incarnation=incarnation, seq=seq, base=0, weight=1.0, ordered=ordered
     )
 
 
@@ -168,17 +168,35 @@ def test_a_shard_refuses_what_no_encoder_made(stranger, codec, ordered):
     caller.enter()
     bad = [message for message in damages(codec, good) if len(message) <= shard._coder.most_bytes]
     for seq, message in enumerate(bad, start=1):
-        caller.sock.sendall(push(caller, message, seq, ordered))
+        caller.sock.sendall(push(caller, message, seq, ordered, incarnation=seq))  # after three it must join again
         kind, meta = caller.answer()
         assert kind == Kind.ERROR
         assert f"update {seq} of worker 1 is damaged" in str(meta)
         assert shard.refused == seq
     assert (shard.applied, shard.num_staged, shard.version) == (0, 0, 0)
     assert not shard.values.any()
-    caller.sock.sendall(push(caller, good, len(bad) + 1, ordered))
+    caller.sock.sendall(push(caller, good, 1, ordered, incarnation=len(bad) + 1))
     assert caller.answer()[0] == Kind.REPLY
     assert shard.applied + shard.num_staged == 1
     assert bool(shard.values.any()) is not ordered
+
+
+@pytest.mark.parametrize("codec", MEANS)
+def test_after_three_damaged_messages_in_a_row_a_worker_must_join_again(stranger, codec):
+    caller, shard = served(stranger, codec)
+    good = message_of(codec)
+    caller.enter()
+    for seq in (1, 2, 3):
+        caller.sock.sendall(push(caller, good[:-1], seq))
+        assert "is damaged" in str(caller.answer()[1])
+    caller.sock.sendall(push(caller, good, 4))
+    kind, meta = caller.answer()
+    assert kind == Kind.ERROR
+    assert "join again" in str(meta)
+    assert not shard.values.any()
+    caller.sock.sendall(push(caller, good, 1, incarnation=1))
+    assert caller.answer()[0] == Kind.REPLY
+    assert (shard.applied, shard.refused) == (1, 4)
 
 
 @pytest.mark.parametrize("codec", MEANS)

@@ -438,6 +438,29 @@ def test_a_refused_update_sent_again_is_refused_again() -> None:
             fleet.run(fleet.clients[0].push(torch.full((NUMEL,), torch.nan), base=[0]))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> None:
+    fleet = Fleet(1, policy=Barrier() if ordered else None, workers=2)
+    bad, good, (client, other) = torch.full((NUMEL,), torch.nan), torch.ones(NUMEL), fleet.clients
+    life = fleet.run(client.join()).incarnation
+    for update in (bad, bad, good, bad, bad, good, bad, bad):
+        if update is good:
+            fleet.run(client.push(good, base=[0]))
+        else:
+            with pytest.raises(Refused, match="holds NaN"):
+                fleet.run(client.push(bad, base=[0]))
+    with pytest.raises(Refused, match="holds NaN"):
+        fleet.run(client.push(bad, base=[0]))
+    before = fleet.shards[0].num_staged + fleet.shards[0].applied
+    with pytest.raises(Evicted, match=rf"incarnation {life} of worker 0 is over.*join again"):
+        fleet.run(client.push(good, base=[0]))
+    fleet.run(other.push(good, base=[0]))
+    assert fleet.run(client.join()).incarnation == life + 1
+    fleet.run(client.push(good, base=[0]))
+    assert fleet.shards[0].num_staged + fleet.shards[0].applied == before + 2
+    assert fleet.shards[0].refused == 8
+
+
 def test_large_finite_numbers_are_no_infinity() -> None:
     fleet = Fleet(1, spec=OptimizerSpec("assign"))
     fleet.run(fleet.clients[0].push(torch.full((NUMEL,), 3e38), base=[0]))

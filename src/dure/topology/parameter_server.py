@@ -16,7 +16,9 @@ The bytes go to the shards only; the clock's messages are tiny. A worker that di
 said `staged`, so its update is in no group, on any shard. Updates without order (Downpour) are applied where
 and when they arrive: then shards may disagree about the last ones of a worker that died.
 
-An update is known by (worker, incarnation, seq): sent again it is acknowledged again and not applied again.
+An update is known by (worker, incarnation, seq): sent again it is acknowledged again and not applied again. One that
+holds NaN or infinity, or is damaged, is refused; after three such in a row its sender is heard again only when it has
+joined again.
 """
 
 from __future__ import annotations
@@ -49,6 +51,10 @@ __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard
 
 EPOCH = 1 << 40
 """Versions of one life of a shard that applies on arrival; a version is its epoch times this, plus a count."""
+
+
+MOST_REFUSED = 3
+"""Updates of one life of a worker that are refused in a row before it must join again."""
 
 
 class _Staged(NamedTuple):
@@ -125,6 +131,7 @@ class Shard:
         self._kept: dict[int, Buffer] = {}
         self._staged: dict[tuple[int, int], _Staged] = {}
         self._awaited: dict[int, list[Operation[Reply]]] = {}
+        self._refused_in_a_row: dict[tuple[int, int], int] = {}
         self._closing = 0
         self._returned = 0
         self._busy = False
@@ -193,7 +200,7 @@ class Shard:
         try:
             coder.decode(call.tensors[0], values)
         except DamagedMessage as error:
-            self.refused += 1
+            self._count_refused(call.fields)
             raise Refused(
                 f"update {call.fields['seq']} of worker {call.fields['worker']} is damaged: {error}"
             ) from error
@@ -205,10 +212,26 @@ class Shard:
         worker, seq = fields["worker"], fields["seq"]
         try:
             self._check(worker, seq, fields["weight"], tensors)
-            return self.ledger.first_time(worker, fields["incarnation"], seq)
-        except Refused:
+            new = self.ledger.first_time(worker, fields["incarnation"], seq)
+        except Evicted:
             self.refused += 1
             raise
+        except Refused:
+            self._count_refused(fields)
+            raise
+        if self._refused_in_a_row:
+            self._refused_in_a_row.pop((worker, fields["incarnation"]), None)
+        return new
+
+    def _count_refused(self, fields: Mapping[str, Any]) -> None:
+        """Shut out who has sent nothing but rubbish lately, until it joins again."""
+        self.refused += 1
+        worker, incarnation = fields["worker"], fields["incarnation"]
+        life = worker, incarnation
+        in_a_row = self._refused_in_a_row[life] = self._refused_in_a_row.get(life, 0) + 1
+        if in_a_row == MOST_REFUSED:
+            del self._refused_in_a_row[life]
+            self.ledger.fence(worker, incarnation + 1)
 
     def _stage(self, call: Call) -> Reply:
         """Keep an update until its group closes. It is checked where it has just been copied to: in the cache."""
