@@ -121,6 +121,16 @@ def test_what_is_no_number_is_refused_and_changes_nothing(name, wrong):
     assert all(torch.equal(tensor, before[key]) for key, tensor in coder.state().items())
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_enormous_numbers_stay_numbers(name):
+    values = torch.full((4_000,), 1e30)
+    values[::2] *= -1
+    coder, decoded = CODECS[name].coder(SliceLayout.plain(4_000)), torch.empty(4_000)
+    for _ in range(3):
+        coder.decode(coder.encode(values), decoded)
+        assert decoded.isfinite().all()
+
+
 def test_a_sum_that_overflows_is_still_of_numbers():
     values = torch.full((4,), 3e38)
     assert Sign().coder(SliceLayout.plain(4)).encode(values).tolist() == [15]
