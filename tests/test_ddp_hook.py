@@ -52,8 +52,8 @@ STEPS = 60
 NUMEL = 20 * 40 + 40 + 40 * 3 + 3
 
 
-def run(tmp_path, codec, processes=2, steps=STEPS):
-    (tmp_path / "script.py").write_text(SCRIPT)
+def run(tmp_path, codec, processes=2, steps=STEPS, script=SCRIPT):
+    (tmp_path / "script.py").write_text(script)
     source = str(Path(__file__).parents[1] / "src")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
@@ -77,3 +77,66 @@ def test_ranks_stay_equal_and_learn(tmp_path, codec):
     assert found["same"]
     assert found["last"] < 0.75 * found["first"]
     assert 0 < found["sent"] < (STEPS - 1) * NUMEL * 4 * 0.3
+
+
+RESTART = """
+import copy, io, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+from dure.errors import CheckpointError
+
+codec = sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+generator = torch.Generator().manual_seed(dist.get_rank())
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+
+def hooked(state=None, cap=0.002):
+    model, hook = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=cap), dure.hook(codec)
+    model.register_comm_hook(None, hook)
+    if state is not None:
+        hook.load_state_dict(state)
+    return model, hook
+
+def gradient(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return torch.cat([each.grad.view(-1) for each in model.parameters()])
+
+batches = torch.randn(7, 16, 20, generator=generator)
+model, hook = hooked()
+for x in batches[:6]:
+    gradient(model, x)
+file = io.BytesIO()
+torch.save(hook.state_dict(), file)
+file.seek(0)
+state = torch.load(file, weights_only=True)
+expected, found = gradient(model, batches[6]), {}
+for name, given in (("loaded", state), ("fresh", None)):
+    model, hook = hooked(given)
+    gradient(model, batches[0])
+    found[name] = torch.equal(gradient(model, batches[6]), expected)
+later, hook = hooked()
+gradient(later, batches[0]), gradient(later, batches[1])
+hook.load_state_dict(state)
+found["loaded later"] = torch.equal(gradient(later, batches[6]), expected)
+try:
+    hook.load_state_dict({0: {"bounds": [1, 2], "tensors": {}}})
+except CheckpointError as error:
+    found["error"] = str(error)
+if dist.get_rank() == 0:
+    print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("codec", ["1bit", "strom:threshold=0.02", "it-sign:start=1,granularity=coordinate"])
+def test_a_hook_goes_on_from_its_state(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3, script=RESTART)
+    assert found["loaded"]
+    assert found["loaded later"]
+    assert not found["fresh"]
+    assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in found["error"]

@@ -4,14 +4,16 @@
     model.register_comm_hook(None, dure.hook("strom:threshold=0.001"))
 
 DDP arranges its buckets anew after its first step. That step's gradients travel whole; from then on every bucket has
-coders of its own, whose residuals stay with its parameters.
+coders of its own, whose residuals stay with its parameters. They are each rank's own, and belong into its checkpoint:
+
+    torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
 DDP reads a hook's annotations, so here they are objects and not text.
 """
 
 import concurrent.futures
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from dure.codec.base import Codec
-from dure.codec.coder import SliceLayout
+from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
+from dure.errors import CheckpointError
 from dure.strategy import make
 from dure.topology.sharding import equal_ranges
 
@@ -56,6 +59,7 @@ class Hook:
         self.group = group
         self.bytes_sent = 0
         self._exchanges: dict[int, Stripes | Gather] = {}
+        self._saved: dict[int, Mapping[str, Any]] = {}
         self._first_step = True
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dure hook")
         self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
@@ -69,7 +73,37 @@ class Hook:
         if number not in self._exchanges:
             kind = Gather if self.codec.way == "gather" else Stripes
             self._exchanges[number] = kind(self.codec, _spans(bucket), self.group)
+            self._take_up(number)
         return self._start(self._encoded(self._exchanges[number]), bucket.buffer())
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """What this rank's coders and votes remember, by bucket: tensors and whole numbers, copied. Between steps."""
+        return {
+            number: {"bounds": each.bounds, "tensors": {name: kept.clone() for name, kept in each.state().items()}}
+            for number, each in self._exchanges.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on from what the same rank's hook remembered, of the same model, codec and number of ranks.
+
+        The first step after a restart travels whole and leaves it as it is. Raises `CheckpointError`, at once or as
+        soon as a bucket is met, where the saved buckets are others.
+        """
+        self._saved = dict(state)
+        for number in self._exchanges:
+            self._take_up(number)
+
+    def _take_up(self, number: int) -> None:
+        if not self._saved:
+            return
+        exchange, saved = self._exchanges[number], self._saved.get(number)
+        if saved is None or list(saved["bounds"]) != exchange.bounds:
+            there = "is not in the state" if saved is None else f"had its parameters end at {list(saved['bounds'])}"
+            raise CheckpointError(
+                f"bucket {number} of DistributedDataParallel {there}; they end at {exchange.bounds} now. Load a state "
+                "of the same model, bucket_cap_mb and number of ranks."
+            )
+        exchange.restore(saved["tensors"])
 
     def _start(
         self, work: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
@@ -102,6 +136,7 @@ class Stripes:
     """Two phases: every stripe goes to its owner, and what that makes of all of them comes back."""
 
     def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+        self.bounds = [span.stop for span in spans]
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranges = equal_ranges(spans[-1].stop, self._world_size)
@@ -121,11 +156,22 @@ class Stripes:
         others = sum(message.numel() for owner, message in enumerate(mine) if owner != self._rank)
         return others + (self._world_size - 1) * combined.numel()
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        return states(self._coders) | {f"owner {name}": value for name, value in self._owner.state().items()}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+        restore(self._coders, state)
+        owned = {name.removeprefix("owner "): value for name, value in state.items() if name.startswith("owner ")}
+        self._owner.restore(owned)
+
 
 class Gather:
     """Everybody's message goes to everybody."""
 
     def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+        self.bounds = [span.stop for span in spans]
         self._group = group
         self._coder = codec.coder(SliceLayout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
 
@@ -134,6 +180,14 @@ class Gather:
         message = self._coder.encode(values)
         add_up(self._coder, _to_all(message, self._group), values)
         return (dist.get_world_size(self._group) - 1) * message.numel()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What survives a restart."""
+        return self._coder.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up a `state`."""
+        self._coder.restore(state)
 
 
 def _spans(bucket: GradBucket) -> list[Span]:
