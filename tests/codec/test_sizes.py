@@ -13,7 +13,7 @@ from dure.codec.one_bit import OneBit
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
-from dure.codec.top_k import TopK
+from dure.codec.top_k import TopK, largest
 
 N = 1_000_003
 
@@ -100,6 +100,14 @@ def test_top_k_sends_the_largest():
     coder = TopK(0.03, feedback=False).coder(SliceLayout.plain(100))
     coder.decode(coder.encode(values), out)
     assert torch.nonzero(out).view(-1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("numel", "count"), [(0, 0), (1, 1), (50, 7), (50, 50), (1000, 300)])
+def test_the_largest_are_found_and_of_equal_ones_the_first(numel, count, dtype):
+    values = torch.randn(numel).mul(4).round().to(dtype)  # many are equal, zeros of both signs among them
+    ranked = sorted(range(numel), key=lambda place: (-abs(values[place].item()), place))
+    assert largest(values, count).tolist() == sorted(ranked[:count])
 
 
 def test_packing_by_operations_is_packing():

@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dure.codec import gaps
 from dure.codec.base import Codec, Way
@@ -53,10 +55,11 @@ class _LargestCoder(Coder):
         return _LENGTH + gaps.most_bytes(self.numel, self.count) + 4 * self.count
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        largest = torch.topk(values.abs(), self.count, sorted=False).indices.sort().values
-        where = torch.from_numpy(gaps.encode(largest.cpu().numpy(), self.numel, "range")).to(values.device)
+        positions = largest(values, self.count)
+        where = torch.from_numpy(gaps.encode(positions, self.numel, "range")).to(values.device)
         length = torch.tensor([where.numel()], dtype=torch.int32).view(torch.uint8).to(values.device)
-        return torch.cat([length, where, values[largest].float().view(torch.uint8)])
+        sent = values[torch.from_numpy(positions).to(values.device)]
+        return torch.cat([length, where, sent.float().view(torch.uint8)])
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         positions, sent = self._read(message)
@@ -80,3 +83,22 @@ class _LargestCoder(Coder):
         if not torch.isfinite(sent).all():
             raise DamagedMessage("a value that is no number.")
         return torch.from_numpy(positions).to(message.device), sent
+
+
+def largest(values: torch.Tensor, count: int) -> NDArray[np.int64]:
+    """The positions of the `count` elements of largest magnitude, ascending; of equal ones the first.
+
+    Magnitudes are ordered as their bits are, and NumPy partitions integers several times as fast as PyTorch floats.
+    """
+    if values.device.type != "cpu" or not count:
+        found: NDArray[np.int64] = torch.topk(values.abs(), count, sorted=False).indices.sort().values.cpu().numpy()
+        return found
+    bits = values.abs().view(_INTEGERS[values.dtype.itemsize]).numpy()
+    place = bits.size - count
+    least = np.partition(bits, place)[place]
+    above = np.flatnonzero(bits > least)
+    equal = np.flatnonzero(bits == least)[: count - above.size]
+    return np.sort(np.concatenate([above, equal]))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
