@@ -121,6 +121,25 @@ def test_what_is_no_number_is_refused_and_changes_nothing(name, wrong):
     assert all(torch.equal(tensor, before[key]) for key, tensor in coder.state().items())
 
 
+def test_one_bit_stands_for_the_mean_of_its_sign_in_its_column():
+    values, out = torch.randn(40, generator=torch.Generator().manual_seed(0)), torch.empty(40)
+    values[:7] = values[:7].abs()  # a column of one sign
+    coder = CODECS["one bit"].coder(layout_of(40))
+    coder.decode(coder.encode(values), out)
+    for column in range(5):
+        mine = slice(7 * column, 7 * column + 7)
+        for sign in (values[mine] >= 0, values[mine] < 0):
+            assert out[mine][sign].tolist() == pytest.approx([values[mine][sign].mean().item()] * int(sign.sum()))
+    assert torch.equal(out[35:], values[35:])
+
+
+def test_strom_sends_what_reaches_the_threshold():
+    out = torch.empty(4)
+    coder = Strom(0.5).coder(SliceLayout.plain(4))
+    coder.decode(coder.encode(torch.tensor([0.5, -0.5, 0.49, -0.49])), out)
+    assert out.tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_enormous_numbers_stay_numbers(name):
     values = torch.full((4_000,), 1e30)
