@@ -129,10 +129,22 @@ def test_servers_vote_as_owners_of_stripes_do(codec):
     assert over["ps"].summary()["accuracy"] > 0.8
 
 
-def test_a_vote_that_goes_on_from_a_checkpoint_knows_its_voters(tmp_path):
-    options = {"on": "virtual", "workers": 3, "lr": 0.01, "strategy": "bsp ps:shards=2 it-sign:start=3+momentum"}
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "bsp ps:shards=2 it-sign:start=3+momentum",
+        "bsp collective it-sign:start=3",
+        "bsp collective 1bit",
+        "bsp collective strom:threshold=0.01",
+        "averaging:period=3 collective 1bit",
+        "bsp ps:shards=2 strom:threshold=0.01",
+    ],
+)
+def test_what_is_remembered_goes_on_from_a_checkpoint(tmp_path, strategy):
+    """As in a run that has none: one with the same checkpoints might forget the same."""
+    options = {"on": "virtual", "workers": 3, "lr": 0.01, "strategy": strategy}
     whole = dure.train("digits-mlp", steps=12, **options).summary()
-    dure.train("digits-mlp", steps=6, checkpoint_every=5, out=tmp_path / "run", **options)
+    dure.train("digits-mlp", steps=7, checkpoint_every=6, out=tmp_path / "run", **options)
     resumed = dure.train("digits-mlp", on="virtual", resume=tmp_path / "run", steps=12).summary()
     assert resumed["params_sha256"] == whole["params_sha256"]
 
