@@ -16,6 +16,7 @@ from dure.runtime.cluster import Cluster, Event, Machines
 from dure.runtime.compute import LogNormal
 from dure.runtime.launch.nursery import Nursery
 from dure.strategy import REMEDY, catalogue
+from dure.train import train
 
 SURVIVORS = [law for law in LAWS if law.survives]
 DEPENDENTS = [law for law in LAWS if not law.survives]
@@ -63,6 +64,25 @@ def test_it_learns_on_processes(law, nursery):
 def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
     options = dict(law.options)
     check_every_stop("digits-mlp", tmp_path, one_slow(), strategy=law.strategy, steps=18, **options)
+
+
+MOVED = {
+    "ad-psgd", "asysvrg", "downpour", "eamsgd", "easgd", "hogbatch", "hogwild", "k-async", "k-batch-async",
+    "k-batch-sync", "lbfgs",
+}  # fmt: skip
+"""Whose workers, if they survive each other, come to meet at other moments when one waits for a checkpoint."""
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if "overlap=true" not in law.strategy], ids=str)
+def test_resumed_it_is_the_run_that_had_no_checkpoints(law, tmp_path):
+    """What a checkpoint left out would be missing alike in two runs that both have it."""
+    alone = law.survives and law.method in MOVED
+    cluster = Cluster.uniform(1, compute=LogNormal(seconds=0.01, sigma=0.2)) if alone else one_slow()
+    whole, options = virtual("digits-mlp", law.strategy, cluster, steps=18, **law.options), dict(law.options)
+    folder = tmp_path / "run"
+    train("digits-mlp", strategy=law.strategy, on=cluster, steps=13, checkpoint_every=6, out=folder, **options)
+    resumed = train("digits-mlp", on=cluster, resume=folder, steps=18).summary()
+    assert resumed["params_sha256"] == whole.summary["params_sha256"]
 
 
 @pytest.mark.parametrize("law", [law for law in LAWS if not law.tensors], ids=str)
