@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import dure
+from dure.errors import UsageError
+
 SCRIPT = """
 import json, sys
 import torch
@@ -123,10 +126,17 @@ later, hook = hooked()
 gradient(later, batches[0]), gradient(later, batches[1])
 hook.load_state_dict(state)
 found["loaded later"] = torch.equal(gradient(later, batches[6]), expected)
-try:
-    hook.load_state_dict({0: {"bounds": [1, 2], "tensors": {}}})
-except CheckpointError as error:
-    found["error"] = str(error)
+later, hook = hooked(state)
+found["at once"] = hook.state_dict()["buckets"].keys() == state["buckets"].keys()
+errors = []
+for wrong in ({"codec": "fp32"}, {"world_size": 2}, {"buckets": {0: {"bounds": [1, 2], "tensors": {}}}}):
+    try:
+        later, hook = hooked()
+        gradient(later, batches[0]), gradient(later, batches[1])
+        hook.load_state_dict({**state, **wrong})
+    except CheckpointError as error:
+        errors.append(str(error))
+found["errors"] = errors
 if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)
 dist.destroy_process_group()
@@ -139,4 +149,111 @@ def test_a_hook_goes_on_from_its_state(tmp_path, codec):
     assert found["loaded"]
     assert found["loaded later"]
     assert not found["fresh"]
-    assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in found["error"]
+    assert found["at once"]
+    codec_error, size_error, bucket_error = found["errors"]
+    assert "codec=fp32, and the hook codec=" in codec_error
+    assert "world_size=2, and the hook world_size=3" in size_error
+    assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in bucket_error
+
+
+HARD = """
+import json, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec = sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+
+def hooked(net, **options):
+    model = DistributedDataParallel(net, **options)
+    model.register_comm_hook(None, dure.hook(codec))
+    return model
+
+class Unused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(64, 8), torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.used(x)
+
+found, x = {}, torch.ones(4, 64)
+up, down = (hooked(torch.nn.Linear(64, 8, bias=False)) for _ in range(2))
+wrong = 0
+for step in range(60):
+    (up(x).sum() - down(x).sum()).backward()  # one backward pass, two models
+    wrong += not bool((up.module.weight.grad > 0).all() and (down.module.weight.grad < 0).all())
+    up.zero_grad(), down.zero_grad()
+found["wrong"] = wrong
+model = hooked(Unused(), find_unused_parameters=True)
+for step in range(20):
+    model(x).square().mean().backward()
+found["unused"] = model.module.used.weight.grad.abs().sum().item()
+model = hooked(torch.nn.Linear(64, 8).bfloat16())
+for step in range(3):
+    model.zero_grad()
+    model(x.bfloat16()).sum().backward()
+found["narrow"] = [str(model.module.weight.grad.dtype), bool((model.module.weight.grad > 0).all())]
+model = hooked(torch.nn.Linear(64, 8))
+model(x).sum().backward()
+try:
+    (model(x).sum() * float("nan")).backward()
+except RuntimeError as error:
+    found["error"] = str(error)
+if dist.get_rank() == 0:
+    print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("codec", ["sign", "strom:threshold=0.1"])
+def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
+    found = run(tmp_path, codec, script=HARD)
+    assert found["wrong"] == 0
+    assert found["unused"] > 0
+    assert found["narrow"] == ["torch.bfloat16", True]
+    assert "an update holds NaN or infinity, so it was not encoded: the training diverged." in found["error"]
+    assert "cast" not in found["error"]
+
+
+def test_columns_are_those_of_the_parameters(tmp_path):
+    """Of one rank: a weight's gradient becomes the two means of each of its rows, a bias's stays."""
+    found = run(tmp_path, "1bit:feedback=false", processes=1, script=COLUMNS)
+    assert found["weight"] < 1e-6
+    assert found["bias"] == 0
+
+
+COLUMNS = """
+import copy, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Linear(20, 3)
+model = DistributedDataParallel(copy.deepcopy(net))
+model.register_comm_hook(None, dure.hook(sys.argv[1]))
+x = torch.randn(16, 20)
+for _ in range(2):  # the first step travels whole
+    model.zero_grad()
+    model(x).square().mean().backward()
+net(x).square().mean().backward()
+expected = net.weight.grad.clone()
+for row in expected:
+    for sign in (row >= 0, row < 0):
+        row[sign] = row[sign].mean()
+difference = (model.module.weight.grad - expected).abs().max().item()
+print(json.dumps({"weight": difference, "bias": (model.module.bias.grad - net.bias.grad).abs().max().item()}))
+dist.destroy_process_group()
+"""
+
+
+def test_a_hook_needs_ranks():
+    with pytest.raises(UsageError, match=r"init_process_group before dure\.hook"):
+        dure.hook("sign")

@@ -8,6 +8,8 @@ coders of its own, whose residuals stay with its parameters. They are each rank'
 
     torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
+A hook has a process group of its own, since DDP and other hooks use theirs at the same moments.
+
 DDP reads a hook's annotations, so here they are objects and not text.
 """
 
@@ -23,18 +25,20 @@ from torch.distributed.constants import default_pg_timeout
 from dure.codec.base import Codec
 from dure.codec.coder import SliceLayout, restore, states
 from dure.codec.exchange import Owner, add_up
-from dure.errors import CheckpointError
-from dure.strategy import make
+from dure.errors import CheckpointError, UsageError
+from dure.strategy import make, member_text
 from dure.topology.sharding import equal_ranges
 
-_TAG = 4219
-"""Of what hooks send, so that no receive of the script's own takes it."""
+_NARROW = (torch.float16, torch.bfloat16)
+"""What is exchanged as float32: NumPy does not know all of them, and their sums round."""
 
 
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
 
-    Raises `StrategyError` for a text that names none.
+    All ranks of `group` (of all there are, if None) call this, in the same order where they make several hooks, once
+    `torch.distributed` has been initialised. Raises `StrategyError` for a text that names no codec, `UsageError` before
+    there are ranks.
     """
     return Hook(make(codec, "codec") if isinstance(codec, str) else codec, group)
 
@@ -55,8 +59,16 @@ class Hook:
     """
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "a hook needs the other ranks: call torch.distributed.init_process_group before dure.hook."
+            )
         self.codec = codec
-        self.group = group
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
         self.bytes_sent = 0
         self._exchanges: dict[int, Stripes | Gather] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
@@ -76,22 +88,36 @@ class Hook:
             self._take_up(number)
         return self._start(self._encoded(self._exchanges[number]), bucket.buffer())
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """What this rank's coders and votes remember, by bucket: tensors and whole numbers, copied. Between steps."""
-        return {
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's coders and votes remember, copied: text, whole numbers and tensors. Between steps."""
+        met = {
             number: {"bounds": each.bounds, "tensors": {name: kept.clone() for name, kept in each.state().items()}}
             for number, each in self._exchanges.items()
         }
+        return {**self._kind(), "buckets": {**self._saved, **met}}
 
-    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on from what the same rank's hook remembered, of the same model, codec and number of ranks.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what the same rank's hook remembered.
 
-        The first step after a restart travels whole and leaves it as it is. Raises `CheckpointError`, at once or as
-        soon as a bucket is met, where the saved buckets are others.
+        The first step after a restart travels whole and leaves it as it is. Raises `CheckpointError` for a state of
+        another codec or number of ranks; at once, or as soon as a bucket is met, where the buckets are others.
         """
-        self._saved = dict(state)
+        for key, mine in self._kind().items():
+            if state[key] != mine:
+                raise CheckpointError(
+                    f"this state of a hook has {key}={state[key]}, and the hook {key}={mine}: load that of the same."
+                )
+        self._saved = dict(state["buckets"])
         for number in self._exchanges:
             self._take_up(number)
+
+    def _kind(self) -> dict[str, Any]:
+        """What two hooks must have alike to take up each other's state."""
+        return {
+            "codec": member_text("codec", self.codec),
+            "rank": dist.get_rank(self.group),
+            "world_size": dist.get_world_size(self.group),
+        }
 
     def _take_up(self, number: int) -> None:
         if not self._saved:
@@ -101,24 +127,16 @@ class Hook:
             there = "is not in the state" if saved is None else f"had its parameters end at {list(saved['bounds'])}"
             raise CheckpointError(
                 f"bucket {number} of DistributedDataParallel {there}; they end at {exchange.bounds} now. Load a state "
-                "of the same model, bucket_cap_mb and number of ranks."
+                "of the same model and bucket_cap_mb."
             )
         exchange.restore(saved["tensors"])
 
     def _start(
         self, work: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-        def pass_on(done: concurrent.futures.Future[torch.Tensor]) -> None:
-            error = done.exception()
-            if error is None:
-                future.set_result(done.result())
-            else:
-                future.set_exception(error)  # type: ignore[arg-type]  # annotated as the value's type
-
-        self._thread.submit(work, values).add_done_callback(pass_on)
-        return future
+        future: torch.futures.Future[concurrent.futures.Future[torch.Tensor]] = torch.futures.Future()
+        self._thread.submit(work, values).add_done_callback(future.set_result)
+        return future.then(lambda done: done.value().result())  # an error that is raised here reaches DDP as it is
 
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, group=self.group)
@@ -126,8 +144,9 @@ class Hook:
 
     def _encoded(self, exchange: "Stripes | Gather") -> Callable[[torch.Tensor], torch.Tensor]:
         def work(values: torch.Tensor) -> torch.Tensor:
-            self.bytes_sent += exchange.run(values)
-            return values
+            wide = values.float() if values.dtype in _NARROW else values
+            self.bytes_sent += exchange.run(wide)
+            return values if wide is values else values.copy_(wide)
 
         return work
 
@@ -135,7 +154,7 @@ class Hook:
 class Stripes:
     """Two phases: every stripe goes to its owner, and what that makes of all of them comes back."""
 
-    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup) -> None:
         self.bounds = [span.stop for span in spans]
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -170,7 +189,7 @@ class Stripes:
 class Gather:
     """Everybody's message goes to everybody."""
 
-    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup) -> None:
         self.bounds = [span.stop for span in spans]
         self._group = group
         self._coder = codec.coder(SliceLayout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
@@ -198,7 +217,7 @@ def _spans(bucket: GradBucket) -> list[Span]:
     return spans
 
 
-def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Message i goes to rank i; what came from each. Their sizes go first.
 
     Bulk goes by sends and receives: Gloo's all_to_all sends in one direction at a time.
@@ -211,15 +230,15 @@ def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup | None) -> l
         messages[here] if rank == here else messages[here].new_empty(int(size)) for rank, size in enumerate(coming)
     ]
     operations = []
-    for rank, peer in enumerate(dist.get_process_group_ranks(group or dist.group.WORLD)):
+    for rank, peer in enumerate(dist.get_process_group_ranks(group)):
         if rank != here:
             pairs = ((dist.irecv, received[rank]), (dist.isend, messages[rank]))
-            operations += [dist.P2POp(way, part, peer, group, _TAG) for way, part in pairs if part.numel()]
+            operations += [dist.P2POp(way, part, peer, group) for way, part in pairs if part.numel()]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait(default_pg_timeout)
     return received
 
 
-def _to_all(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def _to_all(message: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Everybody's message."""
     return _to_each([message] * dist.get_world_size(group), group)
