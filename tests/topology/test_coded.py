@@ -189,6 +189,15 @@ def test_what_an_owner_loses_comes_later():
     torch.testing.assert_close(sent + owner.state()["residual"], combined, rtol=1e-5, atol=1e-5)
 
 
+def test_momentum_is_applied_once():
+    """A constant gradient of one is said by workers as 0.1, 0.19, ..., and handed on by owners as that."""
+    codec, layout, out = Momentum(Sign(scaled=True)), SliceLayout.plain(8), torch.empty(8)
+    owner, sender = Owner(codec, layout), codec.coder(layout)
+    for step in range(1, 5):
+        sender.decode(owner.combine({0: sender.encode(torch.ones(8))}), out)
+        assert out.tolist() == pytest.approx([1 - 0.9**step] * 8)
+
+
 def test_a_vote_of_one_is_its_own():
     layout = SliceLayout.plain(9)
     message = Sign().coder(layout).encode(torch.randn(9))
@@ -210,6 +219,10 @@ def test_a_vote_of_one_is_its_own():
         ("ad-psgd gossip:graph=ring 1bit", "sends none"),
         ("hogwild 1bit", "sends none"),
         ("bsp collective sign+ef", "Use sign:scaled=true"),
+        ("bsp collective top-k+ef", r"keeps a residual .* already. Leave \+ef out"),
+        ("bsp collective fp16+ef+ef", r"Leave \+ef out"),
+        ("bsp collective sign:scaled=true+momentum+ef", r"Leave \+ef out"),
+        ("bsp collective strom+momentum", r"Leave \+momentum out"),
         ("bsp collective sign:zeros=abstain", "positive or random"),
         ("bsp collective strom:threshold=0", "threshold must be above 0"),
         ("bsp collective top-k:share=2", "at most 1"),

@@ -44,7 +44,7 @@ class Owner:
         for member in sorted(messages):
             share = 1 / len(messages) if weights is None else weights[member]
             self._coder.accumulate(messages[member], mean, share)
-        return self._again.encode(mean)
+        return self._again.verdict(mean)
 
     def codings(self, count: int) -> tuple[Coding, ...]:
         """What `combine` does to `count` messages, for virtual time."""

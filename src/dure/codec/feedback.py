@@ -27,6 +27,7 @@ class ErrorFeedback(Codec):
     def __post_init__(self) -> None:
         if self.codec.vote() is not None:
             raise ValueError("error feedback is for what is averaged, and these are votes. Use sign:scaled=true.")
+        _require_forgetful(self.codec, "error feedback", "ef")
 
     @property
     def way(self) -> Way:  # type: ignore[override]
@@ -46,6 +47,7 @@ class Momentum(Codec):
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta must be at least 0 and below 1, got {self.beta}. Use 0.9.")
+        _require_forgetful(self.codec, "momentum", "momentum")
 
     @property
     def way(self) -> Way:  # type: ignore[override]
@@ -56,3 +58,12 @@ class Momentum(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> MomentumCoder:
         return MomentumCoder(self.codec.coder(layout, seed), self.beta)
+
+
+def _require_forgetful(codec: Codec, what: str, name: str) -> None:
+    """An error that is fed back twice grows without end, as may one of what lags behind."""
+    if isinstance(codec.coder(SliceLayout.plain(1)), FeedbackCoder | MomentumCoder):
+        raise ValueError(
+            f"{what} is for codecs that remember nothing, and this one keeps a residual or an average already. Leave "
+            f"+{name} out."
+        )
