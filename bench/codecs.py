@@ -5,7 +5,7 @@
 
 Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
 
-`--costs` draws lines through what encoding, decoding and combining take for slices of 256 thousand to 4 million values:
+`--costs` draws lines through what encoding, decoding and combining take for slices of a thousand to 4 million values:
 microseconds of a call and nanoseconds of a value, as `runtime.coding` has them for virtual time.
 """
 

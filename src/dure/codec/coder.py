@@ -96,7 +96,7 @@ class Coder(ABC):
         out.add_(values, alpha=weight)
 
     def verdict(self, values: torch.Tensor) -> torch.Tensor:
-        """The message for what messages have come to: as `encode`, but for momentum, which their senders have applied."""
+        """The message for what others have come to: as `encode`, but for momentum, which senders have applied."""
         return self.encode(values)
 
     def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:

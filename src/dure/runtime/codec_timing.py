@@ -34,8 +34,8 @@ MESSAGES = 5
 LARGEST = 1 << 22
 """Values of the largest slice that is timed: beyond the caches, where a line goes on as it is."""
 
-SPREAD = (1, 4, 16)
-"""How many times smaller than the largest the slices are that a line is drawn through."""
+SPREAD = (1, 4, 16, 256, 4096)
+"""How many times smaller than the largest the slices are that a line is drawn through: small ones show its start."""
 
 COLUMN = 1000
 """Values of a column, where there is no job."""

@@ -63,22 +63,22 @@ def _cost(*lines: float) -> CodecCost:
 
 MEASURED: Mapping[str, CodecCost] = MappingProxyType(
     {
-        "fp16": _cost(64, 1, 40, 0.94, 99, 1.2),
-        "bf16": _cost(0, 1.6, 0, 1.3, 0, 2),
-        "int8": _cost(250, 2.6, 76, 1.1, 14, 1.8),
-        "1bit": _cost(380, 11, 500, 1.7, 520, 2.2),
-        "strom": _cost(390, 4.3, 130, 1.2, 160, 0.71),
-        "top-k": _cost(0, 23, 33, 1.6, 110, 1),
-        "sign": _cost(35, 1.3, 0, 0.97, 130, 0.083),
-        "ternary": _cost(840, 5.3, 1000, 13, 20000, 14),
-        "it-sign": _cost(920, 4.5, 570, 12, 4800, 19),
-        "fp16+ef": _cost(0, 3.7, 0, 1.2, 0, 1.6),
-        "bf16+ef": _cost(260, 3.4, 27, 0.84, 0, 1.4),
-        "int8+ef": _cost(0, 5.4, 0, 1.2, 0, 1.5),
-        "sign+ef": _cost(0, 5.1, 0, 0.92, 0, 1.8),
-        "sign+momentum": _cost(140, 2.2, 64, 0.51, 330, 0.042),
-        "ternary+momentum": _cost(0, 6.4, 0, 13, 610, 16),
-        "it-sign+momentum": _cost(380, 9, 460, 14, 14000, 19),
+        "fp16": _cost(35, 0.95, 37, 0.81, 60, 1.2),
+        "bf16": _cost(32, 1, 35, 0.73, 54, 1.1),
+        "int8": _cost(110, 2.1, 80, 0.74, 100, 1.1),
+        "1bit": _cost(690, 10, 150, 1.7, 210, 2.1),
+        "strom": _cost(470, 4.1, 180, 1.1, 170, 0.75),
+        "top-k": _cost(690, 5.4, 300, 1.1, 280, 0.74),
+        "sign": _cost(24, 0.82, 22, 0.44, 180, 0.047),
+        "ternary": _cost(130, 4.7, 98, 12, 2200, 14),
+        "it-sign": _cost(130, 4.6, 98, 12, 3200, 15),
+        "fp16+ef": _cost(130, 3.1, 37, 0.77, 63, 1.1),
+        "bf16+ef": _cost(110, 3, 36, 0.7, 56, 1.1),
+        "int8+ef": _cost(250, 4, 80, 0.74, 100, 1.1),
+        "sign+ef": _cost(210, 3.6, 30, 0.45, 55, 0.93),
+        "sign+momentum": _cost(54, 1.7, 22, 0.43, 170, 0.045),
+        "ternary+momentum": _cost(180, 5.6, 98, 12, 2200, 14),
+        "it-sign+momentum": _cost(180, 6, 98, 12, 3400, 15),
     }
 )
 """By `python bench/codecs.py --costs`, on a machine of two cores, with one thread."""
