@@ -60,6 +60,13 @@ def test_methods_tells_all_about_one():
     assert "downpour" not in done.stdout
 
 
+def test_methods_tells_which_methods_send_what_a_codec_encodes():
+    done = dure("methods", "sign", "--json")
+    (row,) = json.loads(done.stdout)["methods"]
+    assert row["combines"] == ["bsp", "backup"]
+    assert "goes with     bsp, backup" in dure("methods", "it-sign").stdout
+
+
 def test_methods_shows_how_fast_graphs_of_gossip_mix():
     done = dure("methods", "gossip")
     assert re.search(r"^ring +16 +2 +0.004758 +0.05075 +146 +7$", done.stdout, flags=re.MULTILINE)

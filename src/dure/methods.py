@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import StrategyError, UsageError
-from dure.strategy import AXES, JOINS, catalogue, find, make
+from dure.strategy import AXES, JOINS, Strategy, catalogue, find, make
 from dure.text import REQUIRED, Parameter, parameters, type_text, value_text
 from dure.topology.spec import GRAPHS, Gossip
 
@@ -129,9 +129,23 @@ def _row(axis: str, name: str) -> Row:
         "name": name,
         "summary": entry.summary,
         "paper": entry.paper,
-        "combines": list(entry.combines),
+        "combines": _carriers(name) if axis == "codec" else list(entry.combines),
         "parameters": [_parameter(each) for each in parameters(entry.load())],
     }
+
+
+def _carriers(codec: str) -> list[str]:
+    """The methods that send what this codec encodes, over one of their topologies at least."""
+
+    def carries(sync: str, topology: str) -> bool:
+        try:
+            Strategy.of(sync, topology, codec)
+        except StrategyError:
+            return False
+        return True
+
+    methods = catalogue("sync").items()
+    return [name for name, entry in methods if any(carries(name, topology) for topology in entry.combines)]
 
 
 def _parameter(parameter: Parameter) -> Row:
@@ -151,6 +165,8 @@ def _company(row: Row) -> tuple[str, str]:
     listed = ", ".join(row["combines"])
     if row["axis"] in JOINS:
         return "joins", f'{listed}, as in "{row["combines"][0]}+{row["name"]}"'
+    if row["axis"] == "codec":
+        return "goes with", listed
     return "runs over", f"{listed} (the first unless another is chosen)"
 
 
@@ -165,7 +181,8 @@ def _overview(rows: Sequence[Row]) -> Table:
         given = "\n".join(_assignment(parameter) for parameter in row["parameters"])
         first = row["axis"] if row["axis"] != axis else ""
         axis = row["axis"]
-        over = f"\n{_how(row)} {' or '.join(row['combines'])}" if row["combines"] else ""
+        where = row["combines"] if row["axis"] != "codec" else ()
+        over = f"\n{_how(row)} {' or '.join(where)}" if where else ""
         shown.add_row(first, row["name"], given, f"{row['summary']}{over}")
     return shown
 
