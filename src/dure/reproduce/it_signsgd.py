@@ -173,7 +173,7 @@ def table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     caption = (
-        f"test accuracy after {result['rounds']} rounds, mean and standard deviation of {result['seeds']} seeds. "
+        f"test accuracy after {result['rounds']} rounds, mean and standard deviation over seeds ({result['seeds']}). "
         f"Workers and links are virtual, gradients and messages real. Curves: {result['picture']}"
     )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
@@ -181,7 +181,8 @@ def table(result: dict[str, Any]) -> Table:
         shown.add_column(name, justify="left" if name in ("data", "method") else "right")
     for row in result["rows"]:
         few = f"{MODES[row['mode']]} of {WORKERS}"
-        figures = f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['bytes_per_step']:,.0f}"
+        spread = f"{row['spread']:.2%}" if result["seeds"] > 1 else "\N{EN DASH}"
+        figures = f"{row['accuracy']:.2%}", spread, f"{row['bytes_per_step']:,.0f}"
         shown.add_row(row["dataset"], str(row["mode"]), few, row["method"], *figures)
     return shown
 
