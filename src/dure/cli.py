@@ -76,11 +76,12 @@ class Train(TrainConfig):
     def execute(self) -> dict[str, Any]:
         """Run it, print its row and return its summary."""
         config = _as(TrainConfig, self)
-        config.chosen()
+        if config.resume is None:  # a part of what a resumed run has may make no sense alone
+            config.chosen()
         if self.print_config:
             return _print_config(config, self.json)
         _require_job(config)
-        with _nursery(config.on) as nursery:
+        with _nursery(config.on or "local") as nursery:
             from dure.train import AtHand, run
 
             finished = run(config, AtHand(nursery=nursery))

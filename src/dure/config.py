@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -133,13 +134,19 @@ class TrainConfig(Options):
     """What goes on the wire; fp32 if left out."""
     partition: str | None = None
     """How the model is split; none if left out."""
-    on: str = "local"
-    """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well."""
+    on: str = ""
+    """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well. local if left
+    out."""
     resume: Path | None = None
-    """Folder of a run to go on with, from its last complete checkpoint."""
+    """Folder of a run to go on with, from its last complete checkpoint. Its options hold; steps, epochs and seconds
+    may be others."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
+        if not self.on:
+            if self.resume is not None:
+                return  # a run that is resumed has its place
+            object.__setattr__(self, "on", "local")
         if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
             raise UsageError(
                 f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'
@@ -161,10 +168,14 @@ class TrainConfig(Options):
             )
         return replace(self, workers=workers)
 
-    def chosen(self) -> Strategy:
-        """The strategy. Raises `StrategyError`."""
+    def members(self) -> dict[str, str]:
+        """What is asked for on each axis on which anything is. Raises `StrategyError`."""
         asked = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        return Strategy.of(**by_axis(self.strategy) | asked)
+        return by_axis(self.strategy) | asked
+
+    def chosen(self, objects: Mapping[str, Any] = MappingProxyType({})) -> Strategy:
+        """The strategy, `objects` by axis in the place of their texts. Raises `StrategyError`."""
+        return Strategy.of(**{**self.members(), **objects})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ from dure.job import Job, load_job
 from dure.outcome import Outcome, summary
 from dure.payoff import payoff
 from dure.report.progress import Progress
-from dure.report.record import Run, RunFolder, read_run, versions
+from dure.report.record import Run, RunFolder, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
+from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task
@@ -42,16 +43,13 @@ ENDLESS = 10**9
 EVALUATE_EVERY = 50
 """Steps between evaluations of such a run."""
 
-CLUSTER = "cluster.yaml"
-"""Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
 
-
-def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **options: Any) -> Run:
+def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
     """Train `job` with several workers, for real or in virtual time; return its record.
 
     `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job` (virtual time only: processes must be able to make
-    it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`). `on` is "local",
-    "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+    it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`). `on` is "local" (also if
+    left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
 
     Raises:
         UsageError: what was asked makes no sense; the message says what would.
@@ -62,12 +60,11 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "local", **op
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
     options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
     config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
-    at_hand = AtHand(
-        job=None if isinstance(job, str) else job,
-        cluster=on if isinstance(on, Cluster) else None,
-        strategy=Strategy.of(**{axis: objects.get(axis, getattr(config, axis)) for axis in AXES}) if objects else None,
-    )
-    return run(config, at_hand)
+    cluster = on if isinstance(on, Cluster) else None
+    if config.resume is not None:
+        config = resumed(config, cluster)
+    strategy = config.chosen(objects) if objects else None
+    return run(config, AtHand(None if isinstance(job, str) else job, cluster, strategy))
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
 
         config = after_restart(config)
     if config.resume is not None:
-        config = resumed(config)
+        config = resumed(config, at_hand.cluster)
     if config.on == "torchrun":
         from dure.torchrun_run import run_together
 
@@ -103,8 +100,8 @@ def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path |
 
 def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
     """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
-    if config.resume is not None and at_hand.cluster is None and (config.resume / CLUSTER).exists():
-        at_hand = replace(at_hand, cluster=Cluster.from_yaml(config.resume / CLUSTER))
+    if config.resume is not None and at_hand.cluster is None:
+        at_hand = replace(at_hand, cluster=cluster_of(config.resume))
     task, cluster = resolve(config, at_hand)
     with _recording(task) as (folder, watch):
         if folder is not None and cluster is not None:
@@ -117,17 +114,6 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
             place = folder.checkpoints if folder is not None else None
             outcome = launch(task, watch, saved, place, at_hand)
         return _finish(task, outcome, folder, cluster)
-
-
-def resumed(config: TrainConfig) -> TrainConfig:
-    """The configuration of the run in `config.resume`, to go on with. More steps may be asked for."""
-    assert config.resume is not None
-    old = dict(read_run(config.resume).config)
-    old |= {"resume": config.resume, "out": config.resume}
-    for name in ("steps", "epochs", "seconds"):
-        if getattr(config, name) is not None:
-            old[name] = getattr(config, name)
-    return TrainConfig.of(old)
 
 
 def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:

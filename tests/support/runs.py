@@ -18,11 +18,11 @@ from dure.job import Job
 from dure.optim import OptimizerSpec
 from dure.outcome import Outcome, summary
 from dure.process_run import run_processes
+from dure.resume import resumed as resumed_config
 from dure.runtime.cluster import Cluster
 from dure.runtime.launch.nursery import Nursery
 from dure.task import Task
 from dure.train import AtHand, resolve
-from dure.train import resumed as resumed_config
 from dure.virtual_run import VirtualRun, Watch
 
 
