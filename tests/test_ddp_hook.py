@@ -27,7 +27,7 @@ net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Lin
 model = DistributedDataParallel(net, bucket_cap_mb=0.002)
 hook = None
 if codec != "none":
-    hook = dure.hook(codec)
+    hook = dure.hook(codec, dist.new_group() if codec == "fp32" else None)
     model.register_comm_hook(None, hook)
 signs = codec.startswith(("sign", "ternary", "it-sign")) and "scaled" not in codec
 optimizer = torch.optim.SGD(model.parameters(), lr=0.003 if signs else 0.1)

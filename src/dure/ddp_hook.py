@@ -66,8 +66,8 @@ class Hook:
         self.codec = codec
         self.group = dist.new_group(
             dist.get_process_group_ranks(group or dist.group.WORLD),
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
+            backend=None if group is None else dist.get_backend(group),
+            use_local_synchronization=group is not None,
         )
         self.bytes_sent = 0
         self._exchanges: dict[int, Stripes | Gather] = {}
