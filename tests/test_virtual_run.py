@@ -163,8 +163,15 @@ def test_a_run_goes_on_when_somebody_joins_an_empty_cluster():
 
 def test_nobody_is_left():
     events = [Event(at=0.055, kind="crash", worker=w) for w in range(2)]
-    with pytest.raises(DureError, match=r"all workers have crashed by 0\.1"):
+    with pytest.raises(DureError, match=r"all workers have crashed by 0\.055 virtual seconds, and nobody joins"):
         virtual("digits-mlp", "ssp ps", machines(2, *events), steps=10)
+
+
+def test_the_last_crash_is_when_all_have_crashed():
+    """Not when what was under way then has come to its end, nor what happens to the dead."""
+    events = [Event(at=0.001 * at, kind="crash", worker=w) for at, w in ((1, 0), (2, 1))]
+    with pytest.raises(DureError, match=r"by 0\.002 virtual seconds"):
+        virtual("digits-mlp", "downpour ps", machines(2, *events), steps=10)
 
 
 @pytest.mark.parametrize(

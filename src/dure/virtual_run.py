@@ -128,7 +128,7 @@ class Segment:
         every = task.config.checkpoint_every
         self.checkpoint_step = plain.get("checkpoint", 0) + every if every else 0
         self.suspending = False
-        self.last_end = self.started
+        self.last_end = self.last_crash = self.started
         self.last_loss = float("nan")
         self.workers: dict[int, Worker] = {}
         self.retired = {} if state is None else {r: state[f"retired-{r}"] for r in plain["retired"]}
@@ -314,6 +314,7 @@ class Segment:
             return
         if event.kind == "crash":
             self.crashed.add(rank)
+            self.last_crash = event.at
             self.totals.failures_survived += 1
             runtime.lose(node)
         elif event.kind == "pause":
@@ -333,7 +334,7 @@ class Segment:
         while self.roles.keys() <= self.crashed and not self.finished and kernel.next_weather():
             kernel.run()
         if self.roles.keys() <= self.crashed and not self.finished:
-            raise DureError(f"all workers have crashed by {kernel.now:g} virtual seconds, and nobody joins.")
+            raise DureError(f"all workers have crashed by {self.last_crash:g} virtual seconds, and nobody joins.")
         kernel.check_deadlock([role for rank, role in self.roles.items() if rank not in self.crashed])
         suspended = [r for r in self.roles if r not in self.finished and r not in self.crashed]
         self._collect(kernel.now if suspended else self.last_end)
