@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,10 @@ class Collective(Operation[Any]):
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
+    said = re.sub(r"^\[\S*\] ", "", str(error))  # where in its own source the engine found out
+    reason = re.split(r"\.?(?:\s*\n|\. |$)", said, maxsplit=1)[0]
     return PeerLost(
-        f"{name} waited for {label}, and a rank is gone ({str(error).splitlines()[0][:120]}). "
+        f"{name} waited for {label}, and a rank is gone ({reason}). "
         "Collectives need every rank: "
         "use a method over a parameter server (ps), or resume from the last checkpoint."
     )
