@@ -166,6 +166,7 @@ def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
         kind, message, seconds, again = ranks[0]["one_fails"][strategy]
         assert kind == "PeerLost"
         assert "rank 1 failed with OverflowError: the user's own mistake" in message
+        assert ".cc" not in message
         assert seconds < 5
         assert again  # a failed replica says the same every time
         assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
@@ -419,6 +420,12 @@ def test_bad_requests_are_refused_before_anything_starts():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(StrategyError, match="bound"):
         dure.attach(module, optimizer, sync="ssp:bound=-1")
+    with pytest.raises(UsageError, match=r"^ad-psgd does not run in a loop of one's own: its neighbors"):
+        dure.attach(module, optimizer, sync="ad-psgd")
+    with pytest.raises(UsageError, match="schedule=adaptive does not run in a loop"):
+        dure.attach(module, optimizer, sync="averaging:schedule=adaptive")
+    with pytest.raises(UsageError, match=r'sends float32\..*dure\.hook\("sign:zeros=positive\+momentum:beta=0\.9"\)'):
+        dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")  # which is no strategy either
     with pytest.raises(UsageError, match="batch_size"):
         dure.attach(module, optimizer, batch_size=0)
     with pytest.raises(UsageError, match="none of the model's"):

@@ -91,6 +91,9 @@ def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
         ("downpour+ssp", ['"ssp" is a sync, not a remedy', "momentum-compensation, dc-asgd, staleness-lr"]),
         ("dc-asgd ps", ['"dc-asgd" is a remedy', 'as in "downpour+dc-asgd"']),
         ("downpour+dc-asgd:lambda=-1", ["dc-asgd: lambda must be a number >= 0", "-1"]),
+        ("downpour sign+momentum", ["sign+momentum is for votes, and downpour"]),
+        ("averaging ternary+momentum", ["ternary+momentum is for votes, which say", "as averaging needs it"]),
+        ("easgd ps sign:scaled=true+ef", ["sign+ef encodes gradients"]),
         ("downpour+dc-asgd:lambda_=1", ['no parameter "lambda_"', "lambda=0.04"]),
     ],
 )

@@ -28,7 +28,7 @@ from dure.runtime.base import EndOfWork
 from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
-from dure.strategy import Strategy
+from dure.strategy import Strategy, make, member_text
 from dure.topology.spec import Collective, Hybrid, ParameterServer
 from dure.user_loop.optimizer import UserOptimizer
 from dure.user_loop.peers import Peers
@@ -65,15 +65,16 @@ def attach(
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
-    strategy = Strategy.of(sync, topology, codec)
-    because = getattr(strategy.sync, "no_loop", "")
-    if because:
-        raise UsageError(f"{strategy.sync} does not run in a loop of one's own: {because}.")
-    if not isinstance(strategy.codec, Float32):
+    coded = make(codec, "codec") if isinstance(codec, str) else codec or Float32()
+    if not isinstance(coded, Float32):
         raise UsageError(
             "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
-            f'model.register_comm_hook(None, dure.hook("{strategy.text()["codec"]}")).'
+            f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
         )
+    strategy = Strategy.of(sync, topology)
+    because = getattr(strategy.sync, "no_loop", "")
+    if because:
+        raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
     if isinstance(strategy.topology, Hybrid):
         raise UsageError(
             "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
@@ -363,7 +364,7 @@ class Attached:
         self._source.end()
         self._go()
         if not self._role.done:
-            raise DureError(f"{self.strategy.sync} asked for a gradient after the end of work.")
+            raise DureError(f"{member_text('sync', self.strategy.sync)} asked for a gradient after the end of work.")
         self._replica.load(self._run(self._ties.finish(self._worker)))
         self._load_buffers()
         self.ended = True

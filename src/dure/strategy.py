@@ -81,7 +81,7 @@ class Strategy:
 
     def _check_codec(self, topology: str) -> None:
         """Raise `StrategyError` if what travels cannot be encoded so."""
-        codec, sync = name_of("codec", self.codec), name_of("sync", self.sync)
+        codec, sync = codec_name(self.codec), name_of("sync", self.sync)
         if topology not in getattr(self.sync, "encodes", ()):
             because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
             raise StrategyError(
