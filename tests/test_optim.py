@@ -146,6 +146,10 @@ def test_text_form_reads_back(spec: OptimizerSpec) -> None:
     ("text", "message"),
     [
         ("adma", 'no optimizer "adma".*Did you mean "adam"'),
+        ("rmsprop", r'no optimizer "rmsprop"; there are sgd, momentum, adagrad, adam, adamw\.'),
+        ("assign", 'no optimizer "assign"; there are sgd'),
+        ("add:lr=1", 'no optimizer "add"; there are sgd'),
+        ("sgd+momentum", "names 2 optimizers"),
         ("sgd:lr=-1", "sgd: lr must be a number >= 0, got -1"),
         ("sgd:lr=nan", "lr must be"),
         ("sgd:momentum=1", "momentum must be between -1 and 1"),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dure.errors import StrategyError
-from dure.text import names, nearest, parse_calls, typed, value_text
+from dure.text import Call, names, nearest, parse_calls, typed, value_text
 
 BLOCK = 1 << 18
 """Elements that a rule of several passes takes at a time, so that all passes but the first find them in the cache."""
@@ -59,7 +59,7 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         if self.name not in _RULES:
-            raise StrategyError(f'no optimizer "{self.name}"; there are {names(_RULES)}.{nearest(self.name, _RULES)}')
+            raise _unknown(self.name)
         for name in ("lr", "weight_decay", "eps"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -79,9 +79,7 @@ class OptimizerSpec:
     @classmethod
     def parse(cls, text: str) -> OptimizerSpec:
         """The optimizer that `text` names, as `NAME:KEY=VALUE,KEY=VALUE`; betas as `betas=0.9/0.999`."""
-        (call, *more) = parse_calls(text)
-        if more:
-            raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
+        call = optimizer_call(text)
         return cls(**{**typed(call, cls), "name": call.name})
 
     def __str__(self) -> str:
@@ -92,6 +90,20 @@ class OptimizerSpec:
             if name == "lr" or value != getattr(plain, name):
                 parts.append(f"{name}={value_text(value)}")
         return f"{self.name}:{','.join(parts)}"
+
+
+def optimizer_call(text: str) -> Call:
+    """The one optimizer that a user's `text` names, and its parameters. Raises `StrategyError`."""
+    call, *more = parse_calls(text)
+    if more:
+        raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
+    if call.name not in _ASKED_FOR:
+        raise _unknown(call.name)
+    return call
+
+
+def _unknown(name: str) -> StrategyError:
+    return StrategyError(f'no optimizer "{name}"; there are {names(_ASKED_FOR)}.{nearest(name, _ASKED_FOR)}')
 
 
 class Segment(NamedTuple):
@@ -332,6 +344,10 @@ _RULES: Mapping[str, _Rule] = {
     "assign": _Rule(_assign, ()),
     "add": _Rule(_add, ()),
 }
+
+
+_ASKED_FOR = [name for name in _RULES if name not in ("assign", "add")]
+"""Those that a user may ask for: the others are servers', of methods whose pushes are no gradients."""
 
 
 def _rule(spec: OptimizerSpec) -> _Rule:
