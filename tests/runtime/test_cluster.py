@@ -156,6 +156,8 @@ MISTAKES = {
     ],
     "events: [{at: 2 s, kind: slow, factor: 2, worker: 1}, {at: 3 s, kind: join, worker: 1}]": ["events[1]", "already"],
     "a: [": ["line 1", "YAML"],
+    "machines: [{count: 2}]\nalpha: 1\nmachines: [{count: 3}]": ["line 3", '"machines" is there twice'],
+    "link: {latency: 1 ms, latency: 2 ms}": ["line 1", '"latency" is there twice'],
     "link: !!python/object/apply:os.system [ls]": ["line 1", "YAML"],
     "- 1": ["mapping", "machines"],
     "1: 2": ["mapping", "machines"],

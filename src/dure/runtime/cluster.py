@@ -31,6 +31,7 @@ from dure.runtime import units
 from dure.runtime.coding import CodecCost
 from dure.runtime.compute import Compute, Constant, Durations, PositiveSeconds, Seconds, Speed
 from dure.runtime.described import Described, Fault
+from dure.yaml_text import read_yaml
 
 Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
@@ -151,7 +152,7 @@ class Cluster(Described):
     def from_yaml(cls, path: str | Path) -> Cluster:
         """The cluster that a file describes. Raises `ClusterError`, naming the file and the key."""
         try:
-            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            given = read_yaml(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ClusterError(f"{path}: the cluster file cannot be read ({reason}): give a YAML file.") from None
