@@ -98,10 +98,29 @@ def test_an_unknown_method_is_refused_with_the_nearest():
         (["--trace"], "trace writes files"),
         (["--on", "lokal"], 'Did you mean "local"?'),
         (["--dtype", "float32", "--lr", "nan"], "lr should be a finite number"),
+        (["--lr", "abc"], "lr should be a valid number, unable to parse string as a number, got 'abc'."),
+        (["--batch-size=1.5"], "batch_size should be a valid integer"),
+        (["--optimizer", "add", "--on", "virtual"], 'no optimizer "add"; there are sgd, momentum, adagrad, adam'),
+        (["--optimizer", "sgd+momentum", "--on", "virtual"], "names 2 optimizers"),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(flags, words):
     assert words in refused("train", "digits-mlp", *flags)
+
+
+@pytest.mark.parametrize(
+    "words", ["compare digits-mlp --epochs x", "probe --workers x", "methods --workers x", "report . --target x"]
+)
+def test_a_flag_that_is_no_number_is_refused_in_one_sentence_everywhere(words):
+    assert re.search(r"should be a valid (number|integer), .* got 'x'\.$", refused(*words.split()))
+
+
+def test_the_version_is_told():
+    import dure as package
+
+    done = dure("--version")
+    assert (done.returncode, done.stdout) == (0, f"{package.__version__}\n")
+    assert "dure --version" in dure("--help").stdout
 
 
 def test_a_misspelt_flag_and_a_missing_job_are_usage_errors():
@@ -141,6 +160,7 @@ def test_a_printed_configuration_can_be_given_back(tmp_path):
         ("stpes: 3\n", 'Did you mean "steps"?'),
         ("workers: 0\n", "workers should be"),
         ("steps: [\n", "is no YAML"),
+        ("steps: 4\nsteps: 5\n", 'the key "steps" is there twice'),
         ("- 3\n", "KEY: VALUE"),
     ],
 )

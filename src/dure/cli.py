@@ -12,16 +12,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from dure.config import CompareConfig, Options, TrainConfig
+from dure import __version__
+from dure.config import CompareConfig, Options, TrainConfig, checked
 from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
@@ -231,12 +233,17 @@ class Probe:
 
 
 Command = Methods | Train | Compare | Report | Reproduce | Probe
+COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what `arguments` (those of this process if None) say; the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(__version__)  # noqa: T201
+        return 0
     try:
-        command = parse(sys.argv[1:] if arguments is None else arguments, os.environ)
+        command = parse(arguments, os.environ)
         with _ended_by_sigterm():
             result = command.execute()
         if command.json and _speaks(command):
@@ -293,6 +300,8 @@ def _nursery(*places: str) -> Iterator[Nursery | None]:
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     """The command in `arguments`, file and environment underneath. Wrong flags end the process with status 2."""
     name = arguments[0] if arguments else ""
+    if name in COMMANDS:
+        _check_numbers(COMMANDS[name], arguments[1:])
     train = layered(Train, TrainConfig, arguments, environ) if name == "train" else Train()
     compare = layered(Compare, CompareConfig, arguments, environ) if name == "compare" else Compare()
     commands = (
@@ -305,7 +314,31 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     )
     style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."
+    about += " dure --version says which version this is."
     return tyro.cli(commands, prog="dure", description=about, args=list(arguments), config=style)
+
+
+def _check_numbers(kind: type, arguments: Sequence[str]) -> None:
+    """Raises `UsageError` for a flag whose value is no number and must be: in one sentence, as for the environment."""
+    hints = get_type_hints(kind, include_extras=True)
+    for option in fields(kind):
+        number, text = _number(hints[option.name]), _flag(arguments, f"--{option.name.replace('_', '-')}")
+        if number is None or text is None or text.startswith("--"):
+            continue
+        try:
+            number(text)
+        except ValueError:
+            checked(option.name, text, hints[option.name])
+
+
+def _number(hint: Any) -> Callable[[str], float] | None:
+    """`int` or `float` where an option is one of them, maybe bounded, maybe None."""
+    if hint in (int, float):
+        return hint  # type: ignore[no-any-return]
+    inside = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    if get_origin(hint) not in (Annotated, Union, UnionType):
+        return None
+    return next((found for found in map(_number, inside) if found is not None), None)
 
 
 def layered(kind: type[O], config: type[Options], arguments: Sequence[str], environ: Mapping[str, str]) -> O:
@@ -326,8 +359,10 @@ def layered(kind: type[O], config: type[Options], arguments: Sequence[str], envi
 def _read(path: Path, config: type[Options]) -> dict[str, Any]:
     import yaml
 
+    from dure.yaml_text import read_yaml
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dure.errors import UsageError
 from dure.strategy import AXES, Strategy, by_axis, catalogue
-from dure.text import nearest, parse_calls, typed
+from dure.text import Call, nearest, typed
 
 if TYPE_CHECKING:
     from dure.optim import OptimizerSpec
@@ -80,8 +80,8 @@ class Options:
     """Folder for the run's record; nothing is written if left out."""
 
     def __post_init__(self) -> None:
-        for name, adapter in _adapters(type(self)).items():
-            object.__setattr__(self, name, _checked(name, getattr(self, name), adapter))
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
         if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
             raise UsageError(
                 f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."
@@ -109,7 +109,9 @@ class Options:
         Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. `averaged`
         says of how many workers an update is the mean, for `scale_lr`.
         """
-        asked = parse_calls(self.optimizer or base.name)[0]
+        from dure.optim import optimizer_call  # it imports torch
+
+        asked = optimizer_call(self.optimizer) if self.optimizer else Call(base.name, {})
         changes: dict[str, Any] = {"name": asked.name}
         if asked.name != base.name and asked.name in _RATES:
             changes["lr"] = _RATES[asked.name]
@@ -206,14 +208,10 @@ class CompareConfig(Options):
             yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
 
 
-def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {option.name: TypeAdapter(hints[option.name]) for option in fields(kind)}
-
-
-def _checked(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """The `value` of the option `name` as what `hint` says. Raises `UsageError` if it is none."""
     try:
-        return adapter.validate_python(value)
+        return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Input ")
         raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {value!r}.") from error
