@@ -113,10 +113,9 @@ class Shard:
         self.pool = Pool(node, values, sizes)
         self.current = self.pool.take()
         self.optimizer: FlatOptimizer | None = None
-        dtype = "float32"
+        dtype = "float32" if timing_only else str(values.dtype).removeprefix("torch.")
         if not timing_only:
             self.current.tensor.copy_(values)
-            dtype = str(values.dtype).removeprefix("torch.")
             self.optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
         self.current.publish(0)
         self.corrections = corrections
