@@ -233,3 +233,47 @@ def test_help_is_there_without_waiting_for_torch():
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     assert "--sync" in assert_runs(program)
+
+
+JOBS = """
+import torch
+from dure import Data, Job
+
+CALLS = []
+
+def rows(outputs, targets):
+    return (outputs - targets).square()
+
+def late(outputs, targets):
+    CALLS.append(1)
+    if len(CALLS) > 9:
+        raise ValueError("enough")
+    return rows(outputs, targets).mean()
+
+def job(loss):
+    return Job(lambda: torch.nn.Linear(8, 1), loss, Data(torch.ones(9, 8), torch.ones(9, 1)), batch_size=4)
+
+def shaped():
+    return job(rows)
+
+def tires():
+    return job(late)
+"""
+
+
+def test_a_wrong_job_is_refused_in_one_sentence_everywhere(tmp_path, monkeypatch, capsys):
+    """In one process, as `main` alone is asked."""
+    from dure.cli import main
+
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.chdir(tmp_path)
+    for on in ("virtual", "local"):
+        assert main(["train", "jobs.py:shaped", "--on", on, "--workers", "2", "--out", "run"]) == 2
+        shown = capsys.readouterr()
+        assert shown.err.startswith("dure: jobs.py:shaped: a job's loss must be one number")
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert not (tmp_path / "run").exists()
+    assert main(["probe", "jobs.py:shaped"]) == 2
+    assert "jobs.py:shaped: a job's loss must be one number" in capsys.readouterr().err
+    assert main(["train", "jobs.py:tires", "--on", "virtual", "--sync", "bsp"]) == 1
+    assert capsys.readouterr().err.endswith("dure: your own code raised ValueError: enough (jobs.py, line 13).\n")

@@ -37,6 +37,12 @@ def with_root(data_root):
 
 def wrong():
     return 3
+
+def asks(width, rows=3):
+    return small(rows)
+
+def stumbles():
+    return small({}["rows"])
 """
 
 
@@ -188,10 +194,15 @@ def test_mistakes_are_explained(name: str, overrides: dict[str, object], said: s
 
 
 def test_mistakes_in_a_file_are_explained(job_file: Path) -> None:
-    with pytest.raises(UsageError, match=r'small, with_root, wrong.*Did you mean "small"'):
+    with pytest.raises(UsageError, match=r'small, stumbles, with_root, wrong.*Did you mean "small"'):
         load_job(f"{job_file}:smal")
     with pytest.raises(UsageError, match=r"must return a dure\.Job, it returned int"):
         load_job(f"{job_file}:wrong")
+    with pytest.raises(UsageError, match=r"mine\.py:asks needs a value for 'width'.* default .*: width=\.\.\."):
+        load_job(f"{job_file}:asks")
+    assert len(load_job(f"{job_file}:asks", width=5).train) == 3
+    with pytest.raises(UsageError, match=r"mine\.py:stumbles raised KeyError: 'rows' \(.*mine\.py, line 23\)\.$"):
+        load_job(f"{job_file}:stumbles")
 
 
 def test_a_job_refuses_what_would_fail_later() -> None:

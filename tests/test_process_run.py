@@ -105,6 +105,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
         run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
     assert str(caught.value).startswith("worker 1 died: killed by signal 9 (SIGKILL); bsp collective")
+    assert "train with --checkpoint-every" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -141,11 +142,12 @@ def test_when_all_workers_die_the_error_names_the_cause(run, job, cause):
         run(job, "ssp ps", workers=2, steps=60)
 
 
-def test_a_job_that_fails_under_collectives_says_what_failed(run):
-    with pytest.raises(
-        DureError, match=r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp"
-    ):
+def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_from_a_checkpoint(run, tmp_path):
+    failed = r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp .* needs everybody\."
+    with pytest.raises(DureError, match=f"{failed}$"):
         run("raises", "bsp", workers=2, steps=60)
+    with pytest.raises(DureError, match=rf"{failed} Resume from its last checkpoint"):
+        run("raises", "bsp", workers=2, steps=60, checkpoint_every=5, out=tmp_path)
 
 
 def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(nursery):

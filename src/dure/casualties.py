@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure import errors
+from dure import checkpoint, errors
 from dure.errors import DureError, RemoteError
 from dure.restarts import LIMIT
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 EXPLAIN_SECONDS = 3.0
 """How long to wait for the launcher's word on a death: milliseconds, unless the machine is busy with other things."""
 
-_RESUME = "Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
+_RESUME = " Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
 
 log = logging.getLogger("dure")
 
@@ -32,10 +33,12 @@ log = logging.getLogger("dure")
 class Casualties:
     """The dead by name, with what their connection said; failures that workers have reported.
 
-    `needed` says whether the run can't go on without each of its workers.
+    `needed` says whether the run can't go on without each of its workers; `folder` is that of its checkpoints.
     """
 
-    def __init__(self, launcher: Launcher, loop: ProcessLoop, strategy: str, *, needed: bool) -> None:
+    def __init__(
+        self, launcher: Launcher, loop: ProcessLoop, strategy: str, *, needed: bool, folder: Path | None
+    ) -> None:
         self.dead: dict[str, str] = {}
         self.causes: dict[str, str] = {}
         self.failures: dict[str, DureError] = {}
@@ -43,6 +46,7 @@ class Casualties:
         self._loop = loop
         self._strategy = strategy
         self._needed = needed
+        self._folder = folder
         self._unexplained: set[str] = set()
 
     def died(self, name: str, reason: str) -> None:
@@ -78,7 +82,7 @@ class Casualties:
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 serves = name.startswith("server")
                 loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
-                raise DureError(f"{name} died: {self.cause(name)}; {loss}. {_RESUME}")
+                raise DureError(f"{name} died: {self.cause(name)}; {loss}.{self._advice(name)}")
         if workers and all(name in self.dead for name in workers):
             first = next(iter(name for name in self.dead if name in workers))
             if self._explained(first):
@@ -97,6 +101,12 @@ class Casualties:
         if status == 0:
             return "it ended, with exit status 0, before its work was done"
         return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
+
+    def _advice(self, name: str) -> str:
+        """What raised would raise again if the run were made anew: then to go on helps only from a checkpoint."""
+        raised = self._launcher.exited.get(name, 0) > 0
+        saved = self._folder is not None and (self._folder / checkpoint.LATEST).exists()
+        return "" if raised and not saved else _RESUME
 
     def _explain(self, name: str) -> None:
         """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""

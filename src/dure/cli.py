@@ -25,6 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 from dure import __version__
 from dure.config import CompareConfig, Options, TrainConfig, checked
 from dure.errors import DureError, UsageError
+from dure.own_file import blamed
 
 if TYPE_CHECKING:
     from dure.report.record import Run
@@ -214,11 +215,15 @@ class Probe:
 
         from dure.job import load_job
         from dure.probe import probe, table
+        from dure.trial import try_out
 
         if not self.out.parent.is_dir():  # said before anything is measured
             raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
         torch.set_num_threads(1)  # as workers compute
-        found = probe(load_job(self.job, self.data) if self.job else None, workers=self.workers, codecs=self.codec)
+        job = load_job(self.job, self.data) if self.job else None
+        if job is not None:
+            try_out(job, self.job, rows=job.batch_size)
+        found = probe(job, workers=self.workers, codecs=self.codec)
         if found is None:
             return {}
         cluster = found.pop("cluster")
@@ -244,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         command = parse(arguments, os.environ)
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(), blamed("your own code raised", DureError, only=True):
             result = command.execute()
         if command.json and _speaks(command):
             from dure.report.files import to_json

@@ -98,7 +98,7 @@ class Job:
         """A fresh module whose initial values depend on `seed` alone; global randomness stays as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.model()
+            return _made(self.model)
 
     def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
         """One sampler of `train` per worker; worker k has batches of `batch_sizes[k]`."""
@@ -143,7 +143,9 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
         _check_overrides(given, parameters, name_or_path)
         if "data_root" in parameters:
             own["data_root"] = find_root(data_root)
-        job = function(**own)
+        _check_call(function, own, name_or_path)
+        with own_file.blamed(f"{name_or_path} raised"):
+            job = function(**own)
     if not isinstance(job, Job):
         raise UsageError(f"{name_or_path} must return a dure.Job, it returned {type(job).__name__}.")
     job = _override(job, given)
@@ -174,6 +176,16 @@ def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
         known = [key for key, value in functions if value.__module__ == module.__name__]
         raise UsageError(f"{text}: the file has {names(known) or 'no functions'}, not {name!r}.{nearest(name, known)}")
     return function  # type: ignore[no-any-return]
+
+
+def _check_call(function: Callable[..., Any], given: Mapping[str, Any], text: str) -> None:
+    for key, parameter in inspect.signature(function).parameters.items():
+        starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and key not in given and not starred:
+            raise UsageError(
+                f"{text} needs a value for {key!r}, and none is given. Give every parameter of a job's function a "
+                f"default (but data_root): {key}=..."
+            )
 
 
 def _check_overrides(given: Mapping[str, Any], parameters: Iterable[str], text: str) -> None:
@@ -211,7 +223,14 @@ def _cast_data(data: Data, dtype: torch.dtype) -> Data:
 
 
 def _build_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    return model().to(dtype)
+    return _made(model).to(dtype)
+
+
+def _made(model: Callable[[], nn.Module]) -> nn.Module:
+    module = model()
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"Job.model must make a torch.nn.Module, it made {module!r:.80}. Write model=lambda: Net().")
+    return module
 
 
 def _count_flops(job: Job) -> float:

@@ -1,19 +1,33 @@
-"""A user's own Python files: what they define goes by `FILE.py:NAME`, wherever a built-in name would stand."""
+"""A user's own Python files: what they define goes by `FILE.py:NAME`, wherever a built-in name would stand.
+
+Whatever a user's code raises is said in one sentence (`blamed`), with the place in it: nobody looks for a slip of their
+own below fifty lines of ours.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import sys
+import sysconfig
+import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from dure.errors import UsageError
+from dure.errors import DureError, UsageError
 
 _FILES: dict[str, str] = {}
 """Of the modules that came from files: what the file was called."""
+
+_OURS = Path(__file__).parent
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+_INSTALLED = {"site-packages", "dist-packages"}
+
+LONGEST = 500
+"""Characters of an exception's text that are shown."""
 
 
 def split(text: str) -> tuple[str, str] | None:
@@ -29,7 +43,7 @@ def split(text: str) -> tuple[str, str] | None:
 def run(file: str) -> ModuleType:
     """The module that `file` is, run anew; modules beside it can be imported, as when it is run as a script.
 
-    Raises `UsageError` where there is no such file.
+    Raises `UsageError` where there is no such file, or where it raises.
     """
     path = Path(file)
     if not path.is_file():
@@ -41,8 +55,12 @@ def run(file: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     _FILES[name] = file
-    with imports_beside(path):
-        spec.loader.exec_module(module)
+    try:
+        with imports_beside(path), blamed(f"{file} cannot be loaded:"):
+            spec.loader.exec_module(module)
+    except DureError:
+        del sys.modules[name], _FILES[name]  # half of a module is none
+        raise
     return module
 
 
@@ -73,3 +91,44 @@ def text_of(kind: type) -> str | None:
     """What a class from a file goes by; None for any other."""
     file = _FILES.get(kind.__module__)
     return None if file is None else f"{file}:{kind.__qualname__}"
+
+
+# ---- what a user's own code raises
+
+
+@contextmanager
+def blamed(what: str, kind: type[DureError] = UsageError, *, only: bool = False) -> Iterator[None]:
+    """While open, an exception of the user's code becomes one of `kind`: `what`, then its type, text and place.
+
+    `only` lets pass what was not raised in a file of the user's, or in what such a file called.
+    """
+    try:
+        yield
+    except DureError:
+        raise
+    except Exception as error:
+        place = _place(error)
+        if only and place is None:
+            raise
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        text = textwrap.shorten(text, LONGEST, placeholder=" ...").rstrip(".")
+        where = "" if place is None else f" ({_near(place[0])}, line {place[1]})"
+        raise kind(f"{what} {type(error).__name__}{': ' if text else ''}{text}{where}.") from error
+
+
+def _place(error: Exception) -> tuple[Path, int] | None:
+    """The user's file and line that raised, or called the library which did; None if it was not theirs."""
+    if isinstance(error, SyntaxError) and error.filename is not None and error.lineno is not None:
+        return Path(error.filename), error.lineno
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_OURS):
+            return None
+        if path.is_file() and not path.is_relative_to(_STANDARD) and not _INSTALLED & {*path.parts}:
+            return path, frame.lineno or 0
+    return None
+
+
+def _near(path: Path) -> Path:
+    """`path` from where the user is, where it is below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

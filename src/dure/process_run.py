@@ -159,7 +159,8 @@ class Hub:
         self.ready: set[str] = set()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.casualties = Casualties(launcher, self.node.loop, str(task.strategy), needed=task.needs_everybody)
+        needed, loop = task.needs_everybody, self.node.loop
+        self.casualties = Casualties(launcher, loop, str(task.strategy), needed=needed, folder=folder)
         self.evicted: set[str] = set()
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}

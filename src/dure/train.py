@@ -16,6 +16,7 @@ from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
 from dure.job import Job, load_job
 from dure.outcome import Outcome, summary
+from dure.own_file import blamed
 from dure.payoff import payoff
 from dure.report.progress import Progress
 from dure.report.record import Run, RunFolder, versions
@@ -25,6 +26,7 @@ from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task
+from dure.trial import try_out, try_to_count
 from dure.virtual_run import VirtualRun, Watch
 
 if TYPE_CHECKING:
@@ -102,7 +104,13 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
     """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
     if config.resume is not None and at_hand.cluster is None:
         at_hand = replace(at_hand, cluster=cluster_of(config.resume))
-    task, cluster = resolve(config, at_hand)
+    name = config.job or "the job"
+    with blamed(f"{name} raised", only=True):
+        task, cluster = resolve(config, at_hand)
+    if config.timing_only:
+        try_to_count(task.job, name)
+    else:
+        try_out(task.job, name, rows=max(task.batch_sizes), seed=config.seed)
     with _recording(task) as (folder, watch):
         if folder is not None and cluster is not None:
             (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")
