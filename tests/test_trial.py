@@ -63,7 +63,7 @@ def none(outputs, targets):
         (none, r"must be one number, .* got shape \(4,\)"),
         (
             lambda outputs, targets: functional.cross_entropy(outputs, targets).item(),
-            r"a tensor of one number.* got 0\.",
+            r"a tensor of one number.* got \d\.",
         ),
         (lambda outputs, targets: "loss", "a tensor of one number.* got 'loss'"),
         (lambda outputs, targets: functional.cross_entropy(outputs, targets).detach(), r"Leave out \.detach\(\)"),
@@ -108,6 +108,16 @@ def test_the_test_data_and_the_accuracy_are_tried_too():
         job(accuracy=lambda outputs, targets: outputs.argmax(1) == targets), "accuracy must be one number.* got tensor"
     )
     try_out(job(accuracy=lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()), "mine", rows=4)
+
+
+def test_a_model_is_examined_as_a_run_examines_it():
+    class Learner(Net):
+        def forward(self, inputs):
+            if not self.training:
+                raise ValueError("the exam is too hard")
+            return super().forward(inputs)
+
+    refused(job(Learner), "and raised ValueError: the exam is too hard", place=True)
 
 
 def test_a_trial_draws_nothing_and_needs_no_more_than_it_is_given():

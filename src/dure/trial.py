@@ -29,6 +29,7 @@ def try_out(job: Job, name: str, *, rows: int, seed: int = 0) -> None:
     Raises `UsageError`, naming the job, where its model, loss, accuracy or data do not do what they should.
     """
     with _named(name), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # what is found does not depend on what was drawn before
         module = _model(job, seed)
         inputs, targets = _first(job.train, rows)
         with torch.enable_grad():
