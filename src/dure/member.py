@@ -104,6 +104,7 @@ def main(task: Task, start: Start) -> None:
     parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
     node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
     node.wire.close()
+    node.loop.end()
 
 
 class Life:

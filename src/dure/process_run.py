@@ -573,6 +573,7 @@ class Hub:
         """Let go of everything; if the run is not over, at once."""
         self.grader.abandon()
         self.node.wire.close(CLOSE_SECONDS if self._dismissed else 0.1)
+        self.node.loop.end()
         self.store = None
 
 

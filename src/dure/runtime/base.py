@@ -213,6 +213,12 @@ class Loop:
         while ready:
             ready.popleft()()
 
+    def end(self) -> None:
+        """Nothing goes on any more: strands that have not ended, or not begun, are closed where they stand."""
+        self.ready.clear()
+        for strand in list(self.strands):
+            strand.kill()
+
     def unheard(self, strand: Strand[Any], error: BaseException) -> None:
         """A strand failed and nobody awaits it. A runtime decides; by default it is raised."""
         raise error
