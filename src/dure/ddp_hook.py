@@ -103,9 +103,10 @@ class Hook:
         another codec or number of ranks; at once, or as soon as a bucket is met, where the buckets are others.
         """
         for key, mine in self._kind().items():
-            if state[key] != mine:
+            theirs = state.get(key)
+            if theirs != mine:
                 raise CheckpointError(
-                    f"this state of a hook has {key}={state[key]}, and the hook {key}={mine}: load that of the same."
+                    f"this state of a hook has {key}={theirs}, and the hook {key}={mine}: load that of the same."
                 )
         self._saved = dict(state["buckets"])
         for number in self._exchanges:
