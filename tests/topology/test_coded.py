@@ -132,7 +132,7 @@ def test_servers_vote_as_owners_of_stripes_do(codec):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "bsp ps:shards=2 it-sign:start=3+momentum",
+        "bsp ps:shards=2 it-sign:granularity=coordinate,start=2+momentum",
         "bsp collective it-sign:start=3",
         "bsp collective 1bit",
         "bsp collective strom:threshold=0.01",
