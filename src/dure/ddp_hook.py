@@ -23,8 +23,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from dure.codec.base import Codec
-from dure.codec.coder import SliceLayout, restore, states
-from dure.codec.exchange import Owner, add_up
+from dure.codec.coder import SliceLayout
+from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.errors import CheckpointError, UsageError
 from dure.strategy import make, member_text
 from dure.topology.sharding import equal_ranges
@@ -178,13 +178,11 @@ class Stripes:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What survives a restart."""
-        return states(self._coders) | {f"owner {name}": value for name, value in self._owner.state().items()}
+        return memory(self._coders, self._owner)
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up a `state`."""
-        restore(self._coders, state)
-        owned = {name.removeprefix("owner "): value for name, value in state.items() if name.startswith("owner ")}
-        self._owner.restore(owned)
+        remember(self._coders, self._owner, state)
 
 
 class Gather:

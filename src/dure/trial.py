@@ -2,7 +2,7 @@
 
 What is wrong with a job is so said in one sentence, the same in every runtime: a simulation would find it in the middle
 of many gradients at once, and a worker in a process of its own. The model is one of its own, the samples are the first
-of the data, and the random numbers are put back: the run that follows is, bit for bit, the run without a trial.
+of the data, and PyTorch's random numbers are put back: the run that follows is, bit for bit, the run without a trial.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dure.codec.base import Codec
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.coder import Coder, SliceLayout, restore, states
 from dure.runtime.base import Coding
 
 
@@ -67,6 +67,17 @@ def combining(numel: int, count: int, *, votes: bool) -> tuple[Coding, ...]:
     if votes:
         return (Coding("combine", count * numel),)
     return Coding("combine", numel, count), Coding("encode", numel)
+
+
+def memory(coders: Sequence[Coder], owner: Owner) -> dict[str, torch.Tensor]:
+    """What survives a restart of a member that encodes with `coders` and is an `owner`, by name."""
+    return states(coders) | {f"owner {name}": value for name, value in owner.state().items()}
+
+
+def remember(coders: Sequence[Coder], owner: Owner, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Take up their `memory`."""
+    restore(coders, tensors)
+    owner.restore({name.removeprefix("owner "): kept for name, kept in tensors.items() if name.startswith("owner ")})
 
 
 def add_up(coder: Coder, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:

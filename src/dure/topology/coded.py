@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.codec.coder import SliceLayout, restore, states
-from dure.codec.exchange import Owner, add_up
+from dure.codec.coder import SliceLayout
+from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 from dure.runtime.base import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.sharding import Shaped, equal_ranges
@@ -205,15 +205,12 @@ class CodedGroup:
 
     def state(self) -> tuple[dict[str, torch.Tensor], int]:
         """What coders and the owner keep, by name, and the number of rounds."""
-        owned = {f"owner {name}": value for name, value in self._owner.state().items()}
-        return states(self._coders) | owned, self._round
+        return memory(self._coders, self._owner), self._round
 
     def restore(self, tensors: Mapping[str, torch.Tensor], rounds: int) -> None:
         """Take up a `state`."""
         self._round = rounds
-        restore(self._coders, tensors)
-        owned = {name.removeprefix("owner "): value for name, value in tensors.items() if name.startswith("owner ")}
-        self._owner.restore(owned)
+        remember(self._coders, self._owner, tensors)
 
     # ---- as without a codec
 

@@ -130,7 +130,7 @@ class Shard:
         self._kept: dict[int, Buffer] = {}
         self._staged: dict[tuple[int, int], _Staged] = {}
         self._awaited: dict[int, list[Operation[Reply]]] = {}
-        self._refused_in_a_row: dict[tuple[int, int], int] = {}
+        self._refused_in_a_row: dict[int, tuple[int, int]] = {}  # of each worker: in which life, and how many
         self._closing = 0
         self._returned = 0
         self._busy = False
@@ -219,17 +219,18 @@ class Shard:
             self._count_refused(fields)
             raise
         if self._refused_in_a_row:
-            self._refused_in_a_row.pop((worker, fields["incarnation"]), None)
+            self._refused_in_a_row.pop(worker, None)
         return new
 
     def _count_refused(self, fields: Mapping[str, Any]) -> None:
         """Shut out who has sent nothing but rubbish lately, until it joins again."""
         self.refused += 1
         worker, incarnation = fields["worker"], fields["incarnation"]
-        life = worker, incarnation
-        in_a_row = self._refused_in_a_row[life] = self._refused_in_a_row.get(life, 0) + 1
+        life, before = self._refused_in_a_row.get(worker, (incarnation, 0))
+        in_a_row = before + 1 if life == incarnation else 1
+        self._refused_in_a_row[worker] = incarnation, in_a_row
         if in_a_row == MOST_REFUSED:
-            del self._refused_in_a_row[life]
+            del self._refused_in_a_row[worker]
             self.ledger.fence(worker, incarnation + 1)
 
     def _stage(self, call: Call) -> Reply:
