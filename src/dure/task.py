@@ -21,6 +21,7 @@ from dure.replica import Replica
 from dure.runtime.base import Address, Ghost, Group, Node
 from dure.runtime.memory import Memory
 from dure.runtime.meter import Meter
+from dure.runtime.overlap import cut
 from dure.source import JobSource
 from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
@@ -133,6 +134,12 @@ class Task:
         """Whether workers meet by the engine's collectives, and so in a process group of its own."""
         topology = self.strategy.topology
         return isinstance(topology, Hybrid) or (isinstance(topology, Collective) and topology.algorithm == "engine")
+
+    @property
+    def slices(self) -> list[int]:
+        """Elements of a gradient that the engine's group sums together while the rest is computed, in order."""
+        apart = () if self.plan is None else (*self.plan.parts["tables"], *self.plan.parts["whole"])
+        return [stop - start for start, stop in cut(self.replica, without=apart)] if self.uses_engine else []
 
     @property
     def coordinated(self) -> bool:

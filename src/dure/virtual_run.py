@@ -148,6 +148,7 @@ class Segment:
             start=self.started,
             trace=task.config.trace,
             codec=cost_of(codec_name(task.strategy.codec), run.cluster.codecs),
+            slices=task.slices,
         )
         self.shards: list[Shard | SharedShard] = []
         self.row_shards: list[RowShard] = []

@@ -329,12 +329,16 @@ class Network:
         `itemsize` bytes. The root of a broadcast is the first of `nodes`.
         """
         indices = [self.node(node) for node in nodes]
-        cost = COLLECTIVES[kind](nbytes // itemsize, len(indices), self.path(indices), itemsize)
+        cost = self.cost(kind, nbytes, indices, itemsize)
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
             self.messages[i] += messages
         return cost
+
+    def cost(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
+        """As `collective`, and nothing is counted."""
+        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes), itemsize)
 
     def path(self, nodes: Sequence[str | int]) -> Path:
         """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""

@@ -492,6 +492,7 @@ class VirtualRuntime:
     """Every node of a virtual cluster, its clock and its network.
 
     `detection` is how many seconds pass between a crash and others noticing it. `codec` is what that of the run costs.
+    `slices` are the elements that leave together while a gradient is computed, in order; without them, all at its end.
     """
 
     def __init__(
@@ -504,9 +505,11 @@ class VirtualRuntime:
         start: float = 0.0,
         trace: bool = False,
         codec: CodecCost | None = None,
+        slices: Sequence[int] = (),
     ) -> None:
         self.cluster = cluster
         self.codec = codec or CodecCost()
+        self.slices = slices
         self.seed = seed
         self.trace = trace
         self.kernel = Kernel(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import PeerLost
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from dure.runtime.virtual import VirtualNode, VirtualRuntime
 
-SLICES = 4
-"""Into how many slices the gradient is cut, so that the first are sent while the rest is computed."""
+BACKWARD = 2 / 3
+"""Of a gradient's computation: the share in which its slices come to be, after the forward pass."""
 
 
 class Round:
@@ -146,7 +146,7 @@ class VirtualGroup:
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """A gradient whose first slices are already on their way while the last are computed.
 
-        Backward is taken as the last two thirds of the computation, and sending can start at its first slice.
+        They are those of a real run (`overlap.cut`). Backward completes as many parameters in each second.
         """
         runtime, meeting, node = self.node.runtime, self.meeting, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
@@ -168,10 +168,9 @@ class VirtualGroup:
         runtime = self.node.runtime
         order = [round_.arrived[rank] for rank in self.meeting.ranks]
         started, ended = round_.started, round_.compute_ended
-        seconds = self._charge("all_reduce", order[0][1].values)
-        first_slice = max(started[r] + (ended[r] - started[r]) * (1 / 3 + 2 / 3 / SLICES) for r in self.ranks)
+        self._charge("all_reduce", order[0][1].values)
         last = max(ended.values())
-        finish = max(last + seconds / SLICES, first_slice + seconds) if len(self.ranks) > 1 else last
+        finish = max(last, self._slices_sent(started, ended, order[0][1].values))
         for rank in self.ranks:
             meter = runtime.nodes[f"worker {rank}"].meter
             meter.add("compute", started[rank], ended[rank])
@@ -186,13 +185,35 @@ class VirtualGroup:
 
         runtime.kernel.at(finish, deliver)
 
+    def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
+        """When the last slice is summed: one after another, each once everybody has it."""
+        network, names = self.node.runtime.network, self._names
+        itemsize, whole = _itemsize(gradient), gradient.numel()
+        complete, free = 0, 0.0
+        for numel in self.node.runtime.slices or (whole,):
+            complete += numel
+            share = 1.0 - BACKWARD * (1.0 - complete / whole)
+            there = max(started[r] + (ended[r] - started[r]) * share for r in self.ranks)
+            free = max(free, there) + network.cost("all_reduce", numel * itemsize, names, itemsize).seconds
+        return free
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"worker {rank}" for rank in self.ranks]
+
     def _charge(self, kind: str, tensor: torch.Tensor) -> float:
         """Seconds that the collective takes on this cluster; its bytes are counted."""
-        itemsize = tensor.nbytes // max(tensor.numel(), 1) or 1
-        nodes = [self.node.runtime.nodes[f"worker {rank}"] for rank in self.ranks]
-        cost = self.node.runtime.network.collective(kind, tensor.nbytes, [node.name for node in nodes], itemsize)
+        runtime, names = self.node.runtime, self._names
+        cost = runtime.network.collective(kind, tensor.nbytes, names, _itemsize(tensor))
         if tensor.nbytes:
-            for node, sent, received in zip(nodes, cost.sent, cost.received, strict=True):
+            for node, sent, received in zip(
+                map(runtime.nodes.__getitem__, names), cost.sent, cost.received, strict=True
+            ):
                 node.payload_sent += sent
                 node.payload_received += received
         return cost.seconds
+
+
+def _itemsize(tensor: torch.Tensor) -> int:
+    """Bytes of an element; 1 where there is none."""
+    return tensor.nbytes // max(tensor.numel(), 1) or 1
