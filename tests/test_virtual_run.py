@@ -20,6 +20,7 @@ from dure.job import load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.collectives import chunk_bytes
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential
+from dure.runtime.stand_in import stand_in
 from dure.sync.clock import Barrier
 from dure.topology.sharding import size, split
 
@@ -366,6 +367,35 @@ def test_a_ring_sends_two_models_less_two_chunks(workers, strategy, times, dtype
         sent = run.outcome.totals.per_worker[f"worker {rank}"]["bytes_sent"]
         assert sent == (times * (2 * sum(chunks) - left_out) if workers > 1 else 0)
     assert run.summary["bytes_sent"] == run.summary["bytes_received"] == times * 2 * (workers - 1) * sum(chunks)
+
+
+# ---- what is sent while it is computed
+
+MIB = 1 << 18
+"""Elements of four bytes in 2^20 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "ways", "expected"),
+    [
+        ((0.5, 0.25), 2.0, 1 + 1.5),  # in one slice, once all of it is there
+        ((8,), 0.1, 1 + 0.8),
+        ((2, 1), 0.1, 1 + 0.2),  # the last layer's is gone before the first's is there
+        ((2, 1), 1.0, 1 / 3 + 2 / 9 + 3),  # it is at its third of backward, and then the wire is busy
+        ((1, 2), 1.0, 1 / 3 + 4 / 9 + 3),
+        ((1, 1, 1, 1), 0.1, 1 + 0.1),
+        ((1, 1, 1, 1), 1.0, 1 / 2 + 4),
+    ],
+)
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_slices_of_a_gradient_leave_as_backward_completes_them(layers, ways, expected, slower):
+    """In units of a step's compute, the slower's; a MiB takes `ways` of it, since two ranks send all of it once."""
+    job = stand_in([round(layer * MIB) for layer in layers], 1.0)
+    kinds = [Machines(count=1, compute=Constant(seconds=seconds)) for seconds in (1.0, 1.0 / slower)]
+    link = Link(bandwidth=4 * MIB / ways, latency=0.0)
+    cluster = Cluster(machines=tuple(kinds), link=link, alpha=0.0, beta=0.0, gamma=0.0)
+    run = virtual(job, "bsp", cluster, steps=3, timing_only=True)
+    assert run.seconds == pytest.approx(3 * expected)
 
 
 # ---- looked at while it is under way

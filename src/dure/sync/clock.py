@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Accept:
     """The offered update may be sent; it will belong to `group`."""
 
@@ -46,7 +46,7 @@ class Accept:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse:
     """The offered update will not count; `reason` says why."""
 
@@ -54,7 +54,7 @@ class Refuse:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Start:
     """The worker may start its next step, on exactly `version`."""
 
@@ -62,7 +62,7 @@ class Start:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Close:
     """The group is complete: apply `members`, pairs of worker and sequence number in rank order."""
 
@@ -70,7 +70,7 @@ class Close:
     members: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Abort:
     """Whatever the worker computes on `version` is wasted: it should stop and ask again."""
 
@@ -78,7 +78,7 @@ class Abort:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """The work of this worker is over, since too few are left to go on."""
 

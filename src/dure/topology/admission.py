@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dure.errors import Evicted, PeerLost, Refused
 from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
-from dure.sync.clock import Abort, Accept, Close, End, Policy, Refuse, Start, Verdict
+from dure.sync.clock import Abort, Accept, Close, End, Policy, Start, Verdict
 from dure.topology.ledger import Ledger
 from dure.topology.patience import EVICT_SECONDS, Patience
 
@@ -248,15 +248,13 @@ class ClockService:
         if self._expected:
             self._expected.discard(worker)
         while self._outstanding and self._outstanding[0].done:
-            with self._telling_a_shard():
-                self._outstanding.popleft().result()
+            self._heed(self._outstanding.popleft())
         return worker
 
-    @contextmanager
-    def _telling_a_shard(self) -> Iterator[None]:
-        """One that is gone is told again when it returns."""
+    def _heed(self, told: Operation[Reply]) -> None:
+        """What came of telling a shard; one that is gone is told again when it returns."""
         try:
-            yield
+            told.result()
         except PeerLost:
             if not self.shards_return:
                 raise
@@ -292,16 +290,20 @@ class ClockService:
             if isinstance(verdict, Close):
                 self._close(verdict)
                 continue
-            reply = self._admit(verdict) if isinstance(verdict, Start) else _answer(verdict)
-            if isinstance(verdict, Start | End):
-                promise = self._asking.pop(verdict.worker, None)
+            if isinstance(verdict, Start):
+                reply, waiting = self._admit(verdict), self._asking
+            elif isinstance(verdict, End):
+                reply, waiting = Reply({"over": True}), self._asking
             elif isinstance(verdict, Abort):
                 self.refused += 1
                 self._aborted[verdict.worker] = verdict.version
-                promise = self._watching.pop(verdict.worker, None)
+                reply, waiting = Reply({"version": verdict.version}), self._watching
+            elif isinstance(verdict, Accept):
+                reply, waiting = Reply({"group": verdict.group}), self._offering
             else:
-                self.refused += isinstance(verdict, Refuse) and verdict.worker not in self._aborted
-                promise = self._offering.pop(verdict.worker, None)
+                self.refused += verdict.worker not in self._aborted
+                reply, waiting = Reply({"group": None, "reason": verdict.reason}), self._offering
+            promise = waiting.pop(verdict.worker, None)
             if promise is not None:
                 promise.resolve(reply)
             elif verdict.worker == caller:
@@ -366,8 +368,10 @@ class ClockService:
     async def settled(self) -> None:
         """Once the shards have applied all that they were told; nobody makes a step meanwhile."""
         while self._outstanding:
-            with self._telling_a_shard():
-                await self._outstanding.popleft()
+            told = self._outstanding.popleft()
+            with suppress(PeerLost):
+                await told
+            self._heed(told)
 
     def state(self) -> dict[str, Any]:
         """What survives a restart, plain values, while nobody is in the middle of a step.
@@ -409,13 +413,3 @@ class ClockService:
             if version is not None:
                 self._hold(version)
         self._unpinned = [version for version in state["versions"] if version not in self._pins]
-
-
-def _answer(verdict: Accept | Refuse | Abort | End) -> Reply:
-    if isinstance(verdict, End):
-        return Reply({"over": True})
-    if isinstance(verdict, Abort):
-        return Reply({"version": verdict.version})
-    if isinstance(verdict, Accept):
-        return Reply({"group": verdict.group})
-    return Reply({"group": None, "reason": verdict.reason})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -26,7 +27,8 @@ AGAIN_SECONDS = 0.1
 """How long to wait before a shard that is gone is called again."""
 
 
-class Servers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Servers:
     """Where a model is held, as its clients need to know it.
 
     `ranges` are those of each shard (`sharding.split`). `ordered` updates go through the `clock`; the others are
@@ -231,7 +233,8 @@ class ServerClient:
     ) -> Callable[[int], Operation[Reply]]:
         """What starts to push the next update to a shard; with `place`, what the shard has then is pulled to there."""
         self.seq += 1
-        parts, servers, seq = await self._encoded(update), self.servers, self.seq
+        servers, seq = self.servers, self.seq
+        parts = await self._encoded(update) if self.coders else self._parts(update)
 
         def start(shard: int) -> Operation[Reply]:
             more: dict[str, Any] = {} if place is None else {"into": place(shard), "pull": True}
@@ -329,9 +332,7 @@ class ServerClient:
         return [pieces(flat, ranges) for ranges in self.servers.ranges]
 
     async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        """What is sent of `update`, by shard. A residual changes here, so this is once for all attempts."""
-        if not self.coders:
-            return self._parts(update)
+        """Messages of `update`, by shard. A residual changes here, so this is once for all attempts."""
         slices = (gather(update, ranges) for ranges in self.servers.ranges)
         await self.node.compute(taking(*(Coding("encode", coder.numel) for coder in self.coders)))
         return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]

@@ -138,7 +138,7 @@ class Shard:
         looks_back = corrections is not None and corrections.compares
         self._apply_one = Apply(nothing, values.nbytes * (2 if looks_back else 1))
         self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
-            "push": self._push,
+            "push": self._take if coder is None else partial(self._push_message, coder),
             "close": self._close,
             "pull": self._pull_to_work if looks_back else self._pull,
             "withdraw": self._withdraw,
@@ -176,11 +176,8 @@ class Shard:
 
     # ---- updates come in
 
-    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
-        return self._take(call) if self._coder is None else self._push_message(self._coder, call)
-
     async def _push_message(self, coder: Coder, call: Call) -> Reply:
-        """As `_push`, of what is decoded first: in turn, as all that keeps a shard busy."""
+        """As `_take`, of what is decoded first: in turn, as all that keeps a shard busy."""
         await self.in_turn(taking(Coding("decode", coder.numel)))
         answer = self._take(self._decoded(coder, call))
         return answer if isinstance(answer, Reply) else await answer
