@@ -25,6 +25,7 @@ from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.overlap import Overlap
 from dure.topology.hybrid import Place, Use, decide, measure
 from dure.topology.rows import RowShard, added
+from dure.topology.sharding import size
 from dure.topology.spec import Hybrid
 
 FILE = row_jobs.__file__
@@ -149,6 +150,12 @@ def test_the_record_says_what_was_decided_and_why():
     assert 0.1 < said["table.weight"]["share_read"] < said["table.weight"]["share_read_by_all"] < 1
     assert said["table.weight"]["nbytes"]["servers"] < said["table.weight"]["nbytes"]["all_reduce"]
     assert virtual(bags(rows=None), "bsp hybrid", workers=4, steps=1).task.servers == 0
+
+
+def test_what_all_reduce_sends_while_it_is_computed_is_what_servers_do_not_hold():
+    for strategy in ("bsp hybrid", "bsp hybrid:servers=none", "bsp hybrid:servers=shift"):
+        task, _ = resolved(bags(), strategy, on="virtual", workers=4)
+        assert sum(task.slices) == size(task.plan.ring) > 0
 
 
 # ---- parts

@@ -170,7 +170,7 @@ class VirtualGroup:
         started, ended = round_.started, round_.compute_ended
         self._charge("all_reduce", order[0][1].values)
         last = max(ended.values())
-        finish = max(last, self._slices_sent(started, ended, order[0][1].values))
+        finish = self._slices_sent(started, ended, order[0][1].values)
         for rank in self.ranks:
             meter = runtime.nodes[f"worker {rank}"].meter
             meter.add("compute", started[rank], ended[rank])
@@ -192,8 +192,8 @@ class VirtualGroup:
         complete, free = 0, 0.0
         for numel in self.node.runtime.slices or (whole,):
             complete += numel
-            share = 1.0 - BACKWARD * (1.0 - complete / whole)
-            there = max(started[r] + (ended[r] - started[r]) * share for r in self.ranks)
+            left = BACKWARD * (1.0 - complete / whole)
+            there = max(ended[r] - (ended[r] - started[r]) * left for r in self.ranks)
             free = max(free, there) + network.cost("all_reduce", numel * itemsize, names, itemsize).seconds
         return free
 
