@@ -137,10 +137,22 @@ class Segment:
         self.row_every = task.eval_every * task.workers
         self.roles: dict[int, Strand[None]] = {}
         self.durations: dict[int, Durations] = {}
+        self.runtime = self._runtime()
+        self.shards: list[Shard | SharedShard] = []
+        self.row_shards: list[RowShard] = []
+        self.clock: ClockService | None = None
+        self.coordinator: Coordinator | None = None
+        self._build(state)
+        self._schedule_events()
+
+    # ---- building
+
+    def _runtime(self) -> VirtualRuntime:
+        task, run = self.task, self.whole
         hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
         if task.shares_memory:
             hosts = dict.fromkeys(hosts, 0)
-        self.runtime = VirtualRuntime(
+        return VirtualRuntime(
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts),
             run.evaluator,
@@ -150,14 +162,6 @@ class Segment:
             codec=cost_of(codec_name(task.strategy.codec), run.cluster.codecs),
             slices=task.slices,
         )
-        self.shards: list[Shard | SharedShard] = []
-        self.row_shards: list[RowShard] = []
-        self.clock: ClockService | None = None
-        self.coordinator: Coordinator | None = None
-        self._build(state)
-        self._schedule_events()
-
-    # ---- building
 
     def _build(self, state: State | None) -> None:
         task = self.task
