@@ -136,10 +136,12 @@ class Task:
         return isinstance(topology, Hybrid) or (isinstance(topology, Collective) and topology.algorithm == "engine")
 
     @property
-    def slices(self) -> list[int]:
-        """Elements of a gradient that the engine's group sums together while the rest is computed, in order."""
+    def slices(self) -> list[tuple[int, float]]:
+        """What of a gradient the engine's group sums together while the rest is computed (`VirtualRuntime.slices`)."""
+        if not self.uses_engine:
+            return []
         apart = () if self.plan is None else (*self.plan.parts["tables"], *self.plan.parts["whole"])
-        return [stop - start for start, stop in cut(self.replica, without=apart)] if self.uses_engine else []
+        return [(stop - start, start / self.replica.numel) for start, stop in cut(self.replica, without=apart)]
 
     @property
     def coordinated(self) -> bool:

@@ -492,7 +492,8 @@ class VirtualRuntime:
     """Every node of a virtual cluster, its clock and its network.
 
     `detection` is how many seconds pass between a crash and others noticing it. `codec` is what that of the run costs.
-    `slices` are the elements that leave together while a gradient is computed, in order; without them, all at its end.
+    `slices` leave while a gradient is computed, in order: how many elements, and the share of backward that is left
+    then. Without them all leave at its end.
     """
 
     def __init__(
@@ -505,7 +506,7 @@ class VirtualRuntime:
         start: float = 0.0,
         trace: bool = False,
         codec: CodecCost | None = None,
-        slices: Sequence[int] = (),
+        slices: Sequence[tuple[int, float]] = (),
     ) -> None:
         self.cluster = cluster
         self.codec = codec or CodecCost()

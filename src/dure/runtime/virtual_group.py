@@ -146,7 +146,7 @@ class VirtualGroup:
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """A gradient whose first slices are already on their way while the last are computed.
 
-        They are those of a real run (`overlap.cut`). Backward completes as many parameters in each second.
+        They are those of a real run (`overlap.cut`). Backward goes from the last parameter to the first, evenly.
         """
         runtime, meeting, node = self.node.runtime, self.meeting, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
@@ -170,7 +170,7 @@ class VirtualGroup:
         started, ended = round_.started, round_.compute_ended
         self._charge("all_reduce", order[0][1].values)
         last = max(ended.values())
-        finish = self._slices_sent(started, ended, order[0][1].values)
+        finish = max(last, self._slices_sent(started, ended, order[0][1].values))
         for rank in self.ranks:
             meter = runtime.nodes[f"worker {rank}"].meter
             meter.add("compute", started[rank], ended[rank])
@@ -188,12 +188,9 @@ class VirtualGroup:
     def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
         """When the last slice is summed: one after another, each once everybody has it."""
         network, names = self.node.runtime.network, self._names
-        itemsize, whole = _itemsize(gradient), gradient.numel()
-        complete, free = 0, 0.0
-        for numel in self.node.runtime.slices or (whole,):
-            complete += numel
-            left = BACKWARD * (1.0 - complete / whole)
-            there = max(ended[r] - (ended[r] - started[r]) * left for r in self.ranks)
+        itemsize, free = _itemsize(gradient), 0.0
+        for numel, left in self.node.runtime.slices or [(gradient.numel(), 0.0)]:
+            there = max(ended[r] - (ended[r] - started[r]) * BACKWARD * left for r in self.ranks)
             free = max(free, there) + network.cost("all_reduce", numel * itemsize, names, itemsize).seconds
         return free
 
