@@ -21,6 +21,7 @@ from dure.runtime.base import Address
 from dure.runtime.cluster import Cluster
 from dure.runtime.collectives import Path as Link
 from dure.runtime.collectives import ring_all_reduce
+from dure.runtime.compute import Constant
 from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.overlap import Overlap
 from dure.topology.hybrid import Place, Use, decide, measure
@@ -157,6 +158,13 @@ def test_what_all_reduce_sends_while_it_is_computed_is_what_servers_do_not_hold(
         task, _ = resolved(bags(), strategy, on="virtual", workers=4)
         (first, *_) = task.plan.ring
         assert task.slices == [(size(task.plan.ring), first[0] / task.replica.numel)]
+
+
+def test_a_gradient_is_not_there_before_it_is_computed():
+    """What all_reduce sends is summed before backward comes to what servers hold."""
+    cluster = Cluster.uniform(2, compute=Constant(seconds=1.0))
+    run = virtual(bags(), "bsp hybrid:servers=shift", cluster, steps=3)
+    assert run.seconds == pytest.approx(3.0, rel=0.01)
 
 
 # ---- parts
