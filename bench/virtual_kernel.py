@@ -12,12 +12,12 @@ Three parts, medians of alternating repeats in one process:
 What counts as an event: each *time-out*, a callback that the kernel dispatches at its virtual time, and each
 *hand-over*, by which one strand of control resumes another: a message that reaches its service or comes back to the
 worker that waits for it, the two sides of a transfer that have both ended, a strand that is started or is over.
-SimPy takes every one of them from its queue. Its workers go through the same pattern per step: 14 time-outs of which
-those of a transfer's two sides run at once, four calls of a server's process and the answers, one process that
-applies the update. What a run does besides (admission, versions, shared cards, counters, choosing what to do next)
+SimPy takes every one of them from its queue. Its workers go through the same pattern per step: 8 time-outs of which
+those of a transfer's two sides run at once, a call of a server's process, one that applies the update, and the
+answer. What a run does besides (admission, versions, shared cards, counters, choosing what to do next)
 is left out. Both make the same steps, and both events/s are SimPy's count of events over the time taken, so that a
 ratio is one of times: what only the run has counts for nothing. "time-outs only" is stricter still: SimPy's workers
-make 14 time-outs a step, one after another, and nothing else.
+make 8 time-outs a step, one after another, and nothing else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dure.virtual_run import VirtualRun, Watch
 
 WORKERS = (64, 1000)
 BULK = 100_000  # bytes
-SMALL_SECONDS, WIRE_SECONDS, LATENCY_SECONDS = 121e-6, 8e-6, 120e-6  # of a small message; a bulk one's parts
+WIRE_SECONDS, LATENCY_SECONDS = 8e-6, 120e-6  # of a bulk message
 APPLY_SECONDS = 3e-6
 COMPUTE = LogNormal(seconds=0.02, sigma=0.3)
 
@@ -172,7 +172,7 @@ def ssp_processes(workers: int, steps: int, *, calls: bool) -> Callable[[], int]
 
 
 class Server:
-    """A SimPy process that answers calls: an event to it, an event back."""
+    """A SimPy process that is called with updates, and answers each once it has been applied: an event each way."""
 
     def __init__(self, environment: simpy.Environment) -> None:
         self.environment = environment
@@ -192,13 +192,14 @@ class Server:
             yield self.bell
             self.bell = self.environment.event()
             for answer in self.asked:
-                answer.succeed()
-            self.hand_overs += 1 + len(self.asked)
+                self.environment.process(self.apply(answer))
+            self.hand_overs += 1
             self.asked.clear()
 
-    def apply(self) -> Generator[simpy.Event, None, None]:
+    def apply(self, answer: simpy.Event) -> Generator[simpy.Event, None, None]:
         yield self.environment.timeout(APPLY_SECONDS)
-        self.hand_overs += 2  # its start and its end
+        answer.succeed()
+        self.hand_overs += 3  # its start, its end, the answer
 
     def transfer(self) -> simpy.Event:
         """Both sides of it."""
@@ -206,29 +207,19 @@ class Server:
         return self.environment.timeout(WIRE_SECONDS) & self.environment.timeout(WIRE_SECONDS)
 
 
-TIME_OUTS = 14  # per step of a `worker`, with what its server does
+TIME_OUTS = 8  # per step of a `worker`, with what its server does
 
 
 def worker(environment: simpy.Environment, server: Server, draws: list[float]) -> Generator[simpy.Event, None, None]:
-    """Ask, pull, compute, push, staged; as the workers of `ssp_run`, with nothing decided and nothing shared."""
+    """Compute, push, pull; as the workers of `ssp_run`, with nothing decided and nothing shared."""
     after = environment.timeout
     for seconds in draws:
-        yield after(SMALL_SECONDS)
-        yield server.call()
-        yield after(SMALL_SECONDS)
-        yield after(SMALL_SECONDS)
-        yield server.call()
-        yield server.transfer()
-        yield after(LATENCY_SECONDS)
         yield after(seconds)
         yield server.transfer()
         yield after(LATENCY_SECONDS)
         yield server.call()
-        yield after(SMALL_SECONDS)
-        yield after(SMALL_SECONDS)
-        yield server.call()
-        environment.process(server.apply())
-        yield after(SMALL_SECONDS)
+        yield server.transfer()
+        yield after(LATENCY_SECONDS)
 
 
 def sleeper(environment: simpy.Environment, draws: list[float]) -> Generator[simpy.Event, None, None]:
@@ -236,7 +227,7 @@ def sleeper(environment: simpy.Environment, draws: list[float]) -> Generator[sim
     for seconds in draws:
         yield environment.timeout(seconds)
         for _ in range(TIME_OUTS - 1):
-            yield environment.timeout(SMALL_SECONDS)
+            yield environment.timeout(LATENCY_SECONDS)
 
 
 def ssp(workers: int, total: int, repeats: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ DureError
     ├── Refused          the host refused it, and said why
     │   ├── Busy         not now: ask again, or another
     │   ├── Evicted      this incarnation is over: join again
-    │   └── Superseded   the update comes too late to count
+    │   ├── Superseded   the update comes too late to count
+    │   └── WorkOver     no step is left to start
     ├── PeerLost         the other side is gone
     ├── CallTimeout      no answer in time
     └── DamagedFrame     bytes arrived that nobody sent like that
@@ -84,6 +85,10 @@ class Evicted(Refused):
 
 class Superseded(Refused):
     """The policy of admission has no use for this update: what it was computed on is over."""
+
+
+class WorkOver(Refused):
+    """No step is left that this worker might start."""
 
 
 class PeerLost(RemoteError):

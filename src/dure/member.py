@@ -30,6 +30,7 @@ from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, 
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
+from dure.topology.clocked_shard import serve_clock
 from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
 from dure.worker import work_through
@@ -195,7 +196,7 @@ class ServerLife(Life):
             self.shard.come_back(self.node.incarnation)
         self.node.serve("shard", self.shard)
         if self.clock is not None:
-            self.node.serve("clock", self.clock)
+            serve_clock(self.node, self.clock, self.shard)
         if self.coordinator is not None:
             self.node.serve("coordinator", self.coordinator)
         handlers = {"lost": self._worker_lost, "meet": self._meet, "returned": self._returned}

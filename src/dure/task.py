@@ -27,6 +27,7 @@ from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
 from dure.topology.admission import ClockService
 from dure.topology.client import ServerClient, Servers
+from dure.topology.clocked_shard import clocked_at
 from dure.topology.coded import CodedGroup
 from dure.topology.collective import SentGroup
 from dure.topology.coordinator import Coordinator, Limits
@@ -295,6 +296,7 @@ class Task:
             look_back=compares(self.sync),
             codec=self.codec,
             layouts=self.layouts,
+            clocked=None if self.shares_memory else clocked_at(self._shards, policy),
         )
         return ServerClient(node, rank, servers)
 

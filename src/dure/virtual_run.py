@@ -27,6 +27,7 @@ from dure.runtime.gradients import Evaluator
 from dure.runtime.network import Network
 from dure.runtime.virtual import VirtualNode, VirtualRuntime
 from dure.strategy import codec_name
+from dure.topology.clocked_shard import serve_clock
 from dure.topology.shared_memory import SharedShard
 from dure.worker import work_through
 
@@ -172,7 +173,7 @@ class Segment:
             self.clock.on_evicted = self._evicted
             if state is not None:
                 self.clock.restore(state["clock"].plain)
-            self.runtime.nodes["server 0"].serve("clock", self.clock)
+            serve_clock(self.runtime.nodes["server 0"], self.clock, self.shards[0])
         self.coordinator = task.coordinator(self.clock) if self.clock is not None else None
         if self.coordinator is not None:
             if state is not None:

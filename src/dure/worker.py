@@ -416,20 +416,52 @@ class Worker:
     async def admission(self) -> int:
         """Wait until the clock lets this worker start its next step; the version that it starts on."""
         assert self.server is not None
+        self._begin_to_wait()
+        started = self.node.now()
+        try:
+            version = await self.server.ask()
+        finally:
+            self.asking = False
+        self._admitted = version if self.server.servers.ordered else None
+        self.heard = self.server.heard
+        self.meter.add("wait", started, self.node.now())
+        return version
+
+    def _begin_to_wait(self) -> None:
+        """Waiting for admission is a boundary too, where workers need not be at the same clock."""
         boundary = self.boundary
         if boundary.waiting and boundary.suspend is not None and boundary.suspend(self):
             raise Suspend
-        started = self.node.now()
         self.asking = boundary.waiting
+
+    async def proceed(self) -> int:
+        """Wait until the clock lets this worker start its next step, and go on from the version that it starts on.
+
+        As `admission` and then `refresh`, in one call where one server has the clock too.
+        """
+        assert self.server is not None
+        if self.server.servers.clocked is None:
+            version = await self.admission()
+            await self.refresh()
+            return version
+        self._begin_to_wait()
+        started = self.node.now()
         try:
-            version = await self.server.ask()
-        except EndOfWork:
+            pulled = await self.server.proceed(self._room_unless_lent())
+        finally:
             self.asking = False
-            raise
-        self._admitted = version if self.server.servers.ordered else None
+        admitted = started + self.server.held
+        self.meter.add("wait", started, admitted)
+        self.meter.add("communicate", admitted, self.node.now(), "pull")
+        return self._go_on_from(pulled)
+
+    def _go_on_from(self, pulled: Pulled) -> int:
+        """Adopt what an admission has brought; its version."""
+        assert self.server is not None
         self.heard = self.server.heard
-        self.asking = False
-        self.meter.add("wait", started, self.node.now())
+        (version,) = pulled.versions
+        self._admitted = version
+        self._adopt_what_came(pulled)
         return version
 
     @property
@@ -472,6 +504,11 @@ class Worker:
         room, self._spare = self._spare, None
         return self.params.clone() if room is None else room
 
+    def _room_unless_lent(self) -> torch.Tensor | None:
+        """Where parameters can be received; None where the server lends its own."""
+        assert self.server is not None
+        return None if self.server.lends else self._room()
+
     async def refresh(self) -> None:
         """Go on from what the server has, as `adopt(await pull())` does, for a method that never writes to `params`.
 
@@ -487,17 +524,40 @@ class Worker:
         self._adopt_lent(borrowed)
 
     async def exchange(self, update: torch.Tensor) -> None:
-        """Push `update` and go on from what the server has then, in one call, where no order is asked for.
+        """Push `update`, and go on from what the server has once this worker may start its next step.
 
-        As `refresh`, for a method that never writes to `params`.
+        As `push` and then `proceed` or, where no order is asked for, `refresh`. It is one call per server without
+        order, and one altogether where one server has the clock too; so for a method that never writes to `params`.
         """
         assert self.server is not None
-        started, lends = self.node.now(), self.server.lends
+        servers, boundary = self.server.servers, self.boundary
+        stops_waiting = boundary.waiting and boundary.suspend is not None  # which a push must not be cut off by
+        if servers.ordered and (servers.clocked is None or stops_waiting):
+            await self.push(update)
+            await self.proceed()
+            return
+        started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
-        into = None if lends else self._room()
-        pulled = await self.server.exchange(update, into, weight=self.source.batch_size, base=base, lr=self.lr)
-        self.meter.add("communicate", started, self.node.now(), "push")
-        if lends:
+        room = self._room_unless_lent()
+        pulled = await self.server.exchange(update, room, weight=self.source.batch_size, base=base, lr=self.lr)
+        if servers.ordered:
+            self._meter_exchange(started, self.server.held)
+            self._go_on_from(pulled)
+        else:
+            self.meter.add("communicate", started, self.node.now(), "push")
+            self._adopt_what_came(pulled)
+
+    def _meter_exchange(self, started: float, held: float) -> None:
+        """As long there as back: how long the server `held` this worker is all that is known."""
+        ended = self.node.now()
+        there = started + (ended - started - held) / 2
+        self.meter.add("communicate", started, there, "push")
+        self.meter.add("wait", there, there + held)
+        self.meter.add("communicate", there + held, ended, "pull")
+
+    def _adopt_what_came(self, pulled: Pulled) -> None:
+        assert self.server is not None
+        if self.server.lends:
             self._adopt_lent(pulled)
         else:
             self.adopt(pulled)

@@ -84,8 +84,9 @@ CLUSTERS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_a_read_misses_nothing_old_and_holds_its_own_writes_once(reads, cluster, bound, form):
-    virtual(tally(), f"ssp:bound={bound},form={form} ps:shards=2", CLUSTERS[cluster], steps=STEPS, exact=True)
+@pytest.mark.parametrize("servers", ["ps", "ps:shards=2"])
+def test_a_read_misses_nothing_old_and_holds_its_own_writes_once(reads, servers, cluster, bound, form):
+    virtual(tally(), f"ssp:bound={bound},form={form} {servers}", CLUSTERS[cluster], steps=STEPS, exact=True)
     assert len(reads) == WORKERS * STEPS
     for read in reads:
         assert read.seen[read.worker] == read.clock, "its own writes, each once"

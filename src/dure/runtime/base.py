@@ -231,18 +231,23 @@ class Address(NamedTuple):
     service: str
 
 
+def nothing() -> None:
+    """Nothing to be done."""
+
+
 @dataclass(slots=True)
 class Call:
-    """A call as its handler sees it. `tensors` are the handler's until it returns; keep by copying."""
+    """A call as its handler sees it. `tensors` are the handler's until it returns; keep by copying.
+
+    A handler that goes on to wait for others calls `release` first: memory that all of them hold while each waits for
+    another's message may be all there is.
+    """
 
     caller: str
     method: str
     fields: Fields
     tensors: Sequence[torch.Tensor]
-
-
-def nothing() -> None:
-    """Nothing to be done."""
+    release: Callable[[], None] = nothing
 
 
 @dataclass(slots=True)

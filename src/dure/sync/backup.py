@@ -71,8 +71,7 @@ class Backup:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            worker.follow(await worker.admission())
-            await worker.refresh()
+            worker.follow(await worker.proceed())
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)

@@ -52,7 +52,6 @@ class BSP:
         if worker.server is None:
             while True:  # over a hybrid, too, where rows come from servers and go to them underneath
                 worker.step(await worker.mean_gradient())
+        await worker.proceed()
         while True:
-            await worker.admission()
-            await worker.refresh()
-            await worker.push(await worker.gradient())
+            await worker.exchange(await worker.gradient())

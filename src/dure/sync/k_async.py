@@ -70,10 +70,9 @@ class KAsync:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
+        await worker.proceed()
         while True:
-            await worker.admission()
-            await worker.refresh()
-            await worker.push(await worker.gradient())
+            await worker.exchange(await worker.gradient())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,6 @@ class KBatchAsync:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
+        await worker.proceed()
         while True:
-            await worker.admission()
-            await worker.refresh()
-            await worker.push(await worker.gradient())
+            await worker.exchange(await worker.gradient())

@@ -72,8 +72,7 @@ class KSync:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            worker.follow(await worker.admission())
-            await worker.refresh()
+            worker.follow(await worker.proceed())
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)
@@ -111,8 +110,7 @@ class KBatchSync:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            await worker.admission()
-            await worker.refresh()
+            await worker.proceed()
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
                 await worker.push(gradient)

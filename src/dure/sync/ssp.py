@@ -74,10 +74,9 @@ class SSP:
     async def work(self, worker: Worker) -> None:
         if self.form == "rmw":
             await self.work_on_cache(worker)
+        await worker.proceed()
         while True:
-            await worker.admission()
-            await worker.refresh()
-            await worker.push(await worker.gradient())
+            await worker.exchange(await worker.gradient())
 
     async def work_on_cache(self, worker: Worker) -> None:
         while True:

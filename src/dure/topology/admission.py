@@ -80,7 +80,7 @@ class ClockService:
         self._outstanding: deque[Operation[Reply]] = deque()
         self._said: dict[tuple[int, int], Mapping[str, float]] = {}
         self._notes: list[Mapping[str, float]] = []
-        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "join": self._join,
             "ask": self._ask,
             "offer": self._offer,
@@ -94,9 +94,9 @@ class ClockService:
             self._carry_out(policy.join(worker) if policy is not None else [])
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        method = self._methods.get(call.method)
+        method = self.methods.get(call.method)
         if method is None:
-            raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self._methods)}.')
+            raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self.methods)}.')
         return method(call)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded
+from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded, WorkOver
 from dure.runtime.base import Address, Coding, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
 from dure.topology.sharding import Ranges, gather, pieces
 
@@ -32,9 +32,9 @@ class Servers:
     """Where a model is held, as its clients need to know it.
 
     `ranges` are those of each shard (`sharding.split`). `ordered` updates go through the `clock`; the others are
-    applied on arrival. `may_refuse` is the policy's. `look_back` shards are told who works on what. `timing_only` runs
-    move `Ghost`s of `itemsize` bytes each. Updates travel as `codec` has them, each shard's part by its layout; what is
-    pulled does not.
+    applied on arrival. Where there is one shard, `clocked` has it and the clock (`ClockedShard`). `may_refuse` is the
+    policy's. `look_back` shards are told who works on what. `timing_only` runs move `Ghost`s of `itemsize` bytes each.
+    Updates travel as `codec` has them, each shard's part by its layout; what is pulled does not.
     """
 
     shards: Sequence[Address]
@@ -47,6 +47,7 @@ class Servers:
     look_back: bool = False
     codec: Codec | None = None
     layouts: Sequence[SliceLayout] = ()
+    clocked: Address | None = None
 
 
 class Pulled(NamedTuple):
@@ -68,9 +69,10 @@ class Joined(NamedTuple):
 class ServerClient:
     """What a worker uses of its servers.
 
-    An update costs one call per shard and, if ordered, one `staged` to the clock. Before it comes an `offer`,
-    so that what is refused is refused before its bytes travel; where the policy refuses nobody
-    (`may_refuse=False`) the offer is skipped. What is not answered in `timeout` seconds is sent again, up to
+    An update costs one call per shard and, if ordered, one `staged` to the clock; where one server has both
+    (`Servers.clocked`) they are one call, and `exchange` is all that a step costs. Before it comes an `offer`, so that
+    what is refused is refused before its bytes travel; where the policy refuses nobody (`may_refuse=False`) the offer
+    is skipped. What is not answered in `timeout` seconds is sent again, up to
     `attempts` times, under the same number; a question of admission as often as it takes. A shard that is gone is
     called again for `return_seconds`.
     """
@@ -95,6 +97,7 @@ class ServerClient:
         self.seq = 0
         self.heard: list[Mapping[str, float]] = []
         self.slowest = 0
+        self.held = 0.0
         self._spoke = -math.inf
         codec, layouts = servers.codec, servers.layouts
         self.coders = [] if codec is None else [codec.coder(layout, seed=worker) for layout in layouts]
@@ -123,13 +126,52 @@ class ServerClient:
                 reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
             except CallTimeout:
                 continue
-            fields = reply.fields
-            if "over" in fields:
+            if "over" in reply.fields:
                 raise EndOfWork
-            version: int = fields["version"]
-            self.slowest = fields["slowest"]
-            self.heard, self._spoke = fields.get("notes", []), self.node.now()
-            return version
+            return self._admitted(reply)
+
+    def _admitted(self, reply: Reply) -> int:
+        """What the clock says to who may start: the version, and what it has to tell."""
+        fields = reply.fields
+        version: int = fields["version"]
+        self.slowest = fields["slowest"]
+        self.heard, self._spoke = fields.get("notes", []), self.node.now()
+        return version
+
+    async def proceed(self, into: torch.Tensor | None) -> Pulled:
+        """As `ask` and then `pull` or, without `into`, `borrow`, in one call, where shard and clock are `clocked`.
+
+        `held` is how many seconds of it this worker was kept waiting for others.
+        """
+        clocked, place = self.servers.clocked, self._place(into, 0)
+        assert clocked is not None
+        call = partial(self.node.call, clocked, "proceed", into=place, timeout=self.timeout)
+        return await self._once_admitted(lambda _: call(worker=self.worker, incarnation=self.incarnation), into)
+
+    async def _once_admitted(self, start: Callable[[int], Operation[Reply]], into: torch.Tensor | None) -> Pulled:
+        """What a call to a clocked shard brings back, made as often as it takes."""
+        while True:
+            try:
+                (reply,) = await self._every(start)
+            except CallTimeout:
+                continue
+            except WorkOver:
+                raise EndOfWork from None
+            self.held = reply.fields["held"]
+            return self._brought([self._admitted(reply)], reply, into)
+
+    def _brought(self, versions: list[int], reply: Reply, into: torch.Tensor | None) -> Pulled:
+        """What came back: in `into`, or lent."""
+        if into is not None:
+            return Pulled(into, versions)
+        (values,) = reply.tensors
+        return Pulled(values, versions, reply.release)
+
+    def _place(self, into: torch.Tensor | None, shard: int) -> Sequence[torch.Tensor] | None:
+        """Where a shard's reply is received; None where it is borrowed."""
+        if into is None:
+            return None
+        return () if self.servers.timing_only else self._parts(into)[shard]
 
     async def pull(self, into: torch.Tensor, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.
@@ -185,7 +227,11 @@ class ServerClient:
         nowhere, but for updates without order, which the other shards may have applied.
         """
         group = await self.offer(base) if self.servers.may_refuse else None
-        servers, start = self.servers, await self._pushing(update, weight, base, lr)
+        servers, said = self.servers, {} if note is None else {"note": note}
+        if servers.clocked is not None:
+            start = await self._pushing(update, weight, base, lr, [servers.clocked], "push", group=group, **said)
+            return [reply.fields["version"] for reply in await self._every(start)]
+        start = await self._pushing(update, weight, base, lr, servers.shards, "push")
         mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
         try:
             replies = await self._every(start)
@@ -194,7 +240,6 @@ class ServerClient:
                 await self._withdraw(mine)
             raise
         if servers.ordered:
-            said = {} if note is None else {"note": note}
             await self._clock("staged", group=group, **mine, **said)
         return [reply.fields["version"] for reply in replies]
 
@@ -207,21 +252,19 @@ class ServerClient:
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
     ) -> Pulled:
-        """As `push`, of an update without order, and `pull`, in one call: what each shard has once it is applied.
+        """Push and go on from what the servers have then, in one call to each.
 
-        Without `into`, the shard's own memory is borrowed (`lends`). The next updates are computed on it.
+        Without order, as `push` and `pull`: what each shard has once the update is applied. With it, where shard and
+        clock are `clocked`, as `push` and `proceed`. Without `into`, the shard's own memory is borrowed (`lends`). The
+        next updates are computed on it.
         """
-        parts, timing_only = None if into is None else self._parts(into), self.servers.timing_only
-
-        def place(shard: int) -> Sequence[torch.Tensor] | None:
-            return None if parts is None else () if timing_only else parts[shard]
-
-        replies = await self._every(await self._pushing(update, weight, base, lr, place))
-        versions = [reply.fields["version"] for reply in replies]
-        if into is not None:
-            return Pulled(into, versions)
-        ((values,),) = (reply.tensors for reply in replies)
-        return Pulled(values, versions, replies[0].release)
+        clocked = self.servers.clocked
+        if clocked is not None:
+            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", into)
+            return await self._once_admitted(start, into)
+        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", into, pull=True)
+        replies = await self._every(start)
+        return self._brought([reply.fields["version"] for reply in replies], replies[0], into)
 
     async def _pushing(
         self,
@@ -229,19 +272,22 @@ class ServerClient:
         weight: float,
         base: Sequence[int] | None,
         lr: float | Sequence[float] | None,
-        place: Callable[[int], Sequence[torch.Tensor] | None] | None = None,
+        to: Sequence[Address],
+        method: str,
+        *into: torch.Tensor | None,
+        **more: Any,
     ) -> Callable[[int], Operation[Reply]]:
-        """What starts to push the next update to a shard; with `place`, what the shard has then is pulled to there."""
+        """What starts to push the next update to a shard, and receives `into`, if given, what it answers."""
         self.seq += 1
         servers, seq = self.servers, self.seq
         parts = await self._encoded(update) if self.coders else self._parts(update)
 
         def start(shard: int) -> Operation[Reply]:
-            more: dict[str, Any] = {} if place is None else {"into": place(shard), "pull": True}
             return self.node.call(
-                servers.shards[shard],
-                "push",
+                to[shard],
+                method,
                 *parts[shard],
+                into=self._place(into[0], shard) if into else (),
                 timeout=self.timeout,
                 base=None if base is None else base[shard],
                 weight=weight,

@@ -137,7 +137,7 @@ class Shard:
         self._queue: deque[Operation[None]] = deque()
         looks_back = corrections is not None and corrections.compares
         self._apply_one = Apply(nothing, values.nbytes * (2 if looks_back else 1))
-        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
             "push": self._take if coder is None else partial(self._push_message, coder),
             "close": self._close,
             "pull": self._pull_to_work if looks_back else self._pull,
@@ -146,7 +146,7 @@ class Shard:
             "status": self._status,
         }
         self.vectors = Vectors(self, values.nbytes)
-        self._methods |= self.vectors.methods
+        self.methods |= self.vectors.methods
 
     @property
     def version(self) -> int:
@@ -164,9 +164,9 @@ class Shard:
         return len(self._staged)
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        method = self._methods.get(call.method)
+        method = self.methods.get(call.method)
         if method is None:
-            raise Refused(f'a shard has no method "{call.method}"; it has {", ".join(self._methods)}.')
+            raise Refused(f'a shard has no method "{call.method}"; it has {", ".join(self.methods)}.')
         return method(call)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:

@@ -25,6 +25,7 @@ from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
 from dure.strategy import make
 from dure.topology.admission import ClockService
+from dure.topology.clocked_shard import serve_clock
 from dure.topology.corrections import Corrections
 from dure.topology.parameter_server import Shard
 
@@ -82,7 +83,8 @@ class ShardHost:
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
         sync = make(request["sync"], "sync")
         remedies = Corrections.of(sync)
-        node.serve("shard", Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies))
+        shard = Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies)
+        node.serve("shard", shard)
         if request["number"] == 0:
             shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
             workers = range(request["workers"])
@@ -94,7 +96,7 @@ class ShardHost:
                 reduce=sync.reduce,
                 evict_seconds=math.inf,  # a user's loop may rest as long as it likes, to evaluate or to save
             )
-            node.serve("clock", clock)
+            serve_clock(node, clock, shard)
         return Reply()
 
     async def _finish(self, call: Call) -> Reply:

@@ -17,6 +17,7 @@ from dure.runtime.launch.helper import Helper
 from dure.strategy import catalogue, member_text, name_of
 from dure.sync.remedied import compares, server_rule
 from dure.topology.client import ServerClient, Servers
+from dure.topology.clocked_shard import clocked_at
 from dure.topology.sharding import pieces, split
 from dure.user_loop.optimizer import ServerRule
 
@@ -139,6 +140,7 @@ class Hosts:
             ordered=policy is not None and policy.ordered,
             may_refuse=policy is not None and policy.may_refuse,
             look_back=compares(self._sync),
+            clocked=clocked_at(shards, policy),
         )
         return ServerClient(self._node, rank, servers)
 

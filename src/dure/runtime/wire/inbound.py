@@ -360,7 +360,7 @@ class Inbound:
         if len(self.answers) >= self.shared.limits.outstanding:
             self._full = True
             self.link.pause()
-        call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors)
+        call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors, answer.release)
 
         def hand_over() -> None:
             if self.fenced:

@@ -1,0 +1,91 @@
+"""One server alone has the model and the clock: what a step asks of both, it asks in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from dure.errors import Refused, WorkOver
+from dure.runtime.base import Address, Call, Reply, TensorSpec
+from dure.topology.parameter_server import Shard
+
+if TYPE_CHECKING:
+    from dure.runtime.base import Node, Service
+    from dure.sync.clock import Policy
+    from dure.topology.admission import ClockService
+
+NAME = "clocked shard"
+"""That of the service at its node."""
+
+
+def clocked_at(shards: Sequence[Address], policy: Policy | None) -> Address | None:
+    """Where shard and clock can be asked in one call; None where there are several shards, or no order."""
+    return Address(shards[0].node, NAME) if len(shards) == 1 and policy is not None and policy.ordered else None
+
+
+def serve_clock(node: Node, clock: ClockService, shard: Service) -> None:
+    """Host the clock on the first server, and with its shard what `clocked_at` tells of."""
+    node.serve("clock", clock)
+    if isinstance(shard, Shard):
+        node.serve(NAME, ClockedShard(shard, clock))
+
+
+class ClockedShard:
+    """The only shard of a model and the clock beside it, as one service.
+
+        worker                        the server
+          exchange (seq, base) ------>  staged; its group closes, sooner or later
+                                        held until the worker may start its next step, on version v
+          <----------- version v --  its slice at v, once applied
+
+    | method     | fields and tensors                      | reply                                               |
+    |------------|-----------------------------------------|-----------------------------------------------------|
+    | `push`     | a shard's `push` and a clock's `staged` | version; once counted                               |
+    | `proceed`  | a clock's `ask`                         | as `ask`; slice at that version, and seconds `held` |
+    | `exchange` | `push`                                  | as `proceed`, after a `push`                        |
+
+    Nothing comes between an update's staging and its word to the clock. Where `ask` says that the work is over,
+    `WorkOver` is raised.
+    """
+
+    def __init__(self, shard: Shard, clock: ClockService) -> None:
+        self._shard = shard
+        self._now = clock.node.now
+        self._stage, self._pull = shard.methods["push"], shard.methods["pull"]
+        self._staged, self._ask = clock.methods["staged"], clock.methods["ask"]
+        self._methods: dict[str, Callable[[Call], Awaitable[Reply]]] = {
+            "push": self._push,
+            "proceed": self._proceed,
+            "exchange": self._exchange,
+        }
+
+    def handle(self, call: Call) -> Awaitable[Reply]:
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Refused(f'a clocked shard has no method "{call.method}"; it has {", ".join(self._methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return () if method == "proceed" else self._shard.expects("push")
+
+    async def _push(self, call: Call) -> Reply:
+        staging = self._stage(call)
+        reply = staging if isinstance(staging, Reply) else await staging
+        call.release()
+        self._staged(call)
+        return reply
+
+    async def _proceed(self, call: Call) -> Reply:
+        fields, asked = call.fields, self._now()
+        asking = self._ask(call)
+        admitted = (asking if isinstance(asking, Reply) else await asking).fields
+        if "over" in admitted:
+            raise WorkOver(f"no step is left for worker {fields['worker']}: too few workers are left to go on.")
+        held = self._now() - asked
+        pulling = self._pull(Call(call.caller, "pull", {**fields, "version": admitted["version"]}, ()))
+        pulled = pulling if isinstance(pulling, Reply) else await pulling
+        return Reply({**admitted, "held": held}, pulled.tensors, pulled.release)
+
+    async def _exchange(self, call: Call) -> Reply:
+        await self._push(call)
+        return await self._proceed(call)
