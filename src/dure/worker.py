@@ -461,7 +461,7 @@ class Worker:
         self.heard = self.server.heard
         (version,) = pulled.versions
         self._admitted = version
-        self._adopt_what_came(pulled)
+        self.adopt(pulled)
         return version
 
     @property
@@ -521,7 +521,7 @@ class Worker:
         started = self.node.now()
         borrowed = await self.server.borrow(self._admitted, to_work=True)
         self.meter.add("communicate", started, self.node.now(), "pull")
-        self._adopt_lent(borrowed)
+        self.adopt(borrowed)
 
     async def exchange(self, update: torch.Tensor) -> None:
         """Push `update`, and go on from what the server has once this worker may start its next step.
@@ -545,7 +545,7 @@ class Worker:
             self._go_on_from(pulled)
         else:
             self.meter.add("communicate", started, self.node.now(), "push")
-            self._adopt_what_came(pulled)
+            self.adopt(pulled)
 
     def _meter_exchange(self, started: float, held: float) -> None:
         """As long there as back: how long the server `held` this worker is all that is known."""
@@ -555,17 +555,6 @@ class Worker:
         self.meter.add("wait", there, there + held)
         self.meter.add("communicate", there + held, ended, "pull")
 
-    def _adopt_what_came(self, pulled: Pulled) -> None:
-        assert self.server is not None
-        if self.server.lends:
-            self._adopt_lent(pulled)
-        else:
-            self.adopt(pulled)
-
-    def _adopt_lent(self, borrowed: Pulled) -> None:
-        self.adopt(borrowed)
-        self._lent = (borrowed, _writes(borrowed.values))
-
     def adopt(self, pulled: Pulled) -> None:
         """Go on from what was pulled."""
         if self._lent is None:
@@ -574,6 +563,8 @@ class Worker:
             self._give_back(*self._lent)
         self.params = pulled.values
         self._pulled = pulled
+        if pulled.release is not nothing:
+            self._lent = (pulled, _writes(pulled.values))
 
     def _give_back(self, borrowed: Pulled, writes: int) -> None:
         self._lent = None

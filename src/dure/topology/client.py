@@ -101,6 +101,7 @@ class ServerClient:
         self._spoke = -math.inf
         codec, layouts = servers.codec, servers.layouts
         self.coders = [] if codec is None else [codec.coder(layout, seed=worker) for layout in layouts]
+        self._whole = _nbytes_of_the_only_range(servers)
         self._ghosts: list[list[torch.Tensor]] = [
             [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
             for ranges in servers.ranges
@@ -194,11 +195,7 @@ class ServerClient:
     @property
     def lends(self) -> bool:
         """Whether parameters can be borrowed: one shard holds them all, where this worker can read them."""
-        shards, ranges = self.servers.shards, self.servers.ranges[0]
-        if len(shards) != 1 or len(ranges) != 1:
-            return False
-        ((start, stop),) = ranges
-        return self.node.borrows(shards[0].node, (stop - start) * self.servers.itemsize)
+        return self._whole is not None and self.node.borrows(self.servers.shards[0].node, self._whole)
 
     async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """As `pull`, but the shard's own memory, not a copy: to be read, and released."""
@@ -444,3 +441,11 @@ class ServerClient:
                 return await again()
             except (CallTimeout, PeerLost) as still:
                 failed = still
+
+
+def _nbytes_of_the_only_range(servers: Servers) -> int | None:
+    """What one shard holds in one piece; None where the model is cut."""
+    if len(servers.ranges) != 1 or len(servers.ranges[0]) != 1:
+        return None
+    ((start, stop),) = servers.ranges[0]
+    return (stop - start) * servers.itemsize
