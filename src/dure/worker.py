@@ -434,20 +434,25 @@ class Worker:
             raise Suspend
         self.asking = boundary.waiting
 
-    async def proceed(self) -> int:
+    async def proceed(self, *, to_write: bool = False) -> int:
         """Wait until the clock lets this worker start its next step, and go on from the version that it starts on.
 
-        As `admission` and then `refresh`, in one call where one server has the clock too.
+        As `admission` and then `refresh` or, for a method that goes on `to_write` to its parameters, `adopt(await
+        pull())`; in one call where one server has the clock too.
         """
         assert self.server is not None
         if self.server.servers.clocked is None:
             version = await self.admission()
-            await self.refresh()
+            if to_write:
+                self.adopt(await self.pull())
+            else:
+                await self.refresh()
             return version
         self._begin_to_wait()
         started = self.node.now()
+        room = self._room() if to_write else self._room_unless_lent()
         try:
-            pulled = await self.server.proceed(self._room_unless_lent())
+            pulled = await self.server.proceed(room)
         finally:
             self.asking = False
         admitted = started + self.server.held

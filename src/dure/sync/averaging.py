@@ -287,17 +287,17 @@ class Averaging:
 
     async def meet_at_servers(self, worker: Worker, note: Note) -> None:
         """Over servers, which divide by the sum of the weights."""
-        kept, started = worker.kept_plain, worker.node.now()
+        kept, spent = worker.kept_plain, worker.meter.seconds
+        started = spent["communicate"]
         if not kept["pushed"]:
             weight = note["weight"]
             if self.weights == "loss":
                 weight = max(math.exp(-note["round loss"] / self.temperature), 1e-300)
             await worker.push(self.contribution(worker), weight=weight, note=note)
-            kept |= {"pushed": True, "sync": worker.node.now() - started}
-        await worker.admission()
-        started = worker.node.now()
-        worker.adopt(await worker.pull())
-        kept["sync"] += worker.node.now() - started
+            kept |= {"pushed": True, "sync": spent["communicate"] - started}
+        started = spent["communicate"]
+        await worker.proceed(to_write=True)
+        kept["sync"] += spent["communicate"] - started
 
     def contribution(self, worker: Worker) -> torch.Tensor:
         """w_k, or where it would be if every worker had made as many steps."""

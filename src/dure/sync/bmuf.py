@@ -205,8 +205,7 @@ class BMUF:
         """The servers make W of the mean of Wg - w_k; how far it went shows where to look ahead to."""
         model, start = worker.keep("model"), worker.keep("start")
         await worker.push(start - worker.params, note={"clock": worker.clock})
-        await worker.admission()
-        worker.adopt(await worker.pull())
+        await worker.proceed(to_write=True)
         if self.nesterov:
             start.copy_(worker.params + (worker.params - model) * self.momentum)
         else:

@@ -61,5 +61,4 @@ class OneShot:
                 await worker.mean_params()
             else:
                 await worker.push(worker.params, note={"clock": worker.clock})
-                await worker.admission()
-                worker.adopt(await worker.pull())
+                await worker.proceed(to_write=True)

@@ -82,8 +82,7 @@ class SSP:
         while True:
             await worker.begin_step()
             if worker.kept_plain.get("cached", -math.inf) < worker.clock - self.bound:
-                await worker.admission()
-                worker.adopt(await worker.pull())
+                await worker.proceed(to_write=True)
                 worker.kept_plain["cached"] = worker.slowest
             gradient = await worker.gradient()
             before = worker.params.clone()
