@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,30 +204,62 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
 # ---- across processes
 
 
+class Processes:
+    """A server and three workers of BSP, each on a node of its own; `limits` are the server's."""
+
+    def __init__(self, numel: int, limits: Limits | None = None) -> None:
+        server = ProcessNode(Identity("job", "server 0"), limits=limits)
+        self.shard = Shard(server, torch.zeros(numel), OptimizerSpec(lr=1.0), log=True)
+        shards = [server.serve("shard", self.shard)]
+        serve_clock(server, ClockService(server, Barrier(), shards, workers=range(3), reduce="sum"), self.shard)
+        address = "127.0.0.1", server.wire.listen()
+        self.numel = numel
+        self.servers = Servers(
+            shards, [[(0, numel)]], Address("server 0", "clock"), clocked=clocked_at(shards, Barrier())
+        )
+        self.nodes = [ProcessNode(Identity("job", f"worker {rank}", rank)) for rank in range(3)]
+        for node in self.nodes:
+            node.directory["server 0"] = address
+        self.all = [server, *self.nodes]
+
+    def exchange(self, rank: int, **options: Any) -> Any:
+        """Start one of worker `rank`."""
+        client = ServerClient(self.nodes[rank], rank, self.servers, **options)
+        strand = self.nodes[rank].spawn(client.exchange(torch.ones(self.numel), torch.empty(self.numel)))
+        strand.when_done(lambda: None)
+        return strand
+
+    def turn(self, strands: Sequence[Any], seconds: float) -> None:
+        """Until all `strands` are done, or for so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(strand.done for strand in strands):
+            for node in self.all:
+                node.loop.turn(0.001)
+
+    def close(self) -> None:
+        for node in self.all:
+            node.wire.close(timeout=0.0)
+
+
 def test_updates_of_more_bytes_than_a_server_takes_at_once_all_come_in_before_anybody_goes_on() -> None:
     """Who waits for the others holds no memory that their updates need."""
-    numel = 100_000
-    server = ProcessNode(Identity("job", "server 0"), limits=Limits(staging_nbytes=4 * numel + 10_000))
-    shard = Shard(server, torch.zeros(numel), OptimizerSpec(lr=1.0))
-    shards = [server.serve("shard", shard)]
-    serve_clock(server, ClockService(server, Barrier(), shards, workers=range(3), reduce="sum"), shard)
-    port = server.wire.listen()
-    servers = Servers(shards, [[(0, numel)]], Address("server 0", "clock"), clocked=clocked_at(shards, Barrier()))
-    nodes = [ProcessNode(Identity("job", f"worker {rank}", rank)) for rank in range(3)]
-    strands = []
-    for rank, node in enumerate(nodes):
-        node.directory["server 0"] = ("127.0.0.1", port)
-        client = ServerClient(node, rank, servers)
-        strands.append(node.spawn(client.exchange(torch.ones(numel), torch.empty(numel))))
-        strands[-1].when_done(lambda: None)
-    for _ in range(2000):
-        for node in (*nodes, server):
-            node.loop.turn(0.001)
-        if all(strand.done for strand in strands):
-            break
+    world = Processes(100_000, Limits(staging_nbytes=410_000))
+    strands = [world.exchange(rank) for rank in range(3)]
+    world.turn(strands, 20.0)
     assert [strand.result().values.unique().tolist() for strand in strands] == [[-3.0]] * 3
-    for node in (*nodes, server):
-        node.wire.close(timeout=0.0)
+    world.close()
+
+
+def test_who_is_not_answered_in_time_asks_for_as_long_as_it_takes() -> None:
+    world = Processes(10)
+    early = [world.exchange(rank, timeout=0.05, attempts=2) for rank in range(2)]
+    world.turn(early, 0.5)
+    assert not any(strand.done for strand in early)
+    late = world.exchange(2)
+    world.turn([*early, late], 20.0)
+    assert [strand.result().values.unique().tolist() for strand in (*early, late)] == [[-3.0]] * 3
+    assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+    world.close()
 
 
 # ---- whole runs
@@ -267,11 +301,11 @@ def test_the_wait_for_others_is_told_apart_from_the_way(tmp_path: Path) -> None:
     """One worker is three times as fast; a message takes 5 ms each way, so it waits for all the rest of the time."""
     cluster = machines(2, 0.03, speed=(1.0, 3.0))
     run = virtual("quadratic", "bsp ps", cluster, steps=100, trace=True, out=tmp_path)
-    time = run.outcome.totals.time
+    spent = run.outcome.totals.time
     assert run.seconds == pytest.approx(100 * 0.040, rel=0.02)
-    assert time["compute"] == pytest.approx(100 * 0.040, rel=0.02)
-    assert time["communicate"] == pytest.approx(2 * 100 * 0.010, rel=0.05)
-    assert time["wait"] == pytest.approx(100 * 0.020, rel=0.05)
+    assert spent["compute"] == pytest.approx(100 * 0.040, rel=0.02)
+    assert spent["communicate"] == pytest.approx(2 * 100 * 0.010, rel=0.05)
+    assert spent["wait"] == pytest.approx(100 * 0.020, rel=0.05)
     step = [span for span in run.outcome.spans if span.rank_name == "worker 1"][-8:-4]
     assert [span.detail or span.kind for span in step] == ["compute", "push", "wait", "pull"]
     assert [span.end - span.start for span in step] == pytest.approx([0.010, 0.005, 0.020, 0.005], rel=0.01)
