@@ -17,7 +17,7 @@ from support.runs import bowls, local, virtual
 
 from dure.errors import Evicted, Refused
 from dure.optim import OptimizerSpec
-from dure.runtime.base import Address, EndOfWork
+from dure.runtime.base import Address, EndOfWork, Operation, Suspend
 from dure.runtime.cluster import Cluster, Link, Machines
 from dure.runtime.compute import Constant, LogNormal
 from dure.runtime.process import ProcessNode
@@ -205,7 +205,7 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
 
 
 class Processes:
-    """A server and three workers of BSP, each on a node of its own; `limits` are the server's."""
+    """A server and three workers of BSP, each on a node of its own, to be closed; `limits` are the server's."""
 
     def __init__(self, numel: int, limits: Limits | None = None) -> None:
         server = ProcessNode(Identity("job", "server 0"), limits=limits)
@@ -222,6 +222,13 @@ class Processes:
             node.directory["server 0"] = address
         self.all = [server, *self.nodes]
 
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self.all:
+            node.wire.close(timeout=0.0)
+
     def exchange(self, rank: int, **options: Any) -> Any:
         """Start one of worker `rank`."""
         client = ServerClient(self.nodes[rank], rank, self.servers, **options)
@@ -236,30 +243,56 @@ class Processes:
             for node in self.all:
                 node.loop.turn(0.001)
 
-    def close(self) -> None:
-        for node in self.all:
-            node.wire.close(timeout=0.0)
+    def pass_time(self, seconds: float) -> None:
+        self.turn([Operation(self.nodes[0].loop)], seconds)
+
+    def ended(self, strand: Any) -> Any:
+        """What comes of `strand`."""
+        strand.when_done(lambda: None)
+        self.turn([strand], 20.0)
+        return strand.result()
 
 
 def test_updates_of_more_bytes_than_a_server_takes_at_once_all_come_in_before_anybody_goes_on() -> None:
     """Who waits for the others holds no memory that their updates need."""
-    world = Processes(100_000, Limits(staging_nbytes=410_000))
-    strands = [world.exchange(rank) for rank in range(3)]
-    world.turn(strands, 20.0)
-    assert [strand.result().values.unique().tolist() for strand in strands] == [[-3.0]] * 3
-    world.close()
+    with Processes(100_000, Limits(staging_nbytes=410_000)) as world:
+        strands = [world.exchange(rank) for rank in range(3)]
+        world.turn(strands, 20.0)
+        assert [strand.result().values.unique().tolist() for strand in strands] == [[-3.0]] * 3
 
 
 def test_who_is_not_answered_in_time_asks_for_as_long_as_it_takes() -> None:
-    world = Processes(10)
-    early = [world.exchange(rank, timeout=0.05, attempts=2) for rank in range(2)]
-    world.turn(early, 0.5)
-    assert not any(strand.done for strand in early)
-    late = world.exchange(2)
-    world.turn([*early, late], 20.0)
-    assert [strand.result().values.unique().tolist() for strand in (*early, late)] == [[-3.0]] * 3
-    assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
-    world.close()
+    with Processes(10) as world:
+        early = [world.exchange(rank, timeout=0.05, attempts=2) for rank in range(2)]
+        world.turn(early, 0.5)
+        assert not any(strand.done for strand in early)
+        late = world.exchange(2)
+        world.turn([*early, late], 20.0)
+        assert [strand.result().values.unique().tolist() for strand in (*early, late)] == [[-3.0]] * 3
+        assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+
+
+def test_who_is_stopped_while_it_waits_leaves_nothing_borrowed() -> None:
+    """Its answer would come when nobody is there to give back what it lends."""
+    with Processes(1_000_000) as world:
+        client = ServerClient(world.nodes[0], 0, world.servers)
+        assert world.ended(world.nodes[0].spawn(client.push(torch.ones(1_000_000)))) == [0]
+        for _ in range(2):
+            waiting = world.nodes[0].spawn(client.proceed(None))
+            waiting.when_done(lambda: None)
+            world.turn([waiting], 0.2)
+            waiting.throw(Suspend())
+            assert waiting.done
+        again = world.nodes[0].spawn(client.proceed(None))
+        others = [world.exchange(rank) for rank in (1, 2)]
+        borrowed = world.ended(again)
+        world.turn(others, 20.0)
+        world.pass_time(0.2)
+        assert (borrowed.values.unique().tolist(), borrowed.versions) == ([-3.0], [1])
+        assert world.shard.current.holders == 2, "the shard itself, and worker 0"
+        borrowed.release()
+        world.pass_time(0.2)
+        assert world.shard.current.holders == 1
 
 
 # ---- whole runs

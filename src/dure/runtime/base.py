@@ -157,11 +157,12 @@ class Strand(Operation[T]):
                 operation.when_done(self.advance)
 
     def throw(self, error: BaseException) -> None:
-        """Raise `error` in the coroutine where it waits."""
+        """Raise `error` in the coroutine where it waits; what it has waited for is given up."""
         if self.done:
             return
         if self.waits_for is not None:
             self.waits_for.forget(self.advance)
+            self.waits_for.cancel()
         try:
             operation = self.coroutine.throw(error)
         except StopIteration as stop:
