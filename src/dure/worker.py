@@ -545,16 +545,16 @@ class Worker:
         base = self._pulled.versions if self._pulled is not None else None
         room = self._room_unless_lent()
         pulled = await self.server.exchange(update, room, weight=self.source.batch_size, base=base, lr=self.lr)
+        self._meter_exchange(started)
         if servers.ordered:
-            self._meter_exchange(started, self.server.held)
             self._go_on_from(pulled)
         else:
-            self.meter.add("communicate", started, self.node.now(), "push")
             self.adopt(pulled)
 
-    def _meter_exchange(self, started: float, held: float) -> None:
+    def _meter_exchange(self, started: float) -> None:
         """As long there as back: how long the server `held` this worker is all that is known."""
-        ended = self.node.now()
+        assert self.server is not None
+        ended, held = self.node.now(), self.server.held
         there = started + (ended - started - held) / 2
         self.meter.add("communicate", started, there, "push")
         self.meter.add("wait", there, there + held)
