@@ -185,7 +185,7 @@ def test_what_comes_back_has_the_own_update_in_it():
 
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2)])
 def test_one_worker_makes_the_steps_of_the_paper(n_push, n_fetch, tmp_path):
-    """Whatever is due together, with checkpoints between or not: a gradient of w^2 / 2 is the w that it was taken at."""
+    """Whatever is due together, with checkpoints between or not: the gradient of w^2 / 2 is w."""
     job = bowls([(1.0, 0.0)], lr=0.1, start=1.0)
     how = {"checkpoint_every": 4, "out": tmp_path}
     text = f"downpour:n_push={n_push},n_fetch={n_fetch} ps"
