@@ -1,8 +1,10 @@
 """What is wrong with a job is said in one sentence before anything starts, and the trial leaves no trace."""
 
+import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -127,6 +129,19 @@ def test_a_trial_draws_nothing_and_needs_no_more_than_it_is_given():
     assert torch.equal(torch.get_rng_state(), before)
     with torch.no_grad():
         try_out(few, "mine", rows=4)
+
+
+def test_what_a_job_draws_elsewhere_in_the_trial_it_draws_again():
+    def loss(outputs, targets):
+        drawn.append((random.random(), np.random.rand()))
+        return functional.cross_entropy(outputs, targets)
+
+    drawn: list[tuple[float, float]] = []
+    try_out(job(loss=loss), "mine", rows=4)
+    assert drawn[0] == (random.random(), np.random.rand())
+    with pytest.raises(UsageError):
+        try_out(job(loss=lambda outputs, targets: random.random() + np.random.rand()), "mine", rows=4)
+    assert drawn[1] == (random.random(), np.random.rand())
 
 
 def counting(seen):

@@ -2,15 +2,18 @@
 
 What is wrong with a job is so said in one sentence, the same in every runtime: a simulation would find it in the middle
 of many gradients at once, and a worker in a process of its own. The model is one of its own, the samples are the first
-of the data, and PyTorch's random numbers are put back: the run that follows is, bit for bit, the run without a trial.
+of the data, and the random numbers of PyTorch, NumPy and Python are put back: the run that follows is, bit for bit, the
+run without a trial.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +31,7 @@ def try_out(job: Job, name: str, *, rows: int, seed: int = 0) -> None:
 
     Raises `UsageError`, naming the job, where its model, loss, accuracy or data do not do what they should.
     """
-    with _named(name), torch.random.fork_rng(devices=[]):
+    with _named(name), torch.random.fork_rng(devices=[]), _drawing_apart():
         torch.default_generator.manual_seed(seed)  # what is found does not depend on what was drawn before
         module = _model(job, seed)
         inputs, targets = _first(job.train, rows)
@@ -47,6 +50,17 @@ def try_to_count(job: Job, name: str) -> None:
         _model(job, 0)
         with blamed("counting its model's operations raised"):
             _ = job.flops_per_sample
+
+
+@contextmanager
+def _drawing_apart() -> Iterator[None]:
+    """What is drawn meanwhile from NumPy's and Python's own generators is drawn again afterwards."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 @contextmanager
