@@ -43,10 +43,10 @@ def main() -> None:
         for repeat in range(given.repeats):
             for strategy, each in seconds.items():
                 each.append(step_seconds(strategy, given.workers, given.steps, repeat))
-        print(f"{'strategy':>14} {'a step':>10} {'fastest':>10} {'steps/s, all workers':>21}")
+        print(f"{'strategy':>24} {'a step':>10} {'fastest':>10} {'steps/s, all workers':>21}")
         for strategy, each in seconds.items():
             median = statistics.median(each)
-            print(f"{strategy:>14} {median * 1e3:7.3f} ms {min(each) * 1e3:7.3f} ms {given.workers / median:21,.0f}")
+            print(f"{strategy:>24} {median * 1e3:7.3f} ms {min(each) * 1e3:7.3f} ms {given.workers / median:21,.0f}")
         facts |= {"workers": given.workers, "steps": given.steps, "repeats": given.repeats}
         facts["step_seconds"] = {strategy: statistics.median(each) for strategy, each in seconds.items()}
 
