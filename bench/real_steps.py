@@ -2,9 +2,10 @@
 
     python bench/real_steps.py [--workers 2] [--steps 1000] [--repeats 5] [--strategy S ...] [--json FILE]
 
-A gradient of this job takes a fraction of a millisecond, so a step is mostly round trips: one over one server, four
-over several where there is order (ask, pull, push, staged). Runs are whole `dure.train(..., on="local")`, in turn; the seconds are
-those of their records, which begin when all processes are ready. Medians.
+A gradient of this job takes a fraction of a millisecond, so a step is mostly round trips. Where there is order, that is
+one over one server and four over several (ask, pull, push, staged); Downpour has two (pull, push), or one. Runs are
+whole `dure.train(..., on="local")`, in turn; the seconds are those of their records, which begin when all processes are
+ready. Medians.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from _side_by_side import told
 
 import dure
 
-STRATEGIES = ("ssp:bound=3", "downpour", "bsp ps", "ssp:bound=3 ps:shards=2")
+STRATEGIES = ("ssp:bound=3", "downpour", "bsp ps", "ssp:bound=3 ps:shards=2", "downpour:at_once=true")
 
 
 def step_seconds(strategy: str, workers: int, steps: int, seed: int) -> float:

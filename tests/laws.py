@@ -78,6 +78,7 @@ LAWS = [
     Law("downpour ps:shards=2", options={"lr": 0.05}),
     Law("downpour:n_push=2,n_fetch=3,warm_start=0.1,overlap=true ps:shards=2", options={"lr": 0.03}),
     Law("downpour+dc-asgd ps:shards=2", options={"lr": 0.05}),
+    Law("downpour:at_once=true+dc-asgd ps", options={"lr": 0.05}),
     Law("k-batch-async:k=2+dc-asgd:mode=adaptive+staleness-lr ps:shards=2"),
     Law("ssp:bound=3+staleness-lr+momentum-compensation:target=0.5 ps:shards=2", options={"lr": 0.03}),
     Law("hogwild", options={"lr": 0.05}),

@@ -62,7 +62,9 @@ def check_exactly_once(trial, notes, outcome, kills):
 # ---- workers that die
 
 
-@pytest.mark.parametrize("strategy", ["ssp:bound=3 ps:shards=3", "downpour ps:shards=3"])
+@pytest.mark.parametrize(
+    "strategy", ["ssp:bound=3 ps:shards=3", "ssp:bound=3 ps", "downpour ps:shards=3", "downpour:at_once=true ps"]
+)
 def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
     trial = Trial(configured("counted", strategy, workers=4, steps=150, data=tmp_path))
     killer = Killer(10, seed=3)
@@ -72,7 +74,7 @@ def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strat
     assert notes.cut_short, "no kill came while something was pushed: the fault did not fire"
     assert outcome.totals.failures_survived == 10
     check_exactly_once(trial, notes, outcome, kills=10)
-    if strategy.startswith("ssp"):
+    if strategy == "ssp:bound=3 ps:shards=3":
         assert trial.hub.logs[0] == trial.hub.logs[1] == trial.hub.logs[2]
     assert {name for name, _ in trial.hub.finished.items()} == {f"worker {rank}" for rank in range(4)}
     assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros

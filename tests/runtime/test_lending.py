@@ -102,7 +102,7 @@ def job():
 """
 
 
-@pytest.mark.parametrize("method", ["ssp:bound=0", "bsp", "downpour"])
+@pytest.mark.parametrize("method", ["ssp:bound=0", "bsp", "downpour:at_once=true"])
 def test_across_processes_a_worker_computes_on_what_is_lent_as_in_virtual_time(method: str, tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text(BIG)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dure.data.dataset import Data
 from dure.job import Job, load_job
 from dure.optim import OptimizerSpec
-from dure.topology.client import ServerClient
+from dure.topology.client import Pulled, ServerClient
 
 ROWS = 64
 DIM = 1 << 17  # half a megabyte per push: a kill lands in the middle of one
@@ -115,7 +115,7 @@ def in_nursery() -> bool:
 
 
 def note_pushes(folder: Path) -> None:
-    push = ServerClient.push
+    push, exchange = ServerClient.push, ServerClient.exchange
 
     def note(client: ServerClient, word: str, *figures: int) -> None:
         line = " ".join(map(str, (word, client.worker, client.incarnation, *figures))) + "\n"
@@ -128,7 +128,14 @@ def note_pushes(folder: Path) -> None:
         note(client, "acknowledged", client.seq)
         return versions
 
+    async def noted_too(client: ServerClient, update: Tensor, into: Tensor | None, **options: Any) -> Pulled:
+        note(client, "pushes", client.seq + 1, round(float(update[0]) * ROWS))
+        pulled = await exchange(client, update, into, **options)
+        note(client, "acknowledged", client.seq)
+        return pulled
+
     ServerClient.push = noted  # type: ignore[method-assign,assignment]
+    ServerClient.exchange = noted_too  # type: ignore[method-assign,assignment]
 
 
 class Fault:

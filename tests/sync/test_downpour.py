@@ -155,32 +155,7 @@ def test_for_real_with_overlap_every_gradient_counts():
     assert run.outcome.history[-1]["accuracy"] > 0.7
 
 
-# ---- push and fetch in one call
-
-
-@pytest.mark.parametrize("topology", ["ps", "ps:shards=3,split=layer", "ps fp16", "ps:colocated=true"])
-def test_a_push_before_a_fetch_brings_it_back(topology):
-    """A message there and one back for each step, and for the first fetch, to the server and, for order, its clock."""
-    run = virtual("digits-mlp", f"downpour {topology}", machines(1), steps=20)
-    worker = run.outcome.totals.per_worker["worker 0"]
-    assert worker["messages"] == 21 * run.task.servers + 2, "and to join, and to leave"
-    assert run.summary["bytes_received"] == 21 * run.params.nbytes
-
-
-def test_a_step_takes_a_latency_there_and_one_back():
-    """Rather than two of each, as with a step of its own between: a gradient takes 10 ms, a message 5 ms."""
-    cluster = machines(1).model_copy(update={"link": Link(bandwidth=1e12, latency=5e-3)})
-    for how, seconds in (("", 0.020), (":local_lr=0.01", 0.030), (":n_fetch=2", 0.020), (":n_push=2", 0.020)):
-        run = virtual("quadratic", f"downpour{how} ps", cluster, steps=50)
-        assert run.seconds == pytest.approx(50 * seconds, abs=0.05), how
-        share = run.outcome.totals.time
-        assert share["communicate"] == pytest.approx(share["compute"] * (seconds - 0.010) / 0.010, rel=0.05)
-
-
-def test_what_comes_back_has_the_own_update_in_it():
-    job = bowls([(1.0, 0.0)], lr=0.4, start=1.0)
-    run = virtual(job, "downpour ps", machines(1), steps=12)
-    assert float(run.params) == pytest.approx(0.6**12, rel=1e-12)
+# ---- whenever a push or a fetch is due
 
 
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2)])
@@ -202,10 +177,44 @@ def test_one_worker_makes_the_steps_of_the_paper(n_push, n_fetch, tmp_path):
         assert float(run.params) == pytest.approx(server, rel=1e-12)
 
 
-def test_for_real_every_gradient_counts():
-    run = local("digits-mlp", "downpour:warm_start=0.1 ps:shards=2", workers=2, steps=60, lr=0.05)
+# ---- push and fetch in one call
+
+
+@pytest.mark.parametrize("topology", ["ps", "ps:shards=3,split=layer", "ps fp16", "ps:colocated=true"])
+def test_at_once_one_worker_makes_the_same_steps_with_half_the_messages(topology):
+    apart, once = (
+        virtual("digits-mlp", f"downpour{how} {topology}", machines(1), steps=20) for how in ("", ":at_once=true")
+    )
+    assert torch.equal(apart.params, once.params)
+    assert apart.summary["bytes_sent"] == once.summary["bytes_sent"]
+    assert apart.summary["bytes_received"] == once.summary["bytes_received"]
+    assert once.summary["messages"] < 0.6 * apart.summary["messages"]
+
+
+def test_at_once_a_step_takes_a_latency_there_and_one_back():
+    """Rather than two of each: a gradient takes 10 ms, a message 5 ms."""
+    cluster = machines(1).model_copy(update={"link": Link(bandwidth=1e12, latency=5e-3)})
+    apart, once = (virtual("quadratic", f"downpour{how} ps", cluster, steps=50) for how in ("", ":at_once=true"))
+    assert apart.seconds == pytest.approx(50 * 0.030, abs=0.05)
+    assert once.seconds == pytest.approx(50 * 0.020, abs=0.05)
+
+
+def test_at_once_what_comes_back_has_the_own_update_in_it():
+    job = bowls([(1.0, 0.0)], lr=0.4, start=1.0)
+    run = virtual(job, "downpour:at_once=true ps", machines(1), steps=12)
+    assert float(run.params) == pytest.approx(0.6**12, rel=1e-12)
+
+
+def test_for_real_at_once_every_gradient_counts():
+    run = local("digits-mlp", "downpour:at_once=true,warm_start=0.1 ps:shards=2", workers=2, steps=60, lr=0.05)
     assert run.outcome.totals.counts["updates_applied"] == 120
     assert run.outcome.history[-1]["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("more", [{"n_push": 2}, {"n_fetch": 2}, {"local_lr": 0.1}, {"overlap": True}])
+def test_at_once_is_after_every_step(more):
+    with pytest.raises(ValueError, match="at_once pushes and fetches after every step"):
+        Downpour(at_once=True, **more)
 
 
 # ---- parameters

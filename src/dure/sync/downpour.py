@@ -17,7 +17,7 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.
 | accrued gradient            | the sum, not the mean: the rate per push grows with `n_push`      |
 | push, fetch in own threads  | `overlap`: beside the next gradient, one of each at a time        |
 | warm start with one replica | `warm_start`, a share of the steps; about 0.05 in the paper       |
-| push, fetch both due        | in one call, unless `local_lr` or `overlap` come between          |
+| push, then fetch            | `at_once`: in one call, a round trip less in every step           |
 | shards apart                | each applies on arrival; shards may differ in order               |
 
 One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays nobody; its gradients are stale. One that
@@ -53,6 +53,7 @@ class Downpour:
     server: Literal["job", "sgd", "adagrad", "adam"] = "job"
     warm_start: float = 0.0
     overlap: bool = False
+    at_once: bool = False
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
@@ -66,6 +67,10 @@ class Downpour:
                 raise ValueError(f"{name} counts mini-batches and must be >= 1, got {getattr(self, name)}.")
         if not self.local_lr >= 0:
             raise ValueError(f"local_lr is a learning rate and must be >= 0, got {self.local_lr}. Use 0 for none.")
+        if self.at_once and (self.n_push, self.n_fetch, self.local_lr, self.overlap) != (1, 1, 0, False):
+            raise ValueError(
+                "at_once pushes and fetches after every step: leave out n_push, n_fetch, local_lr, overlap."
+            )
         if not 0 <= self.warm_start < 1:
             raise ValueError(f"warm_start is a share of the steps, from 0 to below 1, got {self.warm_start}. Use 0.05.")
 
@@ -83,11 +88,13 @@ class Downpour:
         try:
             if self.warm_start:
                 await self.warm_up(worker)
+            if self.at_once:
+                await self.exchange(worker)
             while True:
                 await self.step(worker, overlap=self.overlap)
         except EndOfWork:
             if worker.clock % self.n_push != 0:
-                await worker.push(worker.keep("accrued"))
+                await self.push(worker, worker.keep("accrued"), overlap=False)
             await worker.finished("push")
 
     async def warm_up(self, worker: Worker) -> None:
@@ -98,8 +105,16 @@ class Downpour:
             await self.step(worker, overlap=False)
         await worker.announce()
 
+    async def exchange(self, worker: Worker) -> None:
+        """Push what was computed on what the last push brought back."""
+        if not worker.kept_plain.get("fetched"):
+            await worker.refresh()
+            worker.kept_plain["fetched"] = True
+        while True:
+            await worker.exchange(await worker.gradient())
+
     async def step(self, worker: Worker, *, overlap: bool) -> None:
-        if worker.clock % self.n_fetch == 0 and worker.kept_plain.get("fetched") != worker.clock:
+        if worker.clock % self.n_fetch == 0:
             await self.fetch(worker, overlap=overlap)
         gradient = await worker.gradient()
         if self.local_lr:
@@ -123,11 +138,7 @@ class Downpour:
             await worker.refresh()
 
     async def push(self, worker: Worker, update: Tensor, *, overlap: bool) -> None:
-        """In one call with a fetch that is due right afterwards."""
         if overlap:
             await worker.push_beside(update.clone())
-        elif self.local_lr or worker.clock % self.n_fetch:
-            await worker.push(update)
         else:
-            await worker.exchange(update)
-            worker.kept_plain["fetched"] = worker.clock
+            await worker.push(update)
