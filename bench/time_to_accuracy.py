@@ -64,7 +64,7 @@ METHODS = {
     "k-sync": Method("k-sync", options={"lr": 0.3}),
     "k-batch-sync": Method("k-batch-sync", options={"lr": 0.3}),
     "k-async": Method("k-async", options={"lr": 0.3}),
-    "k-batch-async": Method("k-batch-async", options={"lr": 0.3}),
+    "k-batch-async": Method("k-batch-async", options={"lr": 0.2}),
     "ssp": Method("ssp", options={"lr": 0.015}),
     "downpour": Method("downpour", options={"lr": 0.015}),
     "downpour+momentum-compensation": Method("downpour+momentum-compensation:target=0.5", options={"lr": 0.03}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.config import CompareConfig
+from dure.errors import UsageError
 
 if TYPE_CHECKING:
     from dure.job import Job
@@ -33,8 +34,13 @@ def compare(
 ) -> Comparison:
     """Train `job` under each of `strategies` in each place of `on`, and write a report.
 
-    Every method if no strategy is given. `options` are those of `config.CompareConfig`. Raises what `train` does.
+    Every method if no strategy is given, here or as the option of that name. `options` are those of
+    `config.CompareConfig`. Raises what `train` does.
     """
+    named = options.pop("strategies", ())
+    if strategies and named:
+        raise UsageError(f"strategies are given by place, {strategies}, and by name, {named}: give them once.")
+    strategies = strategies or ((named,) if isinstance(named, str) else tuple(named))
     given, name = (None, job) if isinstance(job, str) else (job, job.name)
     if isinstance(on, str):
         on = (on,)
