@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.runs import bowls, local, virtual
 
+import dure
+from dure import checkpoint
 from dure.job import load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant, LogNormal
@@ -115,6 +117,14 @@ def test_for_real_the_others_wait_for_the_warm_start():
     assert [row["steps"] for row in run.outcome.totals.per_worker.values()] == [60, 60]
     assert run.outcome.totals.time["wait"] > 0
     assert run.outcome.history[-1]["accuracy"] > 0.7
+
+
+def test_for_real_a_checkpoint_in_the_warm_start_does_not_wait_for_those_who_wait(tmp_path):
+    """They can go on only when the one has gone on, which stands still until all have stopped."""
+    options = {"workers": 2, "steps": 40, "lr": 0.05, "checkpoint_every": 5, "out": tmp_path}
+    run = dure.train("digits-mlp", strategy="downpour:warm_start=0.5 ps", on="local", **options)
+    assert run.summary()["updates_applied"] == 80
+    assert checkpoint.load(tmp_path / "checkpoints").step % 5 == 0
 
 
 # ---- beside the computation
