@@ -172,7 +172,7 @@ class ServerClient:
         """Where a shard's reply is received; None where it is borrowed."""
         if into is None:
             return None
-        return () if self.servers.timing_only else self._parts(into)[shard]
+        return () if self.servers.timing_only else pieces(into, self.servers.ranges[shard])
 
     async def pull(self, into: torch.Tensor, version: int | None = None, *, to_work: bool = False) -> Pulled:
         """The parameters, received into `into`: exactly `version`, once there, or what each shard has now.
@@ -224,7 +224,8 @@ class ServerClient:
         nowhere, but for updates without order, which the other shards may have applied.
         """
         group = await self.offer(base) if self.servers.may_refuse else None
-        servers, said = self.servers, {} if note is None else {"note": note}
+        servers = self.servers
+        said: dict[str, Any] = {} if note is None else {"note": note}
         if servers.clocked is not None:
             start = await self._pushing(update, weight, base, lr, [servers.clocked], "push", group=group, **said)
             return [reply.fields["version"] for reply in await self._every(start)]
@@ -255,11 +256,11 @@ class ServerClient:
         clock are `clocked`, as `push` and `proceed`. Without `into`, the shard's own memory is borrowed (`lends`). The
         next updates are computed on it.
         """
-        clocked = self.servers.clocked
+        clocked, place = self.servers.clocked, partial(self._place, into)
         if clocked is not None:
-            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", into)
+            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place)
             return await self._once_admitted(start, into)
-        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", into, pull=True)
+        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", place, pull=True)
         replies = await self._every(start)
         return self._brought([reply.fields["version"] for reply in replies], replies[0], into)
 
@@ -271,10 +272,10 @@ class ServerClient:
         lr: float | Sequence[float] | None,
         to: Sequence[Address],
         method: str,
-        *into: torch.Tensor | None,
+        place: Callable[[int], Sequence[torch.Tensor] | None] | None = None,
         **more: Any,
     ) -> Callable[[int], Operation[Reply]]:
-        """What starts to push the next update to a shard, and receives `into`, if given, what it answers."""
+        """What starts to push the next update to a shard; with `place`, what it answers is received there."""
         self.seq += 1
         servers, seq = self.servers, self.seq
         parts = await self._encoded(update) if self.coders else self._parts(update)
@@ -284,7 +285,7 @@ class ServerClient:
                 to[shard],
                 method,
                 *parts[shard],
-                into=self._place(into[0], shard) if into else (),
+                into=() if place is None else place(shard),
                 timeout=self.timeout,
                 base=None if base is None else base[shard],
                 weight=weight,
