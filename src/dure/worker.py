@@ -464,7 +464,7 @@ class Worker:
         """Adopt what an admission has brought; its version."""
         assert self.server is not None
         self.heard = self.server.heard
-        (version,) = pulled.versions
+        version = pulled.versions[0]  # all shards have the one that was asked for
         self._admitted = version
         self.adopt(pulled)
         return version
@@ -531,13 +531,13 @@ class Worker:
     async def exchange(self, update: torch.Tensor) -> None:
         """Push `update`, and go on from what the server has once this worker may start its next step.
 
-        As `push` and then `proceed` or, where no order is asked for, `refresh`. It is one call per server without
-        order, and one altogether where one server has the clock too; so for a method that never writes to `params`.
+        As `push` and then `proceed` or, where no order is asked for, `refresh`, in fewer calls
+        (`ServerClient.exchange`); for a method that never writes to `params`.
         """
         assert self.server is not None
         servers, boundary = self.server.servers, self.boundary
         stops_waiting = boundary.waiting and boundary.suspend is not None  # which a push must not be cut off by
-        if servers.ordered and (servers.clocked is None or stops_waiting):
+        if servers.ordered and stops_waiting:
             await self.push(update)
             await self.proceed()
             return

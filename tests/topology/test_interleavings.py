@@ -62,6 +62,7 @@ class Play:
     num_shards: int = 2
     leaves: bool = False
     ordered: bool = True
+    exchanges: bool = False
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
     killed: bool = False
     refused: int = 0
@@ -82,7 +83,9 @@ class Play:
 
     async def work(self, worker: int) -> None:
         client = ServerClient(self.world.node(f"worker {worker}"), worker, self.servers)
-        for step in range(self.steps):
+        if self.exchanges:
+            await self.exchange(client)
+        for step in range(0 if self.exchanges else self.steps):
             version = await client.ask() if step or self.servers.may_refuse else 0
             try:
                 await client.push(UPDATE, base=[version] * self.num_shards)
@@ -92,6 +95,17 @@ class Play:
                 self.acknowledged.append((worker, client.seq))
         if self.leaves:
             await client.leave()
+
+    async def exchange(self, client: ServerClient) -> None:
+        """As `work`, with its question in the same call as the word of an update."""
+        versions = [0] * self.num_shards
+        for _ in range(self.steps - 1):
+            pulled = await client.exchange(UPDATE, UPDATE, base=versions)
+            self.acknowledged.append((client.worker, client.seq))
+            versions = pulled.versions
+            assert len(set(versions)) == 1, "shards gave different versions"
+        await client.push(UPDATE, base=versions)
+        self.acknowledged.append((client.worker, client.seq))
 
     def choices(self) -> list[Channel]:
         mortal = self.mortal and not self.killed and not self.strands[0].done
@@ -175,6 +189,8 @@ CASES = {
     "barrier, a death": (1000, lambda: Play(Barrier, mortal=True)),
     "barrier, a death and a second step": (5000, lambda: Play(Barrier, steps=2, mortal=True, num_shards=1)),
     "barrier, two steps": (20000, lambda: Play(Barrier, steps=2)),
+    "barrier, exchanges and a death": (7000, lambda: Play(Barrier, steps=2, mortal=True, num_shards=1, exchanges=True)),
+    "lead of one, exchanges": (5000, lambda: Play(lambda: WatchedBounded(1), steps=2, num_shards=1, exchanges=True)),
     "barrier, three workers": (1500, lambda: Play(Barrier, workers=3)),
     "barrier, workers leave": (900, lambda: Play(Barrier, leaves=True)),
     "snapshots, a death": (2000, lambda: Play(lambda: WatchedBounded(0), mortal=True)),

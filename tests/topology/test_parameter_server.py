@@ -236,6 +236,26 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     assert fleet.run(reader.pull(torch.empty(NUMEL), version=4)).values[0] == -4.0
 
 
+def test_an_exchange_brings_the_version_it_was_admitted_on_whatever_others_push_meanwhile() -> None:
+    fleet = Fleet(2, policy=Bounded(5), spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL), reduce="sum")
+    one, world = torch.ones(NUMEL), fleet.world
+    reader, writer = fleet.clients
+    going = world.spawn(reader.exchange(one, torch.empty(NUMEL), base=[0, 0]), "exchange")
+    world.run_ready()
+    for _ in range(3):  # two pushes, and the word of them, which orders both shards to apply
+        world.deliver(next(channel for channel in world.choices() if channel[0] == "worker 0"))
+    late = world.spawn(writer.push(one, base=[0, 0]), "push")
+    world.run_ready()
+    while others := [channel for channel in world.choices() if channel[0] != "worker 0"]:
+        world.deliver(others[0])
+    assert late.done
+    assert [shard.version for shard in fleet.shards] == [2, 2]
+    world.settle()
+    pulled = going.result()
+    assert pulled.versions == [1, 1]
+    assert pulled.values.tolist() == [-1.0] * NUMEL
+
+
 def test_buffers_are_used_again() -> None:
     fleet = Fleet(policy=Bounded(2))
     for step in range(50):
@@ -381,6 +401,32 @@ def test_lost_messages_change_nothing(ordered: bool, seed: int) -> None:
             fleet.run(fleet.clients[0].push(vector(step), base=versions))
         assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
         assert len(fates) < 200 - 20 * (1 + rate)
+        return fleet.model()
+
+    assert torch.equal(result(0.3), result(0.0))
+
+
+@pytest.mark.parametrize("make", [lambda: Barrier(), lambda: Bounded(3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> None:
+    """Word of an update and the next question are one call: it counts once, and is answered for the next step."""
+
+    def result(rate: float) -> torch.Tensor:
+        fleet = Fleet(2, policy=make(), workers=1, reduce="sum")
+        chance = random.Random(seed)
+        fates = [chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(99)]
+        client = fleet.clients[0]
+        client.node, client.attempts = cast(Any, Flaky(client.node, fates)), 50
+        client.node.now = fleet.world.node("worker 0").now
+        versions = [0, 0]
+        for step in range(10):
+            pulled = fleet.run(client.exchange(vector(step), torch.empty(NUMEL), base=versions))
+            versions = pulled.versions
+            assert versions == [step + 1] * 2
+            assert torch.equal(pulled.values, fleet.model())
+        assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
+        assert fleet.clock.handle(Call("hub", "status", {}, ())).fields["clocks"] == {"0": 10}
+        assert len(fates) < 99 - 50 * (1 + rate)
         return fleet.model()
 
     assert torch.equal(result(0.3), result(0.0))

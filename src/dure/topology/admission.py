@@ -27,6 +27,7 @@ class ClockService:
     | `ask`    | worker, incarnation             | version, slowest clock; once it may start, or over |
     | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
     | `staged` | worker, incarnation, seq, group | once counted                                       |
+    | `next`   | as `staged`                     | as `ask`, after a `staged`                         |
     | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
     | `progress` | worker, incarnation           | at once: it is at work, though it pushes seldom    |
     | `leave`  | worker, incarnation, finished   | once everybody is released who waited for it       |
@@ -85,6 +86,7 @@ class ClockService:
             "ask": self._ask,
             "offer": self._offer,
             "staged": self._staged,
+            "next": self._next,
             "watch": self._watch,
             "progress": self._progress,
             "leave": self._leave,
@@ -159,6 +161,10 @@ class ClockService:
                 self._said[worker, seq] = fields["note"]
             self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
         return Reply()
+
+    def _next(self, call: Call) -> Reply | Awaitable[Reply]:
+        self._staged(call)
+        return self._ask(call)
 
     def _watch(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)

@@ -69,12 +69,12 @@ class Joined(NamedTuple):
 class ServerClient:
     """What a worker uses of its servers.
 
-    An update costs one call per shard and, if ordered, one `staged` to the clock; where one server has both
-    (`Servers.clocked`) they are one call, and `exchange` is all that a step costs. Before it comes an `offer`, so that
-    what is refused is refused before its bytes travel; where the policy refuses nobody (`may_refuse=False`) the offer
-    is skipped. What is not answered in `timeout` seconds is sent again, up to
-    `attempts` times, under the same number; a question of admission as often as it takes. A shard that is gone is
-    called again for `return_seconds`.
+    An update costs one call per shard and, if ordered, one `staged` to the clock, which in an `exchange` asks for the
+    next step too. Where one server has both (`Servers.clocked`) they are one call, and `exchange` is all that a step
+    costs. Before it comes an `offer`, so that what is refused is refused before its bytes travel; where the policy
+    refuses nobody (`may_refuse=False`) the offer is skipped. What is not answered in `timeout` seconds is sent again,
+    up to `attempts` times, under the same number; a question of admission as often as it takes. A shard that is gone
+    is called again for `return_seconds`.
     """
 
     def __init__(
@@ -121,10 +121,14 @@ class ServerClient:
 
     async def ask(self) -> int:
         """Wait until the next step may start; the version that it starts on. Raises `EndOfWork` if none will."""
-        clock = self._address("ask")
+        return await self._until_admitted("ask")
+
+    async def _until_admitted(self, method: str, **said: Any) -> int:
+        """Ask as often as it takes."""
+        clock = self._address(method)
         while True:
             try:
-                reply = await self.node.call(clock, "ask", worker=self.worker, incarnation=self.incarnation)
+                reply = await self.node.call(clock, method, worker=self.worker, incarnation=self.incarnation, **said)
             except CallTimeout:
                 continue
             if "over" in reply.fields:
@@ -229,17 +233,27 @@ class ServerClient:
         if servers.clocked is not None:
             start = await self._pushing(update, weight, base, lr, [servers.clocked], "push", group=group, **said)
             return [reply.fields["version"] for reply in await self._every(start)]
-        start = await self._pushing(update, weight, base, lr, servers.shards, "push")
-        mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
-        try:
-            replies = await self._every(start)
-        except Refused:
-            if servers.ordered:
-                await self._withdraw(mine)
-            raise
+        replies = await self._push_to_shards(update, weight, base, lr)
         if servers.ordered:
-            await self._clock("staged", group=group, **mine, **said)
+            await self._clock("staged", group=group, **self._mine, **said)
         return [reply.fields["version"] for reply in replies]
+
+    async def _push_to_shards(
+        self, update: torch.Tensor, weight: float, base: Sequence[int] | None, lr: float | Sequence[float] | None
+    ) -> list[Reply]:
+        """To all or, where updates have an order, to none."""
+        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push")
+        try:
+            return await self._every(start)
+        except Refused:
+            if self.servers.ordered:
+                await self._withdraw()
+            raise
+
+    @property
+    def _mine(self) -> dict[str, Any]:
+        """What the last update is known by."""
+        return {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
 
     async def exchange(
         self,
@@ -250,16 +264,25 @@ class ServerClient:
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
     ) -> Pulled:
-        """Push and go on from what the servers have then, in one call to each.
+        """Push and go on from what the servers have then.
 
-        Without order, as `push` and `pull`: what each shard has once the update is applied. With it, where shard and
-        clock are `clocked`, as `push` and `proceed`. Without `into`, the shard's own memory is borrowed (`lends`). The
-        next updates are computed on it.
+        Without order, as `push` and `pull` in one call to each: what each shard has once the update is applied. With
+        it, as `push`, `ask` and `pull` of that version: in one call where shard and clock are `clocked`, else in three
+        (the update, word of it and the question, the version); `held` is how many seconds this worker was kept waiting
+        for others, the clock's answer included where it comes alone. Without `into`, the shard's own memory is borrowed
+        (`lends`). The next updates are computed on it.
         """
         clocked, place = self.servers.clocked, partial(self._place, into)
         if clocked is not None:
             start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place)
             return await self._once_admitted(start, into)
+        if self.servers.ordered:
+            await self._push_to_shards(update, weight, base, lr)
+            asked = self.node.now()
+            version = await self._until_admitted("next", group=None, seq=self.seq)
+            self.held = self.node.now() - asked
+            pulling = self.borrow(version, to_work=True) if into is None else self.pull(into, version, to_work=True)
+            return await pulling
         start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", place, pull=True)
         replies = await self._every(start)
         return self._brought([reply.fields["version"] for reply in replies], replies[0], into)
@@ -302,8 +325,7 @@ class ServerClient:
     async def arrive(self, note: Mapping[str, float]) -> None:
         """Tell the clock that this worker has done its part of what a group ends, with no update in it."""
         self.seq += 1
-        mine = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
-        await self._clock("staged", group=None, note=note, **mine)
+        await self._clock("staged", group=None, note=note, **self._mine)
 
     async def stage(self, update: torch.Tensor) -> int:
         """Leave `update` with the shards, for whoever commands them (`vectors`); the number that it has there.
@@ -312,10 +334,10 @@ class ServerClient:
         """
         self.seq += 1
         parts, shards = self._parts(update), self.servers.shards
-        mine: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
+        call, mine, timeout = self.node.call, self._mine, self.timeout
 
         def start(shard: int) -> Operation[Reply]:
-            return self.node.call(shards[shard], "stage", *parts[shard], timeout=self.timeout, **mine)
+            return call(shards[shard], "stage", *parts[shard], timeout=timeout, **mine)
 
         await self._every(start)
         return self.seq
@@ -381,11 +403,11 @@ class ServerClient:
         await self.node.compute(taking(*(Coding("encode", coder.numel) for coder in self.coders)))
         return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 
-    async def _withdraw(self, fields: Mapping[str, Any]) -> None:
-        """Take back what other shards have staged of a refused update."""
+    async def _withdraw(self) -> None:
+        """Take back what other shards have staged of the last update, which was refused."""
         for shard in self.servers.shards:
             with suppress(RemoteError):
-                await self.node.call(shard, "withdraw", timeout=self.timeout, **fields)
+                await self.node.call(shard, "withdraw", timeout=self.timeout, **self._mine)
 
     def _address(self, method: str) -> Address:
         clock = self.servers.clock

@@ -12,9 +12,9 @@ al., "Large Scale Distributed Deep Networks", NeurIPS 2012. What goes where, for
                                  <--- close (group, members) --
                                  applied in the clock's order
 
-With one shard both are asked in one call (`clocked_shard`). The bytes go to the shards only; the clock's messages
-are tiny. A worker that dies between two shards has never
-said `staged`, so its update is in no group, on any shard. Updates without order (Downpour) are applied where
+Where a method asks for the next step at once, `staged` and `ask` are one call, `next`; with one shard all is one call
+(`clocked_shard`). The bytes go to the shards only; the clock's messages are tiny. A worker that dies between two shards
+has never said `staged`, so its update is in no group, on any shard. Updates without order (Downpour) are applied where
 and when they arrive: then shards may disagree about the last ones of a worker that died.
 
 An update is known by (worker, incarnation, seq): sent again it is acknowledged again and not applied again. One that
