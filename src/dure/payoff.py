@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.codec.exchange import combining
+from dure.codec.exchange import combining, tallying
 from dure.probe import codec_cost
 from dure.runtime.base import Coding
 from dure.runtime.codec_timing import slices_of, timed
@@ -90,7 +90,8 @@ def codings(task: Task, codec: Codec) -> list[Coding]:
     workers, numel = task.workers, task.replica.numel
     if task.servers:
         sizes = [size(ranges) for ranges in task.ranges]
-        return [*(Coding("encode", each) for each in sizes), Coding("decode", max(sizes), workers)]
+        voted = () if codec.vote() is None else tallying(max(sizes), workers)
+        return [*(Coding("encode", each) for each in sizes), Coding("decode", max(sizes), workers), *voted]
     if codec.way == "gather":
         return [Coding("encode", numel), Coding("combine", numel, workers)]
     stripe = -(-numel // workers)

@@ -50,9 +50,12 @@ def test_one_slow_step_does_not_make_a_worker_slow():
     assert patience.late([0]) == [0]
 
 
-def test_a_worker_without_a_step_is_given_ten_times_as_long_as_the_slowest_other():
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_worker_of_few_steps_is_given_ten_times_as_long_as_the_slowest(steps):
     time, patience = paced({0: 0.1, 1: 2.0})
     patience.begin(2)
+    for _ in range(steps):
+        patience.step(2)
     time.seconds += 199.0
     assert patience.late([2]) == []
     time.seconds += 2.0

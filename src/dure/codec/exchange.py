@@ -69,6 +69,11 @@ def combining(numel: int, count: int, *, votes: bool) -> tuple[Coding, ...]:
     return Coding("combine", numel, count), Coding("encode", numel)
 
 
+def tallying(numel: int, count: int) -> tuple[Coding, ...]:
+    """What a server of `numel` values, which votes, does to `count` updates that it has decoded."""
+    return *combining(numel, count, votes=True), Coding("decode", numel)
+
+
 def memory(coders: Sequence[Coder], owner: Owner) -> dict[str, torch.Tensor]:
     """What survives a restart of a member that encodes with `coders` and is an `owner`, by name."""
     return states(coders) | {f"owner {name}": value for name, value in owner.state().items()}

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dure.codec.exchange import tallying
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
 from dure.runtime.base import Apply, Call, Coding, Node, Operation, Reply, TensorSpec, nothing, taking
@@ -349,6 +350,8 @@ class Shard:
             await self._turn()
         self._busy = True
         try:
+            if self._vote is not None:
+                await self.node.compute(taking(*tallying(self.values.numel(), len(members))))
             fresh = self.pool.take()
             correct = nothing
             if self.corrections is not None:
@@ -389,7 +392,8 @@ class Shard:
             else:
                 self._tally(self._vote, members, total)
 
-        operation = self.node.compute(self._step(total.tensor, fresh, first.lr, len(members), prepare))
+        added = len(members) if self._vote is None else 1
+        operation = self.node.compute(self._step(total.tensor, fresh, first.lr, added, prepare))
         operation.when_done(total.release)
         return operation
 
@@ -404,19 +408,22 @@ class Shard:
         gradient: torch.Tensor,
         fresh: Buffer,
         lr: float | Sequence[float] | None,
-        members: int = 1,
+        added: int = 1,
         prepare: Callable[[], None] = nothing,
     ) -> Apply:
-        """The optimizer's step from the current version into a fresh buffer, as work of a node."""
+        """The optimizer's step from the current version into a fresh buffer, as work of a node.
+
+        `prepare` adds up as many updates for it.
+        """
         if self.optimizer is None:
-            return self._apply_one if members == 1 else Apply(nothing, self._apply_one.nbytes * members)
+            return self._apply_one if added == 1 else Apply(nothing, self._apply_one.nbytes * added)
         values, update = self.current.tensor, self.optimizer.apply
 
         def step() -> None:
             prepare()
             update(values, gradient, fresh.tensor, lr=lr)
 
-        return Apply(step, self._apply_one.nbytes * members)
+        return Apply(step, self._apply_one.nbytes * added)
 
     def _correcting(self, updates: Sequence[tuple[int, int, int | None, torch.Tensor]]) -> Callable[[], None]:
         """What corrects these updates (worker, seq, base, gradient) in place, as they are about to be applied."""

@@ -1,8 +1,8 @@
 """How long the others wait for a worker that shows no progress.
 
 A worker is *busy* from when it may start a step until its update is staged. It has stopped when it is busy for longer
-than `max(seconds, 10 x its median step)`. One whose pace nobody knows yet may be slow or far away: it is given ten
-times as long, counted from the slowest of the others. Who waits for others is never late itself.
+than `max(seconds, 10 x its median step)`. One whose pace nobody knows yet, from its first steps, may be slow or far away: it
+is given ten times as long, counted from the slowest of all. Who waits for others is never late itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ EVICT_SECONDS = 5.0
 STEPS = 10
 """... and in steps of its own median length."""
 
+FEW = 3
+"""Fewer steps than this tell no pace: the first is made before a server has applied anything."""
+
 UNKNOWN = 10
-"""How many times as long for a worker that has made no step yet."""
+"""How many times as long for a worker that has made few steps."""
 
 RECENT = 15
 """Steps that the median is taken of."""
@@ -66,8 +69,9 @@ class Patience:
     def _deadline(self, worker: int) -> float:
         if worker not in self._since:
             return math.inf
-        if worker in self._steps:
-            limit = max(self.seconds, STEPS * statistics.median(self._steps[worker]))
+        steps = self._steps.get(worker, ())
+        if len(steps) >= FEW:
+            limit = max(self.seconds, STEPS * statistics.median(steps))
         else:
             slowest = max(map(statistics.median, self._steps.values()), default=math.inf)
             limit = UNKNOWN * max(self.seconds, STEPS * slowest)
