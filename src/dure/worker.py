@@ -585,18 +585,21 @@ class Worker:
         self._pulled, self._spare = pulled, pulled.values
         return pulled.values
 
-    async def push(self, update: torch.Tensor, *, weight: float | None = None, note: Note | None = None) -> bool:
+    async def push(
+        self, update: torch.Tensor, *, weight: float | None = None, exponent: float = 0.0, note: Note | None = None
+    ) -> bool:
         """Give `update` to the server; returns once it is acknowledged. False if it comes too late to count.
 
-        `weight` is its share in a weighted mean, the batch size if left out. A `note` is told to all who are admitted
-        on what the group of this update makes (`heard`); it says at which `clock` this worker is.
+        `weight`, times e to the `exponent`, is its share in a weighted mean, the batch size if left out. A `note` is
+        told to all who are admitted on what the group of this update makes (`heard`); it says at which `clock` this
+        worker is.
         """
         assert self.server is not None
         started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
         share = self.source.batch_size if weight is None else weight
         try:
-            await self.server.push(update, weight=share, base=base, lr=self.lr, note=note)
+            await self.server.push(update, weight=share, exponent=exponent, base=base, lr=self.lr, note=note)
             return True
         except Superseded:
             return False
@@ -677,10 +680,13 @@ class Worker:
         if isinstance(update, Ghost):
             return update
         update = update.to_dense()
-        if self.optimizer.spec.weight_decay:
-            update = update.add(self.params, alpha=self.optimizer.spec.weight_decay)
+        spec = self.optimizer.spec
+        if spec.weight_decay and spec.name != "adamw":
+            update = update.add(self.params, alpha=spec.weight_decay)
         step = torch.zeros_like(update)
         self.optimizer.apply(step, update, step, lr=lr)
+        if spec.name == "adamw":
+            step.add_(self.params, alpha=-lr * spec.weight_decay)
         return step
 
     async def contribute(self, total: torch.Tensor, weight: float) -> None:

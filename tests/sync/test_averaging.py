@@ -239,7 +239,7 @@ class Always:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("temperature", [0.5, 3.0, 1e-2, 1e-4])
 def test_by_loss_the_better_half_counts_for_more(topology, temperature):
     job = bowls(TWO, lr=LR, start=0.0)
     begun = 0.0
@@ -248,8 +248,9 @@ def test_by_loss_the_better_half_counts_for_more(topology, temperature):
         for a, b in TWO:
             places = [b / a + (begun - b / a) * (1 - LR * a) ** t for t in range(5)]
             loss = sum(0.5 * a * w * w - b * w for w in places[:4]) / 4
-            weights.append(math.exp(-loss / temperature))
+            weights.append(-loss / temperature)
             ends.append(places[4])
+        weights = [math.exp(each - max(weights)) for each in weights]
         begun = sum(c * w for c, w in zip(weights, ends, strict=True)) / sum(weights)
     text = f"averaging:period=4,weights=loss,temperature={temperature} {topology}"
     assert float(virtual(job, text, workers=2, steps=8).params) == pytest.approx(begun, abs=1e-6)

@@ -187,6 +187,15 @@ def test_one_worker_makes_the_steps_of_the_paper(n_push, n_fetch, tmp_path):
         assert float(run.params) == pytest.approx(server, rel=1e-12)
 
 
+def test_servers_that_are_to_do_sgd_have_none_of_the_job_s_momentum():
+    job = bowls([(1.0, 0.0)], lr=0.1, start=1.0)
+    optimizer = "momentum:lr=0.1,nesterov=true"
+    plain = virtual(job, "downpour:server=sgd ps", machines(1), steps=5, optimizer=optimizer)
+    assert float(plain.params) == pytest.approx(0.9**5, rel=1e-6)
+    rolling = virtual(job, "downpour:server=job ps", machines(1), steps=5, optimizer=optimizer)
+    assert float(rolling.params) < 0.5
+
+
 # ---- push and fetch in one call
 
 

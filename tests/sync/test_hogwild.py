@@ -48,7 +48,7 @@ def serial(job: Job, steps: int, *, batch: int = 1, scale: str = "mean", decay: 
         total += gradient(values.clone())
         count += 1
         if step % batch == 0 or step == steps:
-            rate = (lr or job.optimizer.lr) * decay ** int(step / per_epoch)
+            rate = (lr or job.optimizer.lr) * decay ** int((step - 1) / per_epoch)
             values.add_(total / count if scale == "mean" and count > 1 else total, alpha=-rate)
             total, count = torch.zeros_like(values), 0
     return values
@@ -89,8 +89,11 @@ def test_one_hogbatch_worker_with_all_data_is_gradient_descent():
     assert float((batches.params - whole.params).abs().max()) < 1e-12
 
 
-def test_momentum_is_each_worker_s_own():
-    options = {"workers": 1, "steps": 20, "dtype": "float64", "optimizer": "momentum:weight_decay=0.01"}
+@pytest.mark.parametrize(
+    "optimizer", ["momentum:weight_decay=0.01", "adam:weight_decay=0.01", "adamw:weight_decay=0.1"]
+)
+def test_the_rule_is_the_job_s_and_its_state_each_worker_s_own(optimizer):
+    options = {"workers": 1, "steps": 20, "dtype": "float64", "optimizer": optimizer}
     assert float((virtual("digits-mlp", "hogwild", **options).params - virtual("digits-mlp", "bsp", **options).params)
                  .abs().max()) < 1e-12  # fmt: skip
 

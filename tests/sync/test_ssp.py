@@ -131,7 +131,7 @@ def test_equally_fast_workers_pull_once_in_a_bound():
     assert received["rmw"] <= received["snapshot"] / 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "sgd:weight_decay=0.1", "adamw:weight_decay=0.1"])
 @pytest.mark.parametrize("bound", [0, 3])
 def test_one_worker_is_serial_whatever_the_bound(bound, optimizer):
     options = {"workers": 1, "steps": 10, "dtype": "float64", "optimizer": optimizer, "lr": 0.01}

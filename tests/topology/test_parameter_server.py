@@ -476,6 +476,13 @@ def test_nan_is_refused_and_its_other_slices_taken_back(bad: float, ordered: boo
     assert [shard.version for shard in fleet.shards] == ([1, 1] if ordered else [2, 1])
 
 
+@pytest.mark.parametrize("exponent", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_is_refused(exponent: float) -> None:
+    fleet = Fleet(1, policy=Barrier(), workers=1)
+    with pytest.raises(Refused, match=f"has weight 1.0 times e to the {exponent}"):
+        fleet.run(fleet.clients[0].push(torch.ones(NUMEL), exponent=exponent, base=[0]))
+
+
 def test_a_refused_update_sent_again_is_refused_again() -> None:
     fleet = Fleet(1, policy=Barrier(), workers=1)
     for _ in range(2):

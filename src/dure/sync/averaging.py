@@ -290,10 +290,8 @@ class Averaging:
         kept, spent = worker.kept_plain, worker.meter.seconds
         started = spent["communicate"]
         if not kept["pushed"]:
-            weight = note["weight"]
-            if self.weights == "loss":
-                weight = max(math.exp(-note["round loss"] / self.temperature), 1e-300)
-            await worker.push(self.contribution(worker), weight=weight, note=note)
+            exponent = -note["round loss"] / self.temperature if self.weights == "loss" else 0.0
+            await worker.push(self.contribution(worker), weight=note["weight"], exponent=exponent, note=note)
             kept |= {"pushed": True, "sync": spent["communicate"] - started}
         started = spent["communicate"]
         await worker.proceed(to_write=True)

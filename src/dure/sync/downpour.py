@@ -78,6 +78,8 @@ class Downpour:
         return OneFirst() if self.warm_start else None
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        if self.server == "sgd":
+            return replace(optimizer, name="sgd", momentum=0.0, nesterov=False)
         return optimizer if self.server == "job" else replace(optimizer, name=self.server)
 
     @property

@@ -29,13 +29,14 @@ twice counts once. Over collectives everybody waits, and a death ends the run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from dure.optim import OptimizerSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from dure.optim import OptimizerSpec
     from dure.sync.clock import Policy
     from dure.worker import Worker
 
@@ -64,7 +65,7 @@ class EASGD:
         return None
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return replace(optimizer, name="add", momentum=0.0, nesterov=False, weight_decay=0.0)
+        return OptimizerSpec("add")
 
     @property
     def reduce(self) -> str:
@@ -101,7 +102,7 @@ class EAMSGD:
         return None
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return replace(optimizer, name="add", momentum=0.0, nesterov=False, weight_decay=0.0)
+        return OptimizerSpec("add")
 
     @property
     def reduce(self) -> str:

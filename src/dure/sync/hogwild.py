@@ -70,10 +70,9 @@ class Hogwild:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.begin_step()
-            await worker.read()
-            gradient = await worker.gradient()
             _decay(worker, self.decay)
-            await worker.add(gradient)
+            await worker.read()
+            await worker.add(await worker.gradient())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,7 @@ class HogBatch:
         try:
             while True:
                 await worker.begin_step()
+                _decay(worker, self.decay)
                 if not worker.kept_plain.get("accrued"):
                     await worker.read()
                 _accrue(worker, await worker.gradient())
@@ -124,7 +124,6 @@ class HogBatch:
         total, count = _accrued(worker)
         if self.scale == "mean" and count > 1:
             total = total / count
-        _decay(worker, self.decay)
         await worker.add(total)
         _clear(worker)
 
@@ -165,5 +164,6 @@ def _check_decay(decay: float) -> None:
 
 
 def _decay(worker: Worker, decay: float) -> None:
+    """The rate of a step that begins: once for each pass that is over by then."""
     if decay < 1:
         worker.lr = worker.optimizer.spec.lr * decay ** int(worker.epoch)

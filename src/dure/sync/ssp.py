@@ -26,13 +26,13 @@ is taken off the clock, one that stands still after a while; a newcomer enters a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.optim import OptimizerSpec
 from dure.sync.clock import Bounded, Policy
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
     from dure.worker import Worker
 
 
@@ -65,7 +65,7 @@ class SSP:
         return Bounded(lead=self.bound)
 
     def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return replace(optimizer, name="add") if self.form == "rmw" else optimizer
+        return OptimizerSpec("add") if self.form == "rmw" else optimizer
 
     @property
     def reduce(self) -> str:

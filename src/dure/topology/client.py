@@ -214,15 +214,17 @@ class ServerClient:
         update: torch.Tensor,
         *,
         weight: float = 1.0,
+        exponent: float = 0.0,
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
         note: Mapping[str, float] | None = None,
     ) -> list[int]:
         """Give `update` to the servers; returns once they have it, with the version of each shard then.
 
-        `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted
-        mean, `lr` a rate in place of the servers'. Ordered updates have it staged when this returns, others applied.
-        The `note`s of a group's members are `heard` by all who are admitted on the version that the group makes.
+        `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted mean
+        or, times e to the `exponent`, what may be too small for a number, `lr` a rate in place of the servers'. Ordered
+        updates have it staged when this returns, others applied. The `note`s of a group's members are `heard` by all who
+        are admitted on the version that the group makes.
 
         Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
         nowhere, but for updates without order, which the other shards may have applied.
@@ -230,19 +232,26 @@ class ServerClient:
         group = await self.offer(base) if self.servers.may_refuse else None
         servers = self.servers
         said: dict[str, Any] = {} if note is None else {"note": note}
+        counts: dict[str, Any] = {"exponent": exponent} if exponent else {}
         if servers.clocked is not None:
-            start = await self._pushing(update, weight, base, lr, [servers.clocked], "push", group=group, **said)
+            clocked = [servers.clocked]
+            start = await self._pushing(update, weight, base, lr, clocked, "push", group=group, **said, **counts)
             return [reply.fields["version"] for reply in await self._every(start)]
-        replies = await self._push_to_shards(update, weight, base, lr)
+        replies = await self._push_to_shards(update, weight, base, lr, **counts)
         if servers.ordered:
             await self._clock("staged", group=group, **self._mine, **said)
         return [reply.fields["version"] for reply in replies]
 
     async def _push_to_shards(
-        self, update: torch.Tensor, weight: float, base: Sequence[int] | None, lr: float | Sequence[float] | None
+        self,
+        update: torch.Tensor,
+        weight: float,
+        base: Sequence[int] | None,
+        lr: float | Sequence[float] | None,
+        **counts: Any,
     ) -> list[Reply]:
         """To all or, where updates have an order, to none."""
-        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push")
+        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", **counts)
         try:
             return await self._every(start)
         except Refused:

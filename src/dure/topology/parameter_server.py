@@ -65,6 +65,7 @@ class _Staged(NamedTuple):
     base: int | None
     lr: float | Sequence[float] | None
     incarnation: int
+    exponent: float
 
 
 class Shard:
@@ -80,7 +81,8 @@ class Shard:
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
     | `push`   | worker, incarnation, seq, base, weight, ordered, (lr)   | slice   | version; once staged or applied |
-    |          | pull: in the same call, if not ordered                  |         | and slice                     |
+    |          | (exponent: of e, which multiplies the weight), pull: in |         |                               |
+    |          | the same call, if not ordered                           |         | and slice                     |
     | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
     | `pull`   | (version), (worker, incarnation: it works on that)      |         | version and slice; once there |
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
@@ -209,7 +211,7 @@ class Shard:
         fields = call.fields
         worker, seq = fields["worker"], fields["seq"]
         try:
-            self._check(worker, seq, fields["weight"], tensors)
+            self._check(worker, seq, fields["weight"], tensors, fields.get("exponent", 0.0))
             new = self.ledger.first_time(worker, fields["incarnation"], seq)
         except Evicted:
             self.refused += 1
@@ -245,15 +247,21 @@ class Shard:
                 buffer.release()
         if not stays:
             return Reply({"version": self.version})
-        self._staged[worker, seq] = _Staged(buffer, fields["weight"], base, fields.get("lr"), fields["incarnation"])
+        exponent = fields.get("exponent", 0.0)
+        self._staged[worker, seq] = _Staged(
+            buffer, fields["weight"], base, fields.get("lr"), fields["incarnation"], exponent
+        )
         if self.corrections is not None:
             self.corrections.pushed(worker, seq, base)
         return Reply({"version": self.version})
 
-    def _check(self, worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor]) -> None:
+    def _check(
+        self, worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor], exponent: float = 0.0
+    ) -> None:
         """Refuse what would spoil the model."""
-        if not 0 < weight < math.inf:
-            raise Refused(f"update {seq} of worker {worker} has weight {weight}; a weight is a positive number.")
+        if not (0 < weight < math.inf and math.isfinite(exponent)):
+            times = f" times e to the {exponent}" if exponent else ""
+            raise Refused(f"update {seq} of worker {worker} has weight {weight}{times}; a weight is a positive number.")
         if not (self.timing_only or all(map(_is_finite, tensors))):
             raise Refused(f"update {seq} of worker {worker} holds NaN or infinity: its training diverged.")
 
@@ -621,9 +629,8 @@ class Shard:
         for version in plain["kept"]:
             self._kept[version] = self._refill(tensors, f"kept.{version}")
             self._kept[version].publish(version)
-        for worker, seq, weight, base, lr, incarnation in plain["staged"]:
-            buffer = self._refill(tensors, f"staged.{worker}.{seq}")
-            self._staged[worker, seq] = _Staged(buffer, weight, base, lr, incarnation)
+        for worker, seq, *said in plain["staged"]:
+            self._staged[worker, seq] = _Staged(self._refill(tensors, f"staged.{worker}.{seq}"), *said)
         for name, part in self._voting.items():
             part.restore({key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")})
         named = {name[7:]: vector for name, vector in tensors.items() if name.startswith("vector.")}
@@ -667,7 +674,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:
     """The members' mean, weighted, or sum; in their order. Their rate is the first one's: they share a schedule."""
     first, *rest = members
-    weights = [member.weight for member in members]
+    largest = max(member.exponent for member in members)
+    weights = [member.weight * math.exp(member.exponent - largest) for member in members]
     if reduce == "sum" or len(set(weights)) == 1:
         divisor = float(len(members))
         torch.add(first.buffer.tensor, rest[0].buffer.tensor, out=total.tensor)
@@ -675,8 +683,8 @@ def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:
             total.tensor.add_(member.buffer.tensor)
     else:
         divisor = math.fsum(weights)
-        torch.mul(first.buffer.tensor, first.weight, out=total.tensor)
-        for member in rest:
-            total.tensor.add_(member.buffer.tensor, alpha=member.weight)
+        torch.mul(first.buffer.tensor, weights[0], out=total.tensor)
+        for member, weight in zip(rest, weights[1:], strict=True):
+            total.tensor.add_(member.buffer.tensor, alpha=weight)
     if reduce == "mean":
         total.tensor.div_(divisor)

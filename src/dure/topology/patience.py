@@ -1,8 +1,8 @@
 """How long the others wait for a worker that shows no progress.
 
 A worker is *busy* from when it may start a step until its update is staged. It has stopped when it is busy for longer
-than `max(seconds, 10 x its median step)`. One whose pace nobody knows yet, from its first steps, may be slow or far away: it
-is given ten times as long, counted from the slowest of all. Who waits for others is never late itself.
+than `max(seconds, 10 x its median step)`. One whose pace nobody knows yet, from its first steps, may be slow or far
+away: it is given ten times as long, counted from the slowest of all. Who waits for others is never late itself.
 """
 
 from __future__ import annotations
