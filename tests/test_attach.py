@@ -135,6 +135,14 @@ def test_running_statistics_are_merged(ranks, strategy):
         assert close(longer["merged"], ((torch.tensor(longer["own"]) + torch.tensor(shorter["own"])) / 2).tolist())
 
 
+@pytest.mark.parametrize("strategy", attached.PINNED)
+def test_what_is_frozen_starts_from_rank_0_too(ranks, strategy):
+    first, second = (rank["constants"][strategy] for rank in ranks)
+    assert first["before"] != second["before"]
+    assert second["inside"] == second["after"] == first["inside"] == first["after"] == first["before"]
+    assert first["head"] == second["head"]
+
+
 def test_clipping_under_bsp_is_of_the_mean(ranks):
     assert ranks[0]["clipping"] == ranks[1]["clipping"]
     assert close(ranks[0]["clipping"][1], plain(steps=3, clip=0.1))
@@ -183,6 +191,7 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
+        ("different_constants", "'constants': 4"),
         ("different_models", "rank 0 has {'parameters': 1210"),
         ("backward_twice", "with replica.accumulate():"),
         ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
@@ -400,6 +409,19 @@ def test_moved_parameters_are_an_error_that_stays():
         with pytest.raises(ReplicaError) as again:
             call()
         assert again.value is first.value
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_parameters_frozen_while_attached_are_refused(topology):
+    """Momentum and weight decay would move them on. Who thaws them before the step is let through."""
+    module, _, replica = attached_alone(topology=topology)
+    module[0].requires_grad_(False)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    module[0].requires_grad_(True)
+    assert replica.step()
+    module[0].weight.requires_grad_(False)
+    with pytest.raises(ReplicaError, match=r"'0\.weight' was trainable .* requires_grad_\(False\) and attach again"):
+        replica.step()
 
 
 def test_a_schedule_sees_steps_where_servers_take_them():

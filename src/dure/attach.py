@@ -105,11 +105,13 @@ def attach(
 def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
     """The name of the run, and everybody's batch sizes. Raises `UsageError` if ranks want different things."""
     layers = [[layer.name, list(layer.shape)] for layer in replica.layers]
+    constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
     model = {
         "parameters": replica.numel,
         "dtype": str(replica.dtype),
         "buffers": replica.buffers_flat().numel(),
-        "layers": hashlib.sha256(repr(layers).encode()).hexdigest()[:16],
+        "constants": sum(each.numel() for each in replica.constants.values()),
+        "layers": hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16],
     }
     mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
     everybody = meeting.exchange("about", mine)

@@ -11,7 +11,8 @@ there once, and one with `requires_grad=False` not at all: it stays what and whe
 Buffers that training changes (batch norm's running statistics) are part of a replica too. `buffers_flat` is a
 snapshot of them in float64, which holds float32 and counts below 2**53 exactly: floating values first, then integers.
 Where replicas agree, floating values are averaged, and of integers (batch norm's `num_batches_tracked`) everybody
-takes the largest. Boolean, complex and non-persistent buffers are constants and are left alone.
+takes the largest. Boolean, complex and non-persistent buffers are constants, as frozen parameters are: replicas that
+are to be alike need the same ones from the start (`constants`), and afterwards they are left alone.
 """
 
 from __future__ import annotations
@@ -146,16 +147,23 @@ class Replica:
         `zero_grad()` sets gradients to None and the next `backward()` makes new ones: those are copied into `grads`,
         and the parameter gets its view back. A gradient that is None counts as zero.
 
-        Raises `ReplicaError` naming the call that most likely moved a parameter.
+        Raises `ReplicaError` naming the call that most likely moved a parameter, or the one that was frozen or thawed.
         """
         for slot in self._slots:
             if getattr(slot.owner, slot.attribute) is not slot.parameter or _moved(slot):
                 raise ReplicaError(_explain_move(slot))
+            if not slot.parameter.requires_grad:
+                raise ReplicaError(
+                    f"parameter {slot.layer.name!r} was trainable when the replica was made and is frozen now, but its "
+                    "momentum and weight decay would move it on. Freeze first and make the replica then: with "
+                    "dure.attach, close the block, call requires_grad_(False) and attach again."
+                )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ReplicaError(
                     f"parameter {name!r} was frozen when the replica was made and requires a gradient now, "
-                    "so it would not be trained. Call requires_grad_(True) first and make the replica then."
+                    "so it would not be trained. Call requires_grad_(True) first and make the replica then: with "
+                    "dure.attach, close the block, call requires_grad_(True) and attach again."
                 )
         for index in range(len(self._slots)):
             self.bring_home(index)
@@ -203,6 +211,16 @@ class Replica:
         floating = sum(named[name].numel() for name in self._floating)
         return torch.cat([(stacked[:, :floating] * share).sum(0), stacked[:, floating:].amax(0)])
 
+    # ---- what training leaves alone
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Frozen parameters, and the buffers that `buffers_flat` leaves out, by name; dense ones, as they lie there."""
+        trained = {*self._floating, *self._integer}
+        rest = {name: buffer for name, buffer in self.module.named_buffers() if name not in trained}
+        found = {**dict(self._frozen), **rest}
+        return {name: tensor.detach() for name, tensor in found.items() if tensor.layout == torch.strided}
+
     # ---- what a module is like
 
     @property
@@ -229,6 +247,22 @@ def digest(values: Tensor) -> str:
     if sys.byteorder == "big":
         array = array.reshape(-1, values.element_size())[:, ::-1]
     return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any type, flat, as bytes; its own memory where that is in order.
+
+    >>> as_bytes(torch.tensor([[True, False]]))
+    tensor([1, 0], dtype=torch.uint8)
+    """
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def copy_bytes(tensor: Tensor, values: Tensor) -> None:
+    """Copy what `as_bytes` gave of a tensor like this one into it."""
+    values = values.to(tensor.device)
+    if not torch.equal(as_bytes(tensor), values):  # what is alike may lie where nothing can be written to
+        tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -23,6 +23,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
+PINNED = ("bsp", RING, "averaging:period=2 ps", "downpour", "ssp ps:shards=2")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 
@@ -149,6 +150,50 @@ def case_uneven_whole():
             loss_of(module, batch).backward()
             replica.step()
     return flat(module)
+
+
+class Pinned(nn.Module):
+    """A frozen layer, and every kind of buffer that training leaves alone, other at each rank."""
+
+    def __init__(self, *, normalize):
+        super().__init__()
+        torch.manual_seed(100 + RANK)
+        self.frozen = nn.Linear(64, 8).to(torch.bfloat16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(()), requires_grad=False)
+        self.norm = nn.BatchNorm1d(8) if normalize else nn.Identity()
+        self.head = nn.Linear(8, 10)
+        self.register_buffer("mask", torch.rand(3) > 0.5)
+        self.register_buffer("phase", torch.randn(2, 3, dtype=torch.complex64).t())
+        self.register_buffer("table", torch.randint(100, (5,)), persistent=False)
+        self.register_buffer("nothing", torch.empty(0, dtype=torch.bool))
+        self.register_buffer("everywhere", torch.ones(1).expand(4), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.frozen(x.to(torch.bfloat16)).float() * self.scale))
+
+    def pinned(self):
+        tensors = [*self.frozen.parameters(), self.scale, self.mask, torch.view_as_real(self.phase), self.table]
+        return [tensor.tolist() for tensor in tensors]
+
+
+def case_constants():
+    """What training leaves alone: at first, after a step, and what was trained beside it."""
+    found = {}
+    for strategy in PINNED:
+        module = Pinned(normalize=strategy == PINNED[-1])
+        before = module.pinned()
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), strategy) as replica:
+            inside = module.pinned()
+            loss_of(module, next(mine(1))).backward()
+            replica.step()
+        found[strategy] = {"before": before, "inside": inside, "after": module.pinned(), "head": flat(module.head)}
+    return found
+
+
+def case_different_constants():
+    module = model()
+    module.register_buffer("table", torch.zeros(3 + RANK), persistent=False)
+    return error_of(lambda: attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp"))
 
 
 def case_clipping():

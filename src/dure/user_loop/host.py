@@ -34,20 +34,21 @@ class ShardHost:
     """The service through which the ranks set up and take down one server.
 
     `request` holds: `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as text,
-    `optimizer` and `segments` as plain values, and how many elements of `buffers` each rank has (0 but on server 0).
+    `optimizer` and `segments` as plain values, how many elements of `buffers` each rank has and how many bytes of
+    `constants` (0 but on server 0).
 
-    | method   | tensors                  | reply                                                            |
-    |----------|--------------------------|------------------------------------------------------------------|
-    | `open`   | slice, (buffers)         | once the shard can be called; from rank 0 alone                  |
-    | `first`  |                          | the buffers of rank 0                                            |
-    | `finish` | (buffers)                | once all have finished: ranks that gave buffers, and all of them |
+    | method   | tensors                       | reply                                                            |
+    |----------|-------------------------------|------------------------------------------------------------------|
+    | `open`   | slice, (buffers), (constants) | once the shard can be called; from rank 0 alone                  |
+    | `first`  |                               | the buffers and constants of rank 0                              |
+    | `finish` | (buffers)                     | once all have finished: ranks that gave buffers, and all of them |
     """
 
     def __init__(self, node: ProcessNode, request: Mapping[str, Any]) -> None:
         self.over: Operation[None] = node.promise("all workers to go")
         self._node = node
         self._request = request
-        self._first = torch.zeros(request["buffers"], dtype=torch.float64)
+        self._first: Sequence[torch.Tensor] = ()
         self._last: dict[int, torch.Tensor] = {}
         self._finished: set[str] = set()
         self._gone: set[str] = set()
@@ -58,15 +59,16 @@ class ShardHost:
         count = self._request["buffers"]
         buffers = [TensorSpec("float64", count)] if count else []
         if method == "open":
-            dtype = self._request["dtype"]
-            return [*(TensorSpec(dtype, stop - start) for start, stop in self._request["ranges"]), *buffers]
+            dtype, nbytes = self._request["dtype"], self._request["constants"]
+            constants = [TensorSpec("uint8", nbytes)] if nbytes else []
+            return [*(TensorSpec(dtype, stop - start) for start, stop in self._request["ranges"]), *buffers, *constants]
         return buffers if method == "finish" else ()
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.method == "open" and call.caller == "worker 0":
             return self._open(call)
         if call.method == "first":
-            return Reply(tensors=[self._first])
+            return Reply(tensors=self._first)
         if call.method == "finish":
             return self._finish(call)
         raise Refused(f"{call.caller} may not ask the host of {self._node.name} to {call.method}.")
@@ -76,8 +78,7 @@ class ShardHost:
         ranges = [(start, stop) for start, stop in request["ranges"]]
         node.directory.update({name: (host, port) for name, (host, port) in call.fields["directory"].items()})
         slices = call.tensors[: len(ranges)]
-        if request["buffers"]:
-            self._first.copy_(call.tensors[-1])
+        self._first = [tensor.clone() for tensor in call.tensors[len(ranges) :]]
         values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
         segments = restrict([Segment(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
@@ -107,7 +108,7 @@ class ShardHost:
         await self._all_finished
         if not call.tensors:
             return Reply()
-        empty = torch.zeros_like(self._first)
+        empty = torch.zeros(self._request["buffers"], dtype=torch.float64)
         rows = [self._last.get(rank, empty) for rank in range(self._request["workers"])]
         return Reply({"ranks": sorted(self._last)}, [torch.cat(rows)])
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.errors import UsageError
+from dure.replica import as_bytes, copy_bytes
 from dure.runtime.agreement import Agreement, Intention, going_on
 from dure.runtime.alone import AloneGroup
 from dure.runtime.engine import Engine
@@ -72,6 +73,9 @@ class Peers:
         if worker.buffers is not None:
             await engine.group.broadcast(worker.buffers, 0)
             replica.load_buffers(worker.buffers)
+        for constant in replica.constants.values():
+            if constant.numel():
+                copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
         share = source.batch_size / worker.total_weight
         source.exchange = Exchange(self._node, engine.group, replica, share, failed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 
 from dure.errors import CallTimeout, UsageError
 from dure.optim import OptimizerSpec, Segment
+from dure.replica import as_bytes, copy_bytes
 from dure.runtime.base import Address, Reply
 from dure.runtime.launch.helper import Helper
 from dure.strategy import catalogue, member_text, name_of
@@ -74,31 +75,53 @@ class Hosts:
 
     async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
         """Have the servers hold rank 0's model, and every replica start from it."""
-        self._start_mine(int(worker.buffers.numel()) if worker.buffers is not None else 0)
+        first = self._first(worker)
+        self._start_mine(worker, first)
         names = [f"server {number}" for number in range(len(self._ranges))]
         directory = {name: self._meeting.get(name) for name in names}
         self._node.directory.update({name: (host, port) for name, (host, port) in directory.items()})
         if worker.rank == 0:
-            await self._open(directory, worker.buffers)
+            await self._open(directory, first)
             self._meeting.put("open", True)
         self._meeting.get("open")
         worker.server = self._client(worker.rank)
         await worker.join(newcomer=False)
         worker.adopt(await worker.pull())
-        if worker.buffers is not None:
-            await self._node.call(_host(0), "first", into=(worker.buffers,))
-            self._replica.load_buffers(worker.buffers)
+        if first:
+            await self._node.call(_host(0), "first", into=first)
+            self._load(worker, first)
         self._meeting.exchange("ready", True)
 
-    def _start_mine(self, buffers: int) -> None:
+    def _first(self, worker: Worker) -> list[torch.Tensor]:
+        """What all are to have from rank 0 that is no trained parameter: buffers, and constants as bytes."""
+        constants = [as_bytes(constant).cpu() for constant in self._replica.constants.values()]
+        every = [] if worker.buffers is None else [worker.buffers]
+        if self._world_size > 1 and any(each.numel() for each in constants):
+            every.append(torch.cat(constants))
+        return every
+
+    def _load(self, worker: Worker, first: Sequence[torch.Tensor]) -> None:
+        """Have the replica go on from what rank 0 had."""
+        if worker.buffers is not None:
+            self._replica.load_buffers(worker.buffers)
+        if first[-1] is not worker.buffers:
+            constants = list(self._replica.constants.values())
+            parts = torch.split(first[-1], [constant.nbytes for constant in constants])
+            for constant, values in zip(constants, parts, strict=True):
+                copy_bytes(constant, values)
+
+    def _start_mine(self, worker: Worker, first: Sequence[torch.Tensor]) -> None:
         place = self._meeting.place
         mine = range(place.rank, len(self._ranges), place.world_size)
         for number in mine:
-            self._helpers.append(Helper("dure.user_loop.host", self._request(number, buffers)))
+            request = {**self._request(number), "buffers": 0, "constants": 0}
+            if number == 0:
+                request |= {"buffers" if each is worker.buffers else "constants": each.numel() for each in first}
+            self._helpers.append(Helper("dure.user_loop.host", request))
         for number, helper in zip(mine, self._helpers, strict=True):
             self._meeting.put(f"server {number}", [place.interface, helper.answer()["port"]])
 
-    def _request(self, number: int, buffers: int) -> Mapping[str, Any]:
+    def _request(self, number: int) -> Mapping[str, Any]:
         place = self._meeting.place
         return {
             "run": self._node.identity.job,
@@ -111,7 +134,6 @@ class Hosts:
             "sync": member_text("sync", self._sync),
             "optimizer": asdict(self._spec),
             "segments": self._segments(),
-            "buffers": 0 if number else buffers,
         }
 
     def _segments(self) -> list[Segment]:
@@ -124,10 +146,10 @@ class Hosts:
             found.append(segment._replace(overrides={name: getattr(rule, name) for name in segment.overrides}))
         return found
 
-    async def _open(self, directory: Mapping[str, Any], buffers: torch.Tensor | None) -> None:
+    async def _open(self, directory: Mapping[str, Any], first: Sequence[torch.Tensor]) -> None:
         for number, ranges in enumerate(self._ranges):
-            extra = [buffers] if buffers is not None and not number else []
             slices = pieces(self._replica.params, ranges)
+            extra = [] if number else first
             await self._node.call(_host(number), "open", *slices, *extra, directory=dict(directory))
 
     def _client(self, rank: int) -> ServerClient:
