@@ -118,6 +118,49 @@ def test_a_combination_that_makes_no_sense_names_one_that_works(sync):
     assert Strategy.parse(nearest).sync == Strategy.of(sync).sync
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *(f"{sync} {topology}" for sync in catalogue("sync") for topology in catalogue("topology")),
+        "averaging:pace=time,weights=uniform collective",
+        "averaging:pace=time,state=average ps",
+        "averaging:weights=fisher ps",
+        "bmuf:overlap=1 ps",
+        "ssp ps sign",
+        "bsp int8+momentum",
+        "bsp fp32+ef",
+        "averaging it-sign",
+    ],
+)
+def test_what_is_said_to_work_instead_works(refused):
+    try:
+        Strategy.parse(refused)
+    except StrategyError as error:
+        nearest = str(error).split('The nearest that works is "')[1].split('"')[0]
+        assert nearest != refused
+        Strategy.parse(nearest)
+
+
+def test_reasons_of_collectives_are_given_for_collectives():
+    for topology, said in (("collective", True), ("gossip", False)):
+        with pytest.raises(StrategyError, match="its workers are at different clocks") as caught:
+            Strategy.parse(f"ssp {topology}")
+        assert ("a collective needs" in str(caught.value)) is said
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("bsp int8+momentum", '"momentum" joins sign, ternary, it-sign, not int8'),
+        ("bsp fp32+ef", '"ef" joins fp16, bf16, int8, sign, not fp32'),
+        ("ssp:form=rmw+dc-asgd", "ssp as it is here has none: .+ Leave its parameters out"),
+    ],
+)
+def test_what_joins_is_what_the_catalogue_says(text, because):
+    with pytest.raises(StrategyError, match=because):
+        Strategy.parse(text)
+
+
 def test_a_name_of_another_axis_is_pointed_out():
     with pytest.raises(StrategyError, match='"ps" is a topology, not a sync'):
         Strategy.of(sync="ps")

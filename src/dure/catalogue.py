@@ -11,7 +11,8 @@ class Entry:
     """One member of an axis.
 
     `module` and `member` say where its class is. `combines` names members of the other axis that it runs
-    with, its default first (empty: all of them), and `because` completes "X does not run over Y: ".
+    with, its default first (empty: all of them), and `because` completes "X does not run over Y: ", as does `clash`
+    where Y is a collective.
     """
 
     module: str
@@ -20,6 +21,7 @@ class Entry:
     paper: str
     combines: tuple[str, ...] = ()
     because: str = ""
+    clash: str = ""
 
     def load(self) -> type:
         """The class itself."""

@@ -71,6 +71,8 @@ class Strategy:
         if name not in self.sync.topologies:
             entry = catalogue("sync").get(name_of("sync", self.sync))
             because = (entry and entry.because) or f"it runs over {names(self.sync.topologies)}"
+            if entry and entry.clash and name == "collective":
+                because += f", and {entry.clash}"
         else:
             objection = getattr(self.sync, "objection", None)
             because = objection(name) if objection is not None else ""
@@ -82,6 +84,7 @@ class Strategy:
     def _check_codec(self, topology: str) -> None:
         """Raise `StrategyError` if what travels cannot be encoded so."""
         codec, sync = codec_name(self.codec), name_of("sync", self.sync)
+        _check_joins(self.codec)
         if topology not in getattr(self.sync, "encodes", ()):
             because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
             raise StrategyError(
@@ -100,8 +103,9 @@ class Strategy:
             )
 
     def _refusal(self, topology: str, because: str) -> str:
-        sync = name_of("sync", self.sync)
-        works = f"{member_text('sync', self.sync)} {self.sync.topologies[0]}"
+        sync, objection = name_of("sync", self.sync), getattr(self.sync, "objection", lambda topology: "")
+        fits = next((each for each in self.sync.topologies if not objection(each)), None)
+        works = f"{sync} {self.sync.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
         return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
 
     @classmethod
@@ -269,6 +273,18 @@ def check_codec_name(name: str) -> None:
     """Raises `StrategyError` for what no `codec_name` is."""
     for position, part in enumerate(name.split("+")):
         find(part, WRAPPER if position else "codec")
+
+
+def _check_joins(codec: Codec) -> None:
+    """Raise `StrategyError` where a wrapper joins a codec that it is not for; a codec of one's own is for all."""
+    inner, *wrappers = (name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec)))
+    for wrapper in wrappers:
+        joins = catalogue(WRAPPER)[wrapper].combines if wrapper in catalogue(WRAPPER) else ()
+        if joins and inner in catalogue("codec") and inner not in joins:
+            raise StrategyError(
+                f'"{wrapper}" joins {names(joins)}, not {inner}. The nearest that works is "{joins[0]}+{wrapper}", or '
+                f"{inner} alone."
+            )
 
 
 def _layers(codec: Codec) -> list[Codec]:

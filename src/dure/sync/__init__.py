@@ -95,7 +95,8 @@ CATALOGUE = {
         "every step, the mean gradient of all but the slowest few",
         "Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016",
         combines=("ps",),
-        because="it goes on without the slowest workers, and a collective needs all of them",
+        because="it goes on without the slowest workers",
+        clash="a collective needs all of them",
     ),
     "k-sync": Entry(
         "dure.sync.k_sync",
@@ -103,7 +104,8 @@ CATALOGUE = {
         "an update takes the first k workers; the others start over",
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
         combines=("ps",),
-        because="it goes on without the slowest workers, and a collective needs all of them",
+        because="it goes on without the slowest workers",
+        clash="a collective needs all of them",
     ),
     "k-batch-sync": Entry(
         "dure.sync.k_sync",
@@ -111,7 +113,8 @@ CATALOGUE = {
         "an update takes the first k mini-batches; the others start over",
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
         combines=("ps",),
-        because="a fast worker gives several gradients to an update, and a collective takes one of each",
+        because="a fast worker gives several gradients to an update",
+        clash="a collective takes one of each",
     ),
     "k-async": Entry(
         "dure.sync.k_async",
@@ -119,7 +122,8 @@ CATALOGUE = {
         "an update takes any k workers' gradients, however stale",
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
         combines=("ps",),
-        because="its workers are at different versions, and a collective needs all of them at the same one",
+        because="its workers are at different versions",
+        clash="a collective needs all of them at the same one",
     ),
     "k-batch-async": Entry(
         "dure.sync.k_async",
@@ -127,7 +131,8 @@ CATALOGUE = {
         "an update takes any k gradients, however stale, and nobody waits",
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018",
         combines=("ps",),
-        because="its workers push at different times, and a collective needs all of them at once",
+        because="its workers push at different times",
+        clash="a collective needs all of them at once",
     ),
     "downpour": Entry(
         "dure.sync.downpour",
@@ -135,7 +140,8 @@ CATALOGUE = {
         "push and pull on one's own schedule, wait for nobody",
         "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012",
         combines=("ps",),
-        because="its workers push and pull at different times, and a collective needs all of them at once",
+        because="its workers push and pull at different times",
+        clash="a collective needs all of them at once",
     ),
     "ssp": Entry(
         "dure.sync.ssp",
@@ -143,7 +149,8 @@ CATALOGUE = {
         "no worker leads the slowest by more than a bound",
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013",
         combines=("ps",),
-        because="its workers are at different clocks, and a collective needs all of them at the same one",
+        because="its workers are at different clocks",
+        clash="a collective needs all of them at the same one",
     ),
     "hogwild": Entry(
         "dure.sync.hogwild",

@@ -120,6 +120,10 @@ def _refusal(method: Any, remedy: Correction | Retuning) -> str:
     if "ps" not in method.topologies:
         because = "it runs without a parameter server"
     works = REMEDIES[name].combines if name in REMEDIES else ("downpour",)
+    if _name(method) in works:
+        return (
+            f"{name} remedies {cure}, and {_name(method)} as it is here has none: {because}. Leave its parameters out."
+        )
     text = f"{works[0]}+{name}"
     return f'{name} remedies {cure}, and {_name(method)} has none: {because}. It joins {", ".join(works)}, as "{text}".'
 

@@ -223,8 +223,8 @@ class ServerClient:
 
         `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted mean
         or, times e to the `exponent`, what may be too small for a number, `lr` a rate in place of the servers'. Ordered
-        updates have it staged when this returns, others applied. The `note`s of a group's members are `heard` by all who
-        are admitted on the version that the group makes.
+        updates have it staged when this returns, others applied. The `note`s of a group's members are `heard` by all
+        who are admitted on the version that the group makes.
 
         Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
         nowhere, but for updates without order, which the other shards may have applied.
