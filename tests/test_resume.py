@@ -10,6 +10,7 @@ import dure
 from dure.cli import main
 from dure.config import TrainConfig
 from dure.errors import UsageError
+from dure.report import read_run
 from dure.resume import CLUSTER, resumed
 from dure.runtime.cluster import Cluster, Machines
 from dure.runtime.compute import Constant
@@ -161,3 +162,16 @@ def test_what_is_of_this_start_alone_may_be_other(on, tmp_path):
     assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert {name: saved[name] for name in new} == new
+
+
+def test_a_run_that_is_over_is_resumed_to_the_same_record(tmp_path):
+    """Its last row is no row of the checkpoint, though it has no more steps than the row before (or the budget)."""
+    options = {"steps": 20, "checkpoint_every": 5, "batch_size": 64}
+    whole = dure.train("digits-mlp", strategy="lbfgs:m=3 ps", on=TWO, out=tmp_path / "run", **options)
+    again = dure.train("digits-mlp", resume=tmp_path / "run")
+    assert whole.history == again.history == read_run(tmp_path / "run").history
+    assert whole.summary() | {"batching": 0} == again.summary() | {"batching": 0}
+    longer = dure.train("digits-mlp", resume=tmp_path / "run", steps=30)
+    steps = [row["step"] for row in longer.history]
+    assert steps == sorted(steps)
+    assert longer.history == read_run(tmp_path / "run").history

@@ -132,10 +132,9 @@ def load(folder: Path) -> Checkpoint:
     raise CheckpointError(f"no complete checkpoint in {folder}.{seen} Start without --resume, or name another folder.")
 
 
-def last_row(checkpoint: Checkpoint) -> int:
-    """The step of the last row of history that a checkpoint of a run has; 0 if it has none."""
-    history = checkpoint.parts["run"].plain["history"]
-    return int(history[-1]["step"]) if history else 0
+def rows(checkpoint: Checkpoint) -> int:
+    """How many rows of history a checkpoint of a run has."""
+    return len(checkpoint.parts["run"].plain["history"])
 
 
 def prune(folder: Path, keep: int = KEEP) -> None:

@@ -25,9 +25,13 @@ COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applie
 
 @dataclass(slots=True)
 class Totals:
-    """Everything a run counts; grows over the segments between checkpoints and is saved with them."""
+    """Everything a run counts; grows over the segments between checkpoints and is saved with them.
+
+    `steps` is the highest clock that a worker has been at.
+    """
 
     seconds: float = 0.0
+    steps: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     staleness: Staleness = field(default_factory=Staleness)
     time: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communicate": 0.0, "wait": 0.0})
@@ -55,6 +59,7 @@ class Totals:
     def state(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
+            "steps": self.steps,
             "counts": self.counts,
             "staleness": self.staleness.as_dict(),
             "time": self.time,
@@ -94,7 +99,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "on": task.config.on,
         "time": time,
         "workers": task.workers,
-        "steps": _steps(task, totals),
+        "steps": totals.steps,
         "lr": task.job.optimizer.lr,
         **{name: totals.counts[name] for name in ("samples",)},
         "seconds": totals.seconds,
@@ -119,9 +124,3 @@ def _graph(task: Task) -> dict[str, Any]:
     if task.graph is None or not 1 < task.workers <= DRAWN:
         return {}
     return {"graph": {**mixing(task.graph).as_dict(), "edges": [list(edge) for edge in task.graph.edges]}}
-
-
-def _steps(task: Task, totals: Totals) -> int:
-    """Mini-batches of a worker; of the one that made most, where the time may have ended the run."""
-    made = [row.get("steps", 0) for row in totals.per_worker.values()]
-    return task.steps if task.config.seconds is None else min(task.steps, max(made, default=0))

@@ -509,6 +509,7 @@ class Hub:
             for key in _TRAFFIC:
                 totals.counts[key] += said[key]
         totals.seconds = max(said["seconds"] for said in self.finished.values())
+        totals.steps = max(said["steps"] for said in self.finished.values())
         values = await self._deliver()
         for name in self.evicted:
             self._count_lost(name)
@@ -518,7 +519,7 @@ class Hub:
                 await self.node.call(Address(name, "process"), "bye")
         row = {
             "seconds": totals.seconds,
-            "step": max(said["steps"] for said in self.finished.values()),
+            "step": totals.steps,
             "samples": totals.counts["samples"],
             "bytes": totals.counts["bytes_sent"],
         }
@@ -623,4 +624,4 @@ def keep_running(make: Callable[[], Hub], nursery: Nursery, resume: Path | None)
         nursery.clear()
         assert hub.folder is not None
         resume, before = hub.folder, hub
-        hub.watch.rewind(checkpoint.last_row(checkpoint.load(resume)))
+        hub.watch.rewind(checkpoint.rows(checkpoint.load(resume)))

@@ -230,9 +230,9 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
             progress.update(step, steps if steps < ENDLESS else None, loss, samples)
 
-        def rewind(step: int) -> None:
+        def rewind(rows: int) -> None:
             if folder is not None:
-                folder.rewind(step)
+                folder.rewind(rows)
 
         yield folder, Watch(row, advance, save, rewind)
 
@@ -240,7 +240,7 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
 def _folder(config: TrainConfig) -> RunFolder | None:
     if config.resume is not None:
         newest = checkpoint.load(config.resume / "checkpoints")
-        return RunFolder.resume(config.resume, step=checkpoint.last_row(newest))
+        return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
 
 

@@ -56,7 +56,7 @@ class Watch:
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
     checkpoint: Callable[[int, State], None] = lambda step, state: None
-    rewind: Callable[[int], None] = lambda step: None
+    rewind: Callable[[int], None] = lambda rows: None
 
 
 @contextmanager
@@ -130,7 +130,6 @@ class Segment:
         self.checkpoint_step = plain.get("checkpoint", 0) + every if every else 0
         self.suspending = False
         self.last_end = self.last_crash = self.started
-        self.last_loss = float("nan")
         self.workers: dict[int, Worker] = {}
         self.retired = {} if state is None else {r: state[f"retired-{r}"] for r in plain["retired"]}
         self.first = task.workers  # the lowest rank among them
@@ -249,7 +248,6 @@ class Segment:
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         task = self.task
-        self.last_loss = gradient.loss
         self.totals.counts["samples"] += worker.source.batch_size
         self._on_made(worker)
         if worker.rank == self.first:
@@ -259,6 +257,7 @@ class Segment:
         """A step has been made, or begun in vain."""
         self.done += 1
         self.steps[worker.rank] += 1
+        self.totals.steps = max(self.totals.steps, worker.clock)
         if self.done % self.row_every == 0 and (self.row_shards or worker.encodes):
             self.runtime.kernel.soon(self._row)  # once the worker has stepped, as servers have, or all others
         elif self.done % self.row_every == 0:
@@ -355,10 +354,10 @@ class Segment:
         if examiner is None:
             return
         grade = examiner.grade(self.delivered(), self._buffers())
-        workers = self.task.workers
+        step = self.done // self.task.workers  # counts what was lost with a crash, too
         row = {
             "seconds": self.totals.seconds if final else self.runtime.kernel.now,
-            "step": self.task.steps if final else self.done // workers,
+            "step": max(step, self.totals.steps) if final else step,
             "samples": self.totals.counts["samples"],
             "loss": grade.loss,
             "accuracy": grade.accuracy,

@@ -58,7 +58,7 @@ def test_a_torn_last_line_is_ignored_and_then_replaced(tmp_path):
     with (path / "history.jsonl").open("a") as file:
         file.write('{"seconds": 3.0, "st')
     assert read_run(path).history == [row(0), row(10), row(20)]
-    with RunFolder.resume(path, step=20) as folder:
+    with RunFolder.resume(path, rows=3) as folder:
         folder.append(row(30))
     assert read_run(path).history == [row(0), row(10), row(20), row(30)]
 
@@ -72,8 +72,9 @@ def test_appending_to_a_torn_file_starts_a_new_line(tmp_path):
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
-    path = write_run(tmp_path / "run")
-    with RunFolder.resume(path, step=10) as folder:
+    """Rows count, not their steps: a run's last row may have the step of the row before."""
+    path = write_run(tmp_path / "run", steps=(0, 10, 10))
+    with RunFolder.resume(path, rows=2) as folder:
         folder.append(row(20, loss=0.25))
     run = read_run(path)
     assert run.history == [row(0), row(10), row(20, loss=0.25)]
@@ -85,7 +86,7 @@ def test_a_folder_in_use_is_refused_with_what_to_do(tmp_path):
     with pytest.raises(UsageError, match=r"not empty.*another --out.*resume"):
         RunFolder.create(tmp_path / "run")
     with pytest.raises(UsageError, match="no run"):
-        RunFolder.resume(tmp_path, step=0)
+        RunFolder.resume(tmp_path, rows=0)
 
 
 def test_an_empty_folder_is_taken_and_a_file_is_not(tmp_path):

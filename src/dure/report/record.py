@@ -123,20 +123,20 @@ class RunFolder:
             raise UsageError(f"cannot make a run folder in {parent}: {error.strerror}. Choose another.") from error
 
     @classmethod
-    def resume(cls, path: str | Path, *, step: int) -> RunFolder:
-        """Go on with the run in `path` from its checkpoint at `step`: later rows of its history are dropped."""
+    def resume(cls, path: str | Path, *, rows: int) -> RunFolder:
+        """Go on with the run in `path` from a checkpoint with the first `rows` of its history: others are dropped."""
         path = Path(path)
         _require_run(path)
         folder = cls(path)
-        folder.rewind(step)
+        folder.rewind(rows)
         (path / SUMMARY).unlink(missing_ok=True)
         (path / CHECKPOINTS).mkdir(exist_ok=True)
         return folder
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows of the history after `step`: the run goes on from there."""
+    def rewind(self, rows: int) -> None:
+        """Drop all but the first `rows` of the history: the run goes on from there."""
         self.close()
-        kept = [row for row in read_history(self.path / HISTORY) if row.get("step", 0) <= step]
+        kept = read_history(self.path / HISTORY)[:rows]
         with replacing(self.path / HISTORY) as file:
             file.writelines(f"{to_json(row)}\n" for row in kept)
 
