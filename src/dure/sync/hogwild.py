@@ -22,7 +22,8 @@ Sallinen et al., "High Performance Parallel Stochastic Gradient Descent in Share
 | SGD                      | the job's optimizer, whose state is each worker's own, as in PyTorch's example |
 
 A slow worker makes fewer updates, and staler ones; nobody waits. A worker that dies loses at most one update, or a
-part of one, and leaves no lock behind. HogBatch workers write out of step: worker k's first batch is k shorter.
+part of one, and leaves no lock behind. HogBatch workers write out of step: worker k's first batch is k modulo `batch`
+shorter.
 """
 
 from __future__ import annotations
