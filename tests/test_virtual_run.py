@@ -21,6 +21,7 @@ from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.collectives import chunk_bytes
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential
 from dure.runtime.stand_in import stand_in
+from dure.sync import REMEDIES
 from dure.sync.clock import Barrier
 from dure.topology.sharding import size, split
 
@@ -84,6 +85,21 @@ def test_gradients_change_nothing_about_time(strategy):
     runs = [virtual("digits-mlp", strategy, cluster, steps=8, timing_only=timing) for timing in (False, True)]
     with_gradients, without = (run.outcome.totals.state() for run in runs)
     assert with_gradients == without
+
+
+@pytest.mark.parametrize(
+    "remedy", [*REMEDIES, "dc-asgd:mode=adaptive", "dc-asgd:mode=adaptive,squares=shared,clip=true"]
+)
+def test_remedies_without_gradients_take_the_same_time(remedy, tmp_path):
+    def run(**options: Any) -> dict[str, Any]:
+        given = {"on": machines(3, compute=LogNormal(sigma=0.5)), "steps": 12, **options}
+        return dure.train("digits-mlp", strategy=f"downpour+{remedy} ps:shards=2", **given).summary()
+
+    alike = ("seconds", "bytes_sent", "messages", "updates_applied", "staleness", "time_share", "per_worker")
+    real, timed = run(), run(timing_only=True)
+    assert {name: timed[name] for name in alike} == {name: real[name] for name in alike}
+    saved = {"checkpoint_every": 5, "out": tmp_path / "run"}
+    assert run(timing_only=True, **saved)["samples"] == real["samples"]
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(64, 10), (300, 2)])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dure.optim import BLOCK
+from dure.runtime.base import Ghost
 from dure.sync.remedied import Correction, Update, corrections
 from dure.topology.buffers import Buffer
 
@@ -120,7 +121,9 @@ class Corrections:
     # ---- corrections
 
     def correct(self, members: Iterable[Member], values: torch.Tensor) -> None:
-        """Correct the members' gradients in place, which are about to be applied to `values`."""
+        """Correct the members' gradients in place, which are about to be applied to `values` (if there are any)."""
+        if isinstance(values, Ghost):
+            return
         for worker, seq, staleness, gradient in members:
             base = self._bases.get((worker, seq))
             for low in range(0, gradient.numel(), BLOCK):
