@@ -222,6 +222,31 @@ def test_a_slow_stretch_counts_as_far_as_it_lasts():
     assert run.seconds == pytest.approx(0.39, abs=0.002)
 
 
+def slow(at: float, factor: float, duration: float | None = None) -> Event:
+    return Event(at=at, kind="slow", worker=1, factor=factor, duration=duration)
+
+
+BACK = (Event(at=0.1, kind="crash", worker=1), Event(at=0.15, kind="join", worker=1))
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 4])
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        ([slow(0.05, 10), slow(0.1, 2, 0.4)], 0.05 + 0.05 + 0.4 + (0.3 - 0.05 - 0.005 - 0.02) * 10),
+        ([slow(0.05, 4, 0.4), slow(0.15, 5, 0.1)], 0.45 + (0.3 - 0.05 - 0.025 - 0.005 - 0.05)),
+        ([slow(0.0, 2, 0.1), slow(0.05, 10)], 0.05 + 0.05 + (0.3 - 0.025 - 0.0025) * 10),
+        ([slow(0.05, 10, 0.2), *BACK, slow(0.2, 5)], 0.15 + 0.05 + (0.3 - 0.05) * 5),  # what was ends, what is does not
+        ([slow(0.05, 10), *BACK], 0.15 + 0.3),
+    ],
+)
+def test_what_slows_at_one_time_multiplies_and_ends_by_itself(events, seconds, checkpoint_every, tmp_path):
+    """Worker 1 has 30 steps of 10 ms to do, from its return on where it was away; with checkpoints as without."""
+    more = {} if checkpoint_every is None else {"checkpoint_every": checkpoint_every, "out": tmp_path / "run"}
+    run = virtual("digits-mlp", "downpour ps", machines(2, *events), steps=30, timing_only=True, **more)
+    assert run.seconds == pytest.approx(seconds, abs=0.05)
+
+
 @pytest.mark.parametrize("strategy", ["bsp", "averaging"])
 @pytest.mark.parametrize("kind", ["crash", "join"])
 def test_collectives_refuse_who_comes_and_goes(strategy, kind, tmp_path):

@@ -32,7 +32,7 @@ from dure.topology.shared_memory import SharedShard
 from dure.worker import work_through
 
 if TYPE_CHECKING:
-    from dure.runtime.cluster import Cluster
+    from dure.runtime.cluster import Cluster, Event
     from dure.runtime.compute import Durations
     from dure.runtime.gradients import Gradient
     from dure.task import Task
@@ -289,23 +289,28 @@ class Segment:
             else:
                 self.runtime.kernel.weather(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
 
-    def _apply_past(self, event: Any) -> None:
+    def _apply_past(self, event: Event) -> None:
         """Bring what an event of an earlier segment still does into this one."""
         node = self.runtime.nodes[f"worker {event.worker}"]
-        until = event.at + event.duration if event.duration is not None else float("inf")
-        if event.kind == "slow" and until > self.started:
-            self._slow_down(node, event.factor, until)
-        elif event.kind == "pause" and until > self.started:
-            node.pause(until - self.started)
+        if event.kind == "slow":
+            self._begin_slow(node, event)
+        elif event.kind == "pause" and event.until > self.started:
+            node.pause(event.until - self.started)
         elif event.kind == "join":
-            node.slowness, node.paused_until = 1.0, 0.0
+            node.paused_until = 0.0
 
-    def _slow_down(self, node: VirtualNode, factor: float, until: float) -> None:
-        node.slow_down(factor)
-        if until != float("inf"):
-            self.runtime.kernel.weather(until, lambda: node.slow_down(1.0))
+    def _begin_slow(self, node: VirtualNode, event: Event) -> None:
+        self._slow_down(node)
+        if self.runtime.kernel.now < event.until < math.inf:
+            self.runtime.kernel.weather(event.until, lambda: self._slow_down(node))
 
-    def _happen(self, event: Any) -> None:
+    def _slow_down(self, node: VirtualNode) -> None:
+        """As the cluster has it now: what began before, or in another segment, counts as what begins or ends."""
+        factor = self.whole.cluster.slowness(node.rank, self.runtime.kernel.now)
+        if factor != node.slowness:
+            node.slow_down(factor)
+
+    def _happen(self, event: Event) -> None:
         rank, runtime = event.worker, self.runtime
         node = runtime.nodes[f"worker {rank}"]
         if event.kind == "join":
@@ -323,9 +328,10 @@ class Segment:
             self.totals.failures_survived += 1
             runtime.lose(node)
         elif event.kind == "pause":
+            assert event.duration is not None
             node.pause(event.duration)
         elif event.kind == "slow":
-            self._slow_down(node, event.factor, event.at + (event.duration or float("inf")))
+            self._begin_slow(node, event)
 
     def _evicted(self, worker: int) -> None:
         self.totals.failures_survived += 1

@@ -18,6 +18,7 @@ servers live on machines of their own, behind the workers', unless the topology 
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -85,6 +86,9 @@ class Event(Described):
     join    it comes, or comes back; a worker whose first event this is was not there from the start
     pause   it stands still `for` a time
     slow    its steps take `factor` times as long, `for` a time or to the end
+
+    Where slow events overlap their factors multiply; of pauses the later end counts. Who joins after a crash is neither
+    slow nor paused by what was before.
     """
 
     at: Seconds
@@ -92,6 +96,11 @@ class Event(Described):
     worker: int = Field(ge=0)
     duration: PositiveSeconds | None = Field(default=None, alias="for")
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @property
+    def until(self) -> float:
+        """When it is over, in seconds."""
+        return math.inf if self.duration is None else self.at + self.duration
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Event:
@@ -212,6 +221,24 @@ class Cluster(Described):
         else:
             speed = kind.speed if isinstance(kind.speed, float) else kind.speed.speed(rng)
         return Durations(kind.compute, speed, rng)
+
+    def slowness(self, worker: int, now: float) -> float:
+        """How many times as long the steps of `worker` take at `now`: the product of the events that slow it."""
+        factor = 1.0
+        for event in self._befalling[worker]:
+            if event.kind == "join" and event.at <= now:
+                factor = 1.0
+            elif event.factor is not None and event.at <= now < event.until:
+                factor *= event.factor
+        return factor
+
+    @cached_property
+    def _befalling(self) -> dict[int, list[Event]]:
+        """The events of each worker that has some, in their order."""
+        befalling: dict[int, list[Event]] = {}
+        for event in sorted(self.events, key=lambda event: event.at):
+            befalling.setdefault(event.worker, []).append(event)
+        return befalling
 
     @cached_property
     def _kinds(self) -> tuple[Machines, ...]:
