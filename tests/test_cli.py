@@ -108,6 +108,11 @@ def test_bad_options_are_refused_in_one_sentence(flags, words):
     assert words in refused("train", "digits-mlp", *flags)
 
 
+def test_more_processes_than_memory_holds_are_refused_before_any_starts():
+    said = refused("train", "quadratic", "--on", "local", "--workers", "100000")
+    assert re.search(r"100000 processes take \d+ GB at least, and this machine has \d+: take fewer workers", said)
+
+
 @pytest.mark.parametrize(
     "words", ["compare digits-mlp --epochs x", "probe --workers x", "methods --workers x", "report . --target x"]
 )
