@@ -81,6 +81,19 @@ def test_a_worker_of_which_only_steps_are_known_counts_for_nothing() -> None:
     assert payoff(task, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
 
 
+def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
+    """A checkpoint has them in another one: 10 before 2."""
+    config = TrainConfig.of({"job": "digits-mlp", "sync": "ssp", "codec": "fp16", "on": "virtual", "workers": 17})
+    task, cluster = resolve(config)
+    sizes = [10 + rank % 4 for rank in range(17)]
+    rows = {
+        f"worker {rank}": {"steps": steps, "bytes_sent": 1001 * rank, "bytes_received": 7 * rank * rank}
+        for rank, steps in enumerate(sizes)
+    }
+    found = [payoff(task, Totals(per_worker=dict(order)), cluster) for order in (rows.items(), sorted(rows.items()))]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 1bit"])
 def test_after_a_real_run_the_codec_is_measured(strategy: str) -> None:
     run = dure.train("digits-mlp", strategy=strategy, on="local", workers=2, steps=3)

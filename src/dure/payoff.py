@@ -128,7 +128,7 @@ def _by_servers(task: Task, totals: Totals) -> Traffic:
     cards = [_both(row, row["steps"], pushed) for row in rows]
     part = max(size(ranges) for ranges in task.ranges) / task.replica.numel
     all_workers = [_both(row, most, pushed * row["steps"] / most) for row in rows]
-    cards.append(Traffic(*(part * sum(each) for each in zip(*all_workers, strict=True))))
+    cards.append(Traffic(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
 
 
