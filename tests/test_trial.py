@@ -154,16 +154,22 @@ def counting(seen):
     return job(loss=loss)
 
 
-def test_a_run_tries_its_largest_batch_before_anything_else_and_is_the_run_without_a_trial():
+def test_a_run_tries_its_extreme_batches_before_anything_else_and_is_the_run_without_a_trial():
     seen, unseen = [], []
     options = {"sync": "bsp", "on": "virtual", "workers": 2, "batch_sizes": (3, 5), "seed": 1}
     tried = dure.train(counting(seen), **options)
-    assert seen[:2] == [(5, True), (5, False)]
+    assert seen[:3] == [(5, True), (3, True), (5, False)]
     task, cluster = resolve(TrainConfig.of({**options, "job": "mine"}), AtHand(counting(unseen)))
     untried = VirtualRun(task, cluster, Watch()).run()
-    assert seen[2:] == unseen
+    assert seen[3:] == unseen
     assert summary(task, untried, "virtual")["params_sha256"] == tried.summary()["params_sha256"]
     assert untried.history == tried.history
+
+
+def test_a_batch_too_small_for_the_model_is_found_before_the_run():
+    said = r"mine: its model must take a batch of inputs \(1, 8\) .* raised ValueError: Expected more than 1 value"
+    with pytest.raises(UsageError, match=said):
+        dure.train(job(), sync="bsp", on="virtual", workers=3, batch_sizes=(4, 1, 2))
 
 
 def test_a_run_without_values_tries_no_batch_and_says_what_is_wrong_all_the_same():

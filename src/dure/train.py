@@ -110,7 +110,8 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
     if config.timing_only:
         try_to_count(task.job, name)
     else:
-        try_out(task.job, name, rows=max(task.batch_sizes), seed=config.seed)
+        sizes = task.batch_sizes
+        try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seed)
     with _recording(task) as (folder, watch):
         if folder is not None and cluster is not None:
             (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A job is tried before anything starts: one mini-batch forward and backward, and one examined.
+"""A job is tried before anything starts: a mini-batch of each extreme size forward and backward, and one examined.
 
 What is wrong with a job is so said in one sentence, the same in every runtime: a simulation would find it in the middle
 of many gradients at once, and a worker in a process of its own. The model is one of its own, the samples are the first
@@ -26,17 +26,20 @@ if TYPE_CHECKING:
     from dure.job import Job
 
 
-def try_out(job: Job, name: str, *, rows: int, seed: int = 0) -> None:
+def try_out(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: int = 0) -> None:
     """Compute a gradient and a grade of `job` on `rows` samples, once. `name` is what the job goes by.
+
+    Where some workers have smaller batches, a gradient on the `fewest` too: batch norm refuses a batch of one.
 
     Raises `UsageError`, naming the job, where its model, loss, accuracy or data do not do what they should.
     """
     with _named(name), torch.random.fork_rng(devices=[]), _drawing_apart():
         torch.default_generator.manual_seed(seed)  # what is found does not depend on what was drawn before
         module = _model(job, seed)
-        inputs, targets = _first(job.train, rows)
-        with torch.enable_grad():
-            _differentiate(module, _loss(job, _outputs(module, inputs), targets))
+        for size in dict.fromkeys((rows, fewest or rows)):
+            inputs, targets = _first(job.train, size)
+            with torch.enable_grad():
+                _differentiate(module, _loss(job, _outputs(module, inputs), targets))
         inputs, targets = _first(job.train if job.test is None else job.test, rows)
         with torch.no_grad():
             outputs = _outputs(module.eval(), inputs)
