@@ -108,6 +108,12 @@ def test_bad_options_are_refused_in_one_sentence(flags, words):
     assert words in refused("train", "digits-mlp", *flags)
 
 
+@pytest.mark.parametrize("on", ["virtual", "local"])
+def test_a_split_that_the_data_have_not_is_refused_in_both_runtimes(on):
+    said = refused("train", "quadratic", "--split", "dirichlet:alpha=0.1", "--on", on)
+    assert said.startswith("dure: dirichlet splits by label")
+
+
 def test_more_processes_than_memory_holds_are_refused_before_any_starts():
     said = refused("train", "quadratic", "--on", "local", "--workers", "100000")
     assert re.search(r"100000 processes take \d+ GB at least, and this machine has \d+: take fewer workers", said)

@@ -604,6 +604,7 @@ def run_processes(
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
     check_memory(task.workers + task.servers, task.replica.params.nbytes, physical_memory())
+    task.prepare()  # what is wrong with it is said here, before a process starts
     with ExitStack() as stack:
         if nursery is None:
             nursery = stack.enter_context(Nursery())

@@ -155,7 +155,7 @@ class Nursery:
     def _ended(self) -> DureError:
         status = self._process.returncode
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        words = self.last_words("nursery")
+        words = self.last_words("nursery").rstrip(".")
         return DureError(f"the process that starts the others {how}{': ' + words if words else ''}. All are ended.")
 
 
