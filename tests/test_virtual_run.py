@@ -6,17 +6,18 @@ import gc
 import json
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.runs import Finished, virtual
+from torch import nn
 
 import dure
 from dure.errors import DeadlockError, DivergedError, DureError, UsageError
-from dure.job import load_job
+from dure.job import Job, load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.collectives import chunk_bytes
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential
@@ -100,6 +101,26 @@ def test_remedies_without_gradients_take_the_same_time(remedy, tmp_path):
     assert {name: timed[name] for name in alike} == {name: real[name] for name in alike}
     saved = {"checkpoint_every": 5, "out": tmp_path / "run"}
     assert run(timing_only=True, **saved)["samples"] == real["samples"]
+
+
+def normalized() -> Job:
+    """Batch norm, whose running statistics are a fifth of its bytes."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(64, affine=False), nn.Linear(64, 10))
+
+    return replace(load_job("digits-mlp"), model=model, name="normalized")
+
+
+@pytest.mark.parametrize("strategy", ["averaging:period=3", "diloco:period=3", "bmuf:period=3,overlap=1", "one-shot"])
+def test_buffers_without_values_have_their_size(strategy, tmp_path):
+    def run(name: str, **options: Any) -> list[Any]:
+        cluster = machines(3, compute=LogNormal(sigma=0.5))
+        more = {"checkpoint_every": 6, "out": tmp_path / name}
+        summary = dure.train(normalized(), strategy=strategy, on=cluster, steps=12, **more, **options).summary()
+        return [summary[key] for key in ("seconds", "bytes_sent", "messages")]
+
+    assert run("timed", timing_only=True) == run("real")
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(64, 10), (300, 2)])

@@ -186,6 +186,14 @@ class Task:
             return Ghost(self.replica.numel, self.replica.params.element_size())
         return self.replica.params.detach().clone()
 
+    @property
+    def _buffers(self) -> Any:
+        """Initial buffers, flat, a `Ghost` in a timing-only run; None where training changes none."""
+        buffers = self.replica.buffers_flat()
+        if not buffers.numel():
+            return None
+        return Ghost(buffers.numel(), buffers.element_size()) if self.config.timing_only else buffers
+
     @cached_property
     def ranges(self) -> list[Ranges]:
         """The flat ranges that each shard holds."""
@@ -219,6 +227,8 @@ class Task:
 
     def merge_buffers(self, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
         """Buffers of all workers, in rank order, as one: means weighted by batch size, counts by their maximum."""
+        if isinstance(snapshots[0], Ghost):
+            return snapshots[0]
         weights = self.batch_sizes if len(snapshots) == self.workers else None
         return self.replica.merge_buffers(snapshots, weights)
 
@@ -230,7 +240,6 @@ class Task:
 
     def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
         """Worker `rank` on `node`, with its replica, its data and its server or group."""
-        buffers = None if self.config.timing_only else self.replica.buffers_flat()
         worker = Worker(
             node=node,
             rank=rank,
@@ -241,7 +250,7 @@ class Task:
             meter=meter,
             boundary=self.boundary(),
             total_weight=float(sum(self.batch_sizes)),
-            buffers=buffers if buffers is not None and buffers.numel() else None,
+            buffers=self._buffers,
             merge_buffers=self.merge_buffers,
         )
         if self.needs_everybody:

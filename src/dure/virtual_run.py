@@ -219,7 +219,10 @@ class Segment:
         if known:
             assert state is not None
             part = state[f"worker-{rank}"]
+            buffers = worker.buffers
             worker.restore(part.tensors, part.plain)
+            if self.task.config.timing_only:
+                worker.buffers = buffers  # of which no checkpoint has more than that they are there
             self.durations[rank].skip(part.plain["drawn"])
         self.workers[rank] = worker
         self.first = min(self.first, rank)
