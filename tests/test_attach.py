@@ -1,5 +1,6 @@
 """`dure.attach`: a user's own loop, alone in this process and at two ranks of a real torchrun."""
 
+import copy
 import functools
 import json
 import os
@@ -300,19 +301,19 @@ def test_server_rules_are_the_users(name):
     """The rule that a server is given does what the user's optimizer does, on the same gradients."""
     from dure.optim import FlatOptimizer
 
-    module, copy = attached.model(), attached.model()
+    module, alike = attached.model(), attached.model()
     replica = Replica(module)
     rule = ServerRule(RULES[name](module.parameters()), replica)
     flat = FlatOptimizer(rule.spec, replica.numel, segments=rule.segments)
     values = replica.params.clone()
-    optimizer = RULES[name](copy.parameters())
+    optimizer = RULES[name](alike.parameters())
     for batch in attached.batches(4):
         optimizer.zero_grad()
-        attached.loss_of(copy, batch).backward()
-        gradient = torch.cat([each.grad.reshape(-1) for each in copy.parameters()])
+        attached.loss_of(alike, batch).backward()
+        gradient = torch.cat([each.grad.reshape(-1) for each in alike.parameters()])
         flat.apply(values, gradient, values, lr=rule.rates())
         optimizer.step()
-    assert close(values.tolist(), attached.flat(copy))
+    assert close(values.tolist(), attached.flat(alike))
 
 
 def test_parameters_of_no_group_do_not_move_on_servers():
@@ -327,7 +328,7 @@ def test_parameters_of_no_group_do_not_move_on_servers():
     ("make", "words"),
     [
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
-        (lambda p: torch.optim.LBFGS(p), "LBFGS does not"),
+        (lambda p: torch.optim.RMSprop(p), "RMSprop does not"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
     ],
@@ -352,6 +353,52 @@ def test_servers_refuse_an_optimizer_that_has_state_and_hyper_parameters_that_ch
     optimizer.step()
     with pytest.raises(UsageError, match="has taken steps"):
         attached.attach(module, optimizer, "downpour")
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_what_is_loaded_into_the_optimizer_goes_on_deciding_the_rate(topology):
+    """PyTorch puts new parameter groups in the place of the old."""
+
+    def stepped(module, step, optimizer):
+        for number, batch in enumerate(attached.batches(4)):
+            if number == 2:
+                optimizer.param_groups[0]["lr"] = 0.01
+            attached.loss_of(module, batch).backward()
+            step()
+
+    alone, (module, optimizer, replica) = attached.model(), attached_alone(topology=topology)
+    plainly = torch.optim.SGD(alone.parameters(), lr=0.1)
+    plainly.register_step_post_hook(lambda *_: plainly.zero_grad())
+    stepped(alone, plainly.step, plainly)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(module, replica.step, optimizer)
+    replica.close()
+    assert close(attached.flat(module), attached.flat(alone))
+
+
+def test_states_that_servers_would_not_see_are_refused():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    optimizer.step()
+    gathered = copy.deepcopy(optimizer.state_dict())
+    fresh = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with dure.attach(module, fresh, topology="ps"), pytest.raises(UsageError, match="load the model's state alone"):
+        fresh.load_state_dict(gathered)
+    assert not fresh.state
+    for topology in ("collective", "ps"):  # where servers keep a mean, it is this optimizer that steps
+        with dure.attach(module, fresh, sync="averaging", topology=topology):
+            fresh.load_state_dict(gathered)
+    assert fresh.state
+
+
+def test_groups_that_servers_do_not_know_are_refused():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    replica = dure.attach(module, optimizer, topology="ps")
+    optimizer.add_param_group({"params": list(module[2].parameters())})
+    with pytest.raises(UsageError, match="has 2 parameter groups, and had 1"):
+        replica.step()
 
 
 def attached_alone(**more):
@@ -403,7 +450,7 @@ def test_own_steps_are_refused_until_the_end():
 def test_moved_parameters_are_an_error_that_stays():
     module, _, replica = attached_alone()
     module.double()
-    with pytest.raises(ReplicaError, match="double") as first:
+    with pytest.raises(ReplicaError, match=r"double.*attach after model\.to\(torch\.float64\)") as first:
         replica.step()
     for call in (replica.step, replica.skip, replica.close):
         with pytest.raises(ReplicaError) as again:
@@ -452,7 +499,58 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, optimizer, batch_size=0)
     with pytest.raises(UsageError, match="none of the model's"):
         dure.attach(nn.Linear(2, 2), optimizer)
+    with pytest.raises(UsageError, match="LBFGS computes the loss itself, by the closure"):
+        dure.attach(module, torch.optim.LBFGS(module.parameters()))
+    with pytest.raises(StrategyError, match='sync="bsp ps" is more than a sync: write sync="bsp", topology="ps"'):
+        dure.attach(module, optimizer, sync="bsp ps")
+    with pytest.raises(StrategyError, match="1211 are more than the model has parameters, 1210"):
+        dure.attach(module, optimizer, topology="ps:shards=1211")
     optimizer.step()  # a failed attempt leaves nothing behind
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_a_model_without_values_is_refused(topology):
+    module = attached.model()
+    module.register_buffer("table", torch.zeros(3, device="meta"))
+    with pytest.raises(UsageError, match="'table' is on the meta device"):
+        dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), topology=topology)
+
+
+def test_what_is_attached_is_not_attached_again():
+    module, optimizer, replica = attached_alone()
+    with pytest.raises(UsageError, match=r"this optimizer is attached already.*replica\.close\(\)"):
+        dure.attach(module, optimizer)
+    part = module[2]
+    with pytest.raises(UsageError, match="this model is attached already"):
+        dure.attach(part, torch.optim.SGD(part.parameters(), lr=0.1))
+    assert replica.step()  # and is none the worse for it
+    other, _, beside = attached_alone()
+    assert other is not module
+    assert beside.step()
+    replica.close()
+    with dure.attach(module, optimizer) as again:
+        assert again.step()
+    with pytest.raises(OverflowError), dure.attach(module, optimizer):
+        raise OverflowError("which ends it as well")
+    dure.attach(module, optimizer).close()
+    beside.close()
+
+
+ENDS_AT_ONCE = """
+import os, signal
+from dure.runtime.launch.helper import Helper
+helper = Helper("takes_long_to_import", {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_helper_ends_with_its_starter_even_before_it_has_come_up(tmp_path):
+    """This waits for everybody who has the starter's standard error: the helper, too."""
+    (tmp_path / "takes_long_to_import.py").write_text("import time; time.sleep(150)", encoding="utf-8")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", ENDS_AT_ONCE]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=100)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_samplers_share_a_data_set_out():

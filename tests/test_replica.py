@@ -105,7 +105,7 @@ def test_a_parameter_laid_out_in_another_order_keeps_its_values():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes dtypes.*Replica\\(module.float"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes dtypes.*model.float"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "several devices"),
         (nn.ReLU, "no trainable parameters"),
         (
@@ -201,11 +201,14 @@ def replace_data(module):
     [
         (
             lambda module: module.double(),
-            r"'0.weight'.*\.double\(\) made it float64.*Replica\(module.to\(torch.float64\)",
+            r"'0.weight'.*\.double\(\) made it float64.*attach after model\.to\(torch.float64\)",
         ),
         (lambda module: module.half(), r"\.half\(\) made it float16"),
         (lambda module: module.to(torch.bfloat16), r"\.to\(torch.bfloat16\) made it bfloat16"),
-        (lambda module: module.to_empty(device="meta"), r"'0.weight'.*\.to\(\"meta\"\).*make the replica then"),
+        (
+            lambda module: module.to_empty(device="meta"),
+            r"'0.weight'.*\.to\(\"meta\"\).*attach after model\.to",
+        ),
         (assign_state, r"load_state_dict\(assign=True\).*without assign=True"),
         (replace_data, r"'2.bias'.*assignment to \.data.*replica\.load\(values\)"),
     ],

@@ -16,7 +16,7 @@ from support.runs import Finished, virtual
 from torch import nn
 
 import dure
-from dure.errors import DeadlockError, DivergedError, DureError, UsageError
+from dure.errors import DeadlockError, DivergedError, DureError, StrategyError, UsageError
 from dure.job import Job, load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.collectives import chunk_bytes
@@ -520,3 +520,8 @@ def test_scaled_rates_count_each_sample_alike(strategy, factor):
     start = plain.task.initial
     assert scaled.summary["lr"] == factor * plain.summary["lr"]
     torch.testing.assert_close(scaled.params - start, factor * (plain.params - start), rtol=1e-3, atol=1e-6)
+
+
+def test_more_servers_than_parameters_are_refused():
+    with pytest.raises(StrategyError, match="500 are more than the model has parameters, 100"):
+        dure.train("quadratic", topology="ps:shards=500", on="virtual", steps=1)

@@ -30,7 +30,7 @@ from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.strategy import Strategy, make, member_text
 from dure.topology.spec import Collective, Hybrid, ParameterServer
-from dure.user_loop.optimizer import UserOptimizer
+from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
 from dure.user_loop.peers import Peers
 from dure.user_loop.sampler import EpochSampler, share_of
 from dure.user_loop.servers import Hosts, name_of_run
@@ -82,6 +82,9 @@ def attach(
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    check_free(model, optimizer)
+    check_step(optimizer)
+    _check_values(model)
     replica = Replica(model)
     meeting = Meeting(place() or Place(), "attach")
     with ExitStack() as undo:
@@ -94,12 +97,21 @@ def attach(
         worker = _worker(node, replica, mine, sizes)
         ties: Peers | Hosts
         if isinstance(strategy.topology, ParameterServer):
-            ties = Hosts(node, meeting, replica, strategy, optimizer)
+            ties = Hosts(node, meeting, replica, strategy, mine)
         else:
             assert isinstance(strategy.topology, Collective)
             ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
     return Attached(strategy, meeting, replica, mine, worker, ties)
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name!r} is on the meta device, which holds no values: call model.to_empty(device=...), "
+                "initialize the model or load its state, then attach."
+            )
 
 
 def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:

@@ -294,12 +294,12 @@ def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> Non
         if parameter.dtype != first.dtype:
             raise ReplicaError(
                 f"{kind} mixes dtypes: {first_name!r} is {first.dtype}, {name!r} is {parameter.dtype}. One dtype per "
-                "replica is supported: convert the module before making the replica, as in Replica(module.float())."
+                "replica is supported: convert the module first, as in model.float()."
             )
         if parameter.device != first.device:
             raise ReplicaError(
                 f"{kind} lies on several devices: {first_name!r} on {first.device}, {name!r} on {parameter.device}. "
-                f'One device per replica is supported: write Replica(module.to("{first.device}")).'
+                f'One device per replica is supported: write model.to("{first.device}") first.'
             )
 
 
@@ -323,14 +323,14 @@ def _explain_move(slot: _Slot) -> str:
     now = getattr(slot.owner, slot.attribute)
     if now.device != home.device:
         call = f'.to("{now.device}")'
-        advice = f'Move first and make the replica then: Replica(module.to("{now.device}")).'
+        advice = f'Move first and make the replica then; with dure.attach, attach after model.to("{now.device}").'
     elif now is not slot.parameter:
         call = f"load_state_dict(assign=True), or an assignment to module.{name},"
         advice = "Call load_state_dict(state) without assign=True, or make the replica afterwards."
     elif now.dtype != home.dtype:
         name_of_dtype = str(now.dtype).removeprefix("torch.")
         call = f".{_CONVERSIONS.get(now.dtype, f'to({now.dtype})')} made it {name_of_dtype}: the call"
-        advice = f"Convert first and make the replica then: Replica(module.to({now.dtype}))."
+        advice = f"Convert first and make the replica then; with dure.attach, attach after model.to({now.dtype})."
     else:
         call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
         advice = "Copy values in place: replica.load(values), or parameter.data.copy_(values)."

@@ -305,4 +305,7 @@ def _call_text(axis: str, member: Any) -> str:
 def _resolve(axis: str, choice: Any) -> Any:
     if choice is None:
         choice = DEFAULTS[axis]
+    if isinstance(choice, str) and len(choice.split()) > 1:
+        each = ", ".join(f'{one}="{member}"' for one, member in by_axis(choice).items())
+        raise StrategyError(f'{axis}="{choice}" is more than a {axis}: write {each}.')
     return make(choice, axis) if isinstance(choice, str) else choice

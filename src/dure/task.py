@@ -40,7 +40,7 @@ from dure.topology.patience import EVICT_SECONDS
 from dure.topology.portion_client import PortionClient
 from dure.topology.portions import Portions
 from dure.topology.rows import RowClient, RowShard, check_rule
-from dure.topology.sharding import Ranges, size, split
+from dure.topology.sharding import Ranges, held_by, size
 from dure.topology.shared_memory import Access, Layout, Segment, SharedShard
 from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer, SharedMemory
 from dure.worker import Boundary, Worker
@@ -201,7 +201,7 @@ class Task:
         if self.shares_memory:
             return [[(0, replica.numel)]]
         assert isinstance(topology, ParameterServer)
-        return split(replica.layers, replica.numel, topology.shards, by=topology.split, bound=topology.bound)
+        return held_by(topology, replica.layers, replica.numel)
 
     @cached_property
     def _samplers(self) -> list[Any]:

@@ -26,6 +26,7 @@ from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task
+from dure.topology.spec import ParameterServer
 from dure.trial import try_out, try_to_count
 from dure.virtual_run import VirtualRun, Watch
 
@@ -112,6 +113,8 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
     else:
         sizes = task.batch_sizes
         try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seed)
+    if isinstance(task.strategy.topology, ParameterServer):
+        _ = task.ranges  # said now, not once processes are there
     with _recording(task) as (folder, watch):
         if folder is not None and cluster is not None:
             (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")

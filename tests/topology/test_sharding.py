@@ -17,12 +17,14 @@ from dure.topology.sharding import (
     Split,
     equal_ranges,
     gather,
+    held_by,
     imbalance,
     pieces,
     shard_of_key,
     size,
     split,
 )
+from dure.topology.spec import ParameterServer
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,6 @@ def test_nonsense_is_refused() -> None:
         split([], 10, 0)
     with pytest.raises(StrategyError, match="got 'row'"):
         split([], 10, 2, "row")  # type: ignore[arg-type]
+    assert held_by(ParameterServer(10), [], 10) == split([], 10, 10)
+    with pytest.raises(StrategyError, match="11 are more than the model has parameters, 10: use at most as many"):
+        held_by(ParameterServer(11), [], 10)

@@ -27,7 +27,7 @@ from dure.optim import OptimizerSpec
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
-from dure.runtime.launch.sentinel import first_request, watch
+from dure.runtime.launch.sentinel import first_request
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.client import ServerClient, Servers
@@ -201,7 +201,6 @@ def cores() -> int:
 def main() -> None:
     """A second process on a host: what messages within it are measured with."""
     torch.set_num_threads(1)
-    watch(int(sys.argv[1]))
     request = first_request()
     node = ProcessNode(Identity(request["run"], request["name"], request["rank"]))
     sounder = Sounder(node)
@@ -212,7 +211,3 @@ def main() -> None:
     node.loop.run_until(sounder.over)
     node.wire.close()
     os._exit(0)  # nothing is left to tidy up, and the starter waits
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,8 @@ from dure.errors import StrategyError
 if TYPE_CHECKING:
     import torch
 
+    from dure.topology.spec import ParameterServer
+
 Range = tuple[int, int]
 Ranges = list[Range]
 Split = Literal["memory", "layer", "keys", "hybrid"]
@@ -83,6 +85,16 @@ def split(layers: Sequence[Span], numel: int, shards: int, by: Split = "memory",
     if by == "hybrid":
         return _small_whole(layers, shards, bound)
     raise StrategyError(f"parameters are split by {', '.join(SPLITS)}, got {by!r}.")
+
+
+def held_by(topology: ParameterServer, layers: Sequence[Span], numel: int) -> list[Ranges]:
+    """The ranges that each server of `topology` holds of a model. Raises `StrategyError` if there are too many."""
+    if topology.shards > numel:
+        raise StrategyError(
+            f"shards counts servers, and {topology.shards} are more than the model has parameters, {numel}: use at "
+            "most as many, and rather one for each machine."
+        )
+    return split(layers, numel, topology.shards, by=topology.split, bound=topology.bound)
 
 
 def key_of(layer: int, layers: int) -> int:

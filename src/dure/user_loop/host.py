@@ -20,7 +20,7 @@ import torch
 from dure.errors import Refused
 from dure.optim import OptimizerSpec, Segment, restrict
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
-from dure.runtime.launch.sentinel import first_request, watch
+from dure.runtime.launch.sentinel import first_request
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
 from dure.strategy import make
@@ -127,7 +127,6 @@ class ShardHost:
 def main() -> None:
     """The helper's process."""
     torch.set_num_threads(1)
-    watch(int(sys.argv[1]))
     request = first_request()
     node = ProcessNode(Identity(request["run"], f"server {request['number']}", request["number"]))
     host = ShardHost(node, request)
@@ -138,7 +137,3 @@ def main() -> None:
     node.loop.run_until(host.over)
     node.wire.close()
     os._exit(0)  # nothing is left to tidy up, and the starter waits
-
-
-if __name__ == "__main__":
-    main()

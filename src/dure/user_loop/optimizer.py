@@ -1,5 +1,7 @@
 """The user's optimizer: what it does at this rank, and the same as plain rules where servers do it.
 
+At this rank any will do that steps without a closure. Where a method's servers step:
+
 | `torch.optim` | on servers | what it must not have |
 |---|---|---|
 | `SGD` | `sgd`, or with `momentum` | dampening, maximize |
@@ -9,14 +11,17 @@
 
 A shard holds a slice of the model, so only element-wise rules can run there, and of those the ones that
 `dure.optim` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate
-travels with every update.
+travels with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither saved nor
+loaded with the user's optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -25,6 +30,8 @@ from dure.optim import OptimizerSpec, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import nn
 
     from dure.replica import Replica
 
@@ -67,7 +74,8 @@ class UserOptimizer:
         self._stepped = False
         self._replica = replica
         self._mine = False
-        self._hook = optimizer.register_step_pre_hook(self._guard)
+        self._hooks = [optimizer.register_step_pre_hook(self._guard)]
+        _ATTACHED.add(self)
 
     def apply(
         self,
@@ -86,6 +94,10 @@ class UserOptimizer:
             replica.grads.copy_(gradient)
         with self._stepping():
             self.optimizer.step()
+
+    def holds(self, parameters: Set[int]) -> bool:
+        """Whether it trains one of these, given by `id`."""
+        return any(id(parameter) in parameters for parameter in self._replica.parameters)
 
     def begin_step(self, *, pausing: bool) -> None:
         """A step of the user's loop begins; `pausing` makes `apply` do nothing in it."""
@@ -115,9 +127,15 @@ class UserOptimizer:
     def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
         """Nothing: the user loads it."""
 
+    def refuse_states(self) -> None:
+        """Servers step: what is loaded into this optimizer from now on, but for hyper-parameters, would do nothing."""
+        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(_refuse_state))
+
     def close(self) -> None:
-        """Let the user's own calls of `step` through again."""
-        self._hook.remove()
+        """Let the user's own calls of `step` through again, and others attach."""
+        for hook in self._hooks:
+            hook.remove()
+        _ATTACHED.discard(self)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -135,6 +153,22 @@ class UserOptimizer:
             )
 
 
+_ATTACHED: WeakSet[UserOptimizer] = WeakSet()
+"""Those that may step now. Nothing else knows whose parameters a module's are, and two would pull at them."""
+
+
+def check_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UsageError` where `model`, a part of it, or `optimizer` is attached."""
+    wanted = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for other in _ATTACHED:
+        taken = "optimizer" if other.optimizer is optimizer else "model"
+        if taken == "optimizer" or other.holds(wanted):
+            raise UsageError(
+                f"this {taken} is attached already, and can train by one method at a time. Close that first: leave its "
+                "`with` block, or call replica.close()."
+            )
+
+
 class ServerRule:
     """The user's optimizer as servers are to apply it. Raises `UsageError` where they cannot.
 
@@ -142,16 +176,22 @@ class ServerRule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer  # whose groups are others after a load_state_dict()
         self._rule = _rule_of(optimizer)
         _check_options(optimizer, self._rule)
-        self._fixed = [self._hyper_parameters(group) for group in self._groups]
+        self._fixed = [self._hyper_parameters(group) for group in optimizer.param_groups]
         self.spec = OptimizerSpec(self._rule.name, **self._fixed[0])
         self.segments = self._segments(replica)
 
     def rates(self) -> list[float]:
         """The rate of each group, and zero for parameters of none. Raises `UsageError` if something else changed."""
-        for number, (group, fixed) in enumerate(zip(self._groups, self._fixed, strict=True)):
+        groups, before = self._optimizer.param_groups, len(self._fixed)
+        if len(groups) != before:
+            raise UsageError(
+                f"the optimizer has {len(groups)} parameter groups, and had {before} when it was attached: servers "
+                "know those. Add groups first, then attach."
+            )
+        for number, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             now = self._hyper_parameters(group)
             changed = [name for name in now if name != "lr" and now[name] != fixed[name]]
             if changed:
@@ -160,7 +200,7 @@ class ServerRule:
                     f"{name} of parameter group {number} went from {fixed[name]} to {now[name]}. Over servers only the "
                     "rate may change while training; a OneCycleLR needs cycle_momentum=False."
                 )
-        return [*(float(group["lr"]) for group in self._groups), 0.0]
+        return [*(float(group["lr"]) for group in groups), 0.0]
 
     def _hyper_parameters(self, group: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: group[name] for name in self._rule.keeps}
@@ -168,11 +208,12 @@ class ServerRule:
 
     def _segments(self, replica: Replica) -> list[Segment]:
         """Neighboring layers of one group are one segment."""
-        group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        groups = self._optimizer.param_groups
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         segments: list[Segment] = []
         for layer, parameter in zip(replica.layers, replica.parameters, strict=True):
-            number = group_of.get(id(parameter), len(self._groups))
-            fixed = self._fixed[number] if number < len(self._groups) else {"lr": 0.0}
+            number = group_of.get(id(parameter), len(groups))
+            fixed = self._fixed[number] if number < len(groups) else {"lr": 0.0}
             if segments and segments[-1].group == number:
                 segments[-1] = segments[-1]._replace(stop=layer.stop)
             else:
@@ -203,6 +244,25 @@ def _check_options(optimizer: torch.optim.Optimizer, rule: _Rule) -> None:
 def _has_stepped(state: Mapping[str, Any]) -> bool:
     """Whether the state of a parameter is more than what some optimizers set up beforehand."""
     return float(state["step"]) > 0 if "step" in state else any(value is not None for value in state.values())
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    if any(map(_has_stepped, loaded["state"].values())):
+        raise UsageError(
+            f"this state holds what {type(optimizer).__name__} has gathered, and the servers that step in its place "
+            f"keep their own, which began with nothing: load the model's state alone. {_ELSE}"
+        )
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UsageError` for an optimizer that computes losses itself."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} computes the loss itself, by the closure that its step() needs, as often as "
+            "it likes; an attached model has one gradient for each step. Take one that steps without a closure, or "
+            'for L-BFGS dure.train(job, sync="lbfgs").'
+        )
 
 
 def _check_owner(optimizer: torch.optim.Optimizer, replica: Replica) -> None:

@@ -19,7 +19,7 @@ from dure.strategy import catalogue, member_text, name_of
 from dure.sync.remedied import compares, server_rule
 from dure.topology.client import ServerClient, Servers
 from dure.topology.clocked_shard import clocked_at
-from dure.topology.sharding import pieces, split
+from dure.topology.sharding import held_by, pieces
 from dure.user_loop.optimizer import ServerRule
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dure.runtime.launch.torchrun import Meeting
     from dure.runtime.process import ProcessNode
     from dure.strategy import Strategy
+    from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.source import LoopSource
     from dure.worker import Worker
 
@@ -42,7 +43,7 @@ class Hosts:
         meeting: Meeting,
         replica: Replica,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
+        mine: UserOptimizer,
     ) -> None:
         sync: Any = strategy.sync
         topology: Any = strategy.topology
@@ -60,9 +61,11 @@ class Hosts:
         self._meeting = meeting
         self._replica = replica
         self._sync = sync
-        self._ranges = split(replica.layers, replica.numel, topology.shards, by=topology.split, bound=topology.bound)
+        self._ranges = held_by(topology, replica.layers, replica.numel)
         one, other = (sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
-        self._rule = None if one == other else ServerRule(optimizer, replica)
+        self._rule = None if one == other else ServerRule(mine.optimizer, replica)
+        if self._rule is not None:
+            mine.refuse_states()
         self._world_size = meeting.place.world_size
         self._spec = server_rule(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
         self._helpers: list[Helper] = []

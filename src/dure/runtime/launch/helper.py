@@ -1,9 +1,9 @@
 """A helper process of a process that the user started: it ends when its starter does.
 
-    starter ── {"..."} on standard input ──> python -m MODULE LIFE
+    starter ── {"..."} on standard input ──> python -m dure.runtime.launch.sentinel LIFE MODULE
     starter <── {"port": ...} on standard output ──
 
-`LIFE` is the descriptor of a pipe whose other end the starter alone holds (`sentinel.watch`).
+`LIFE` is the descriptor of a pipe whose other end the starter alone holds (`sentinel.watch`). `MODULE` has a `main`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOOK_SECONDS = 1.0
 
 
 class Helper:
-    """The starter's end of a helper process that runs `module` with `request`."""
+    """The starter's end of a helper process that runs `main` of `module`, which gets `request`."""
 
     def __init__(self, module: str, request: Mapping[str, Any]) -> None:
         life, self._sentinel = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(life)],
+            [sys.executable, "-m", "dure.runtime.launch.sentinel", str(life), module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[life],

@@ -1,4 +1,9 @@
-"""How a process that was started here hears of its start, and of its starter's end."""
+"""How a process that was started here hears of its start, and of its starter's end.
+
+    python -m dure.runtime.launch.sentinel LIFE MODULE
+
+runs `main` of MODULE, and watches from before it is imported: with torch, that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
 
@@ -33,3 +39,8 @@ def _wait_for_the_end(life: int) -> None:
     """Returns from the read only when nobody holds the other end any more."""
     os.read(life, 1)
     os._exit(1)
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))
+    import_module(sys.argv[2]).main()
