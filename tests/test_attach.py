@@ -401,9 +401,9 @@ def test_groups_that_servers_do_not_know_are_refused():
         replica.step()
 
 
-def attached_alone(**more):
+def attached_alone(momentum=0.0, **more):
     module = attached.model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
     return module, optimizer, dure.attach(module, optimizer, **more)
 
 
@@ -424,6 +424,23 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     assert replica.clock == 2
     assert close(attached.flat(module), plain(steps=1))
     replica.close()
+
+
+def test_servers_take_a_skipped_step_with_a_gradient_of_zero():
+    """Their momentum goes on, as for a parameter that no gradient came for; a plain optimizer would stand still."""
+    alone, (module, optimizer, replica) = attached.model(), attached_alone(topology="ps", momentum=0.9)
+    plainly = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    batch = next(attached.batches(1))
+    attached.loss_of(alone, batch).backward()
+    attached.loss_of(module, batch).backward()
+    plainly.step()
+    replica.step()
+    plainly.zero_grad(set_to_none=False)
+    plainly.step()
+    replica.skip()
+    replica.close()
+    assert close(attached.flat(module), attached.flat(alone))
+    assert not optimizer.state
 
 
 def test_a_skipped_step_advances_the_clock_and_nothing_else():
@@ -503,8 +520,9 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(StrategyError, match='sync="bsp ps" is more than a sync: write sync="bsp", topology="ps"'):
         dure.attach(module, optimizer, sync="bsp ps")
-    with pytest.raises(StrategyError, match="1211 are more than the model has parameters, 1210"):
-        dure.attach(module, optimizer, topology="ps:shards=1211")
+    tiny = nn.Linear(1, 1)
+    with pytest.raises(StrategyError, match="3 are more than the model has parameters, 2"):
+        dure.attach(tiny, torch.optim.SGD(tiny.parameters(), lr=0.1), topology="ps:shards=3")
     optimizer.step()  # a failed attempt leaves nothing behind
 
 

@@ -59,9 +59,11 @@ def attach(
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
     `topology` and `codec` are those of a `Strategy`. `batch_size` is this rank's weight in means, where ranks differ.
+    A parameter that got no gradient in a step counts as one whose gradient is zero: unlike in plain PyTorch, momentum,
+    moments and weight decay go on for it.
 
     Raises:
-        UsageError: the strategy makes no sense, or servers cannot do what the optimizer does.
+        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, or it is attached already.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
@@ -243,7 +245,9 @@ class Attached:
     def step(self, scaler: GradScaler | None = None) -> bool:
         """Go on with the gradients that `backward()` left, and zero them. Whether the training goes on.
 
-        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped.
+        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped;
+        servers that step by the optimizer's rule get a gradient of zero for it.
+
         False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
         nothing.
 
@@ -264,7 +268,8 @@ class Attached:
         """A step without a gradient: the clock advances, and what this rank gives to the others is zero.
 
         The local optimizer does not step; only where others have given something to the mean (BSP over collectives) it
-        steps as theirs do. As `step`, False once the training has ended.
+        steps as theirs do. Servers that step by the optimizer's rule do so, with zero. As `step`, False once the
+        training has ended.
         """
         if not self._may("skip"):
             return False
