@@ -91,7 +91,12 @@ LAWS = [
     Law("lbfgs:batch=128,push_every=2 ps:shards=2", tensors=True),
     Law("bsp collective 1bit", survives=False, tensors=True),
     Law("averaging:period=3 collective 1bit", survives=False, tensors=True),
-    Law("bsp collective:algorithm=ring it-sign:start=20", survives=False, tensors=True, options={"lr": 0.003}),
+    Law(
+        "bsp collective:algorithm=ring it-sign:start=20,zeros=random",
+        survives=False,
+        tensors=True,
+        options={"lr": 0.003},
+    ),
     Law("bsp ps:shards=2 it-sign:start=20", tensors=True, options={"lr": 0.003}),
     Law("downpour ps:shards=2,split=layer strom:threshold=0.01", tensors=True, options={"lr": 0.05}),
     Law("ad-psgd gossip:graph=ring"),

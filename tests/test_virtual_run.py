@@ -205,6 +205,17 @@ def test_nobody_is_left():
         virtual("digits-mlp", "ssp ps", machines(2, *events), steps=10)
 
 
+@pytest.mark.parametrize("strategy", ["bsp ps", "ssp ps:shards=2", "k-sync:k=4 ps", "backup:backups=0 ps"])
+def test_word_of_a_death_does_not_overtake_what_the_dead_had_said(strategy):
+    """Worker 2 has said that it is there and dies, and both are still on their way."""
+    machines = Machines(count=4, compute=Constant(seconds=0.01))
+    crash = Event(at=0.02, kind="crash", worker=2)
+    cluster = Cluster(machines=(machines,), link=Link(latency=0.2), events=(crash,))
+    run = virtual("quadratic", strategy, cluster, steps=4)
+    assert run.summary["failures_survived"] == 1
+    assert [row["steps"] for row in run.summary["per_worker"].values()] == [4, 4, 0, 4]
+
+
 def test_the_last_crash_is_when_all_have_crashed():
     """Not when what was under way then has come to its end, nor what happens to the dead."""
     events = [Event(at=0.001 * at, kind="crash", worker=w) for at, w in ((1, 0), (2, 1))]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dure.codec.base import Codec
+from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, SliceLayout, restore, states
 from dure.runtime.base import Coding
 
@@ -52,14 +52,18 @@ class Owner:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What survives a restart."""
-        vote = {} if self._vote is None else self._vote.state()
-        return vote | self._again.state()
+        return {f"{part} {name}": value for part, each in self._parts.items() for name, value in each.state().items()}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up a `state`."""
-        if self._vote is not None:
-            self._vote.restore(state)
-        self._again.restore(state)
+        for part, each in self._parts.items():
+            own = f"{part} "
+            each.restore({name.removeprefix(own): kept for name, kept in state.items() if name.startswith(own)})
+
+    @property
+    def _parts(self) -> dict[str, Vote | Coder]:
+        """What remembers: the vote, how reliable voters are; the coder, what its verdicts have lost."""
+        return {"again": self._again} if self._vote is None else {"again": self._again, "vote": self._vote}
 
 
 def combining(numel: int, count: int, *, votes: bool) -> tuple[Coding, ...]:

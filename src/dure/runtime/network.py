@@ -309,6 +309,11 @@ class Network:
         if all(i in self._gone for i, m in enumerate(self._machine) if m == machine):
             self._processors[machine].clear()
 
+    def last_arrival(self, node: str | int) -> float:
+        """When the last that `node` has sent arrives or arrived, in seconds; what is still on a card is not counted."""
+        index = self.node(node)
+        return max((pair.arrived for pair in self._pairs.values() if pair.src == index), default=0.0)
+
     def restore(self, node: str | int) -> None:
         """A new incarnation of `node` is there: it sends and receives again, nothing from before."""
         self._gone.discard(self.node(node))

@@ -568,12 +568,16 @@ class VirtualRuntime:
             computation.evaluated = True
 
     def lose(self, node: VirtualNode) -> None:
-        """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told."""
+        """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told.
+
+        Not before what it has said: a connection ends after the bytes that were on it.
+        """
         ended = [call for call, address in self.in_flight.items() if call.concerns(node, address)]
         for call in ended:
             del self.in_flight[call]
         node.crash()
-        self.kernel.at(self.kernel.now + self.detection, lambda: self._tell_of(node, ended))
+        told = max(self.kernel.now + self.detection, self.network.last_arrival(node.name))
+        self.kernel.at(told, lambda: self._tell_of(node, ended))
 
     def _tell_of(self, node: VirtualNode, ended: Sequence[RemoteCall]) -> None:
         for call in ended:

@@ -57,8 +57,7 @@ class ClockService:
         self.policy = policy
         self.shards = tuple(shards)
         self.reduce = reduce
-        self.waits = 0
-        self.refused = 0
+        self.waits = self.refused = 0
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
         self.shards_return = False
