@@ -3,9 +3,9 @@
     python bench/real_steps.py [--workers 2] [--steps 1000] [--repeats 5] [--strategy S ...] [--json FILE]
 
 A gradient of this job takes a fraction of a millisecond, so a step is mostly round trips. Where there is order, that is
-one over one server and four over several (ask, pull, push, staged); Downpour has two (pull, push), or one. Runs are
-whole `dure.train(..., on="local")`, in turn; the seconds are those of their records, which begin when all processes are
-ready. Medians.
+one over one server and three over several (push; word of it, and the next question; pull); Downpour has two (pull,
+push), or one. Runs are whole `dure.train(..., on="local")`, in turn; the seconds are those of their records, which
+begin when all processes are ready. Medians.
 """
 
 from __future__ import annotations
