@@ -11,7 +11,7 @@ from dure.runtime.compute import Constant
 from dure.topology.client import ServerClient
 from dure.virtual_run import Segment, VirtualRun, Watch
 
-TOPOLOGIES = ["collective", "ps:shards=2"]
+TOPOLOGIES = ["collective", "ps"]
 PAIRS = [(0.5, 1.0), (1.0, -2.0), (0.25, 0.5)]
 
 

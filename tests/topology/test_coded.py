@@ -186,7 +186,7 @@ def test_what_an_owner_loses_comes_later():
         message = sender.encode(values)
         sender.accumulate(message, combined)
         sender.accumulate(owner.combine({0: message}), sent)
-    torch.testing.assert_close(sent + owner.state()["residual"], combined, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sent + owner.state()["again residual"], combined, rtol=1e-5, atol=1e-5)
 
 
 def test_momentum_is_applied_once():
