@@ -15,7 +15,6 @@ leave the clock; done(parameters) ---------->  the run's result
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +24,12 @@ import torch
 
 from dure import checkpoint
 from dure.checkpoint import Part
-from dure.errors import CheckpointError, DureError, Refused, RemoteError
+from dure.errors import CheckpointError, DureError, Refused
 from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
+from dure.snapshots import HUB, Snapshots
 from dure.topology.clocked_shard import serve_clock
 from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from dure.topology.rows import RowShard
     from dure.topology.shared_memory import SharedShard
     from dure.worker import Worker
-
-HUB = Address("hub", "hub")
 
 PROGRESS_SECONDS = 0.1
 """How often a worker says how far it is."""
@@ -243,9 +241,8 @@ class WorkerLife(Life):
         super().__init__(task, node)
         self.terms = terms
         self.suspending = False
-        self.evaluates = False
         self.next_checkpoint = 0
-        self.next_snapshot = task.eval_every
+        self.snapshots = Snapshots(task, node, self._bytes_sent)
         self.counted = dict.fromkeys(COUNTED, 0)
         self._said = 0.0
         self._role: Strand[None] | None = None
@@ -266,18 +263,19 @@ class WorkerLife(Life):
         if task.shares_memory:
             await self._map_memory()
         worker.on_step = self._on_step
+        worker.on_boundary = self._on_boundary
         if worker.rows is not None:
-            worker.rows.copies = self._snapshot_due
+            worker.rows.copies = self.snapshots.is_due
         resumed = self._restore(parts)
         if task.needs_everybody:
             assert node.evaluator is not None
             node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
-        self.next_snapshot = (max(worker.clock - 1, 0) // task.eval_every + 1) * task.eval_every
+        self.snapshots.resume(worker.clock)
         if not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
         go = await node.call(HUB, "ready")
         node.begin(go.fields["seconds"])
-        self.evaluates = go.fields["evaluates"]
+        self.snapshots.evaluates = go.fields["evaluates"]
         self.suspending = go.fields["suspending"]
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
@@ -321,6 +319,7 @@ class WorkerLife(Life):
         worker, node = self.worker, self.node
         await worker.leave()
         seconds = node.now()
+        await self.snapshots.settled()
         counts = self._counts()
         await self._send_spans()
         if worker.rows is not None and worker.rank == 0:
@@ -331,6 +330,7 @@ class WorkerLife(Life):
             "seconds": seconds,
             "steps": worker.clock,
             "done": worker.clock - worker.entered,
+            "updates": self.task.gradients_in(worker),
             **counts,
         }
         await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
@@ -347,30 +347,20 @@ class WorkerLife(Life):
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         now = self.node.now()
         if now >= self._said + PROGRESS_SECONDS or worker.clock == self.task.steps:
-            self._said = now
-            done = worker.clock - worker.entered
-            self._tell("progress", steps=worker.clock, done=done, loss=gradient.loss, bytes=self._bytes_sent())
-        done = worker.clock - 1  # this gradient has not been used yet
-        if self._snapshot_due(done):
-            self.next_snapshot = (done // self.task.eval_every + 1) * self.task.eval_every
-            said = {"seconds": now, "steps": done, "bytes": self._bytes_sent()}
-            buffers = [] if worker.buffers is None else [worker.buffers.clone()]
-            values = worker.delivering(self.task.sync.delivers).clone()
-            self.node.spawn(self._snapshot(values, buffers, said), f"a snapshot of {self.node.name}")
+            self._report(now)
+        self.snapshots.at_step(worker)
 
-    def _snapshot_due(self, done: int) -> bool:
-        """Whether this worker's model after `done` steps is to be graded."""
-        return self.evaluates and done >= self.next_snapshot and self.task.may_be_shown(self.worker, done)
+    def _on_boundary(self, worker: Worker) -> None:
+        """Another step is behind this worker. Where rows may be due, all hear how far it is."""
+        self.snapshots.at_boundary(worker)
+        if worker.clock % self.task.eval_every == 0 and self._said:
+            self._report(self.node.now())
 
-    async def _snapshot(self, values: torch.Tensor, buffers: list[torch.Tensor], said: dict[str, Any]) -> None:
-        """Have the model graded: the worker's as it was at this step, or what servers or peers have as they send it."""
-        server = self.worker.server
-        with suppress(RemoteError):  # what is wrong with a server or the hub is heard of elsewhere
-            if server is not None:
-                values = (await server.pull(values)).values
-            elif self.worker.peer is not None:
-                values = await self.worker.peer.mean()
-            await self.node.call(HUB, "snapshot", values, *buffers, **said)
+    def _report(self, now: float) -> None:
+        """Tell how far this worker is."""
+        worker, self._said = self.worker, now
+        done, at = worker.clock - worker.entered, self.snapshots.at
+        self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
 
     def _counts(self) -> dict[str, int]:
         """What this worker has exchanged, before a checkpoint that it came from too."""
@@ -385,7 +375,7 @@ class WorkerLife(Life):
         self.node.call(HUB, method, **fields)
 
     def _evaluate(self) -> None:
-        self.evaluates = True
+        self.snapshots.evaluates = True
 
     # ---- checkpoints
 

@@ -20,6 +20,7 @@ from dure.casualties import Casualties
 from dure.checkpoint_round import CheckpointRound
 from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
+from dure.gathering import Gathering
 from dure.member import Terms
 from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
@@ -170,6 +171,10 @@ class Hub:
         self.evicted: set[str] = set()
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
+        self.at: dict[str, int] = {}  # of each worker, the step boundary that it has last told of
+        self.gathering = Gathering(task.merge_buffers)
+        self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
+        self._last_row = 0
         self._servers = [f"server {number}" for number in range(task.servers)]
         self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
@@ -192,7 +197,7 @@ class Hub:
     # ---- the service
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
-        if method not in ("snapshot", "done"):
+        if method not in ("snapshot", "part", "done"):
             return ()
         replica = self.task.replica
         specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel)]
@@ -207,6 +212,8 @@ class Hub:
             "ready": self._ready,
             "progress": self._progress,
             "snapshot": self._snapshot,
+            "part": self._part_of_mean,
+            "slowest": lambda call: Reply({"steps": self._slowest()}),
             "spans": self._spans,
             "suspended": self._suspend,
             "saved": self._save,
@@ -272,6 +279,8 @@ class Hub:
     def _progress(self, call: Call) -> Reply:
         self.evicted.discard(call.caller)
         self.progress[call.caller] = call.fields
+        self.at[call.caller] = call.fields["at"]
+        self._grade_means()
         steps = call.fields["steps"]
         self.watch.progress(steps, self.task.steps, call.fields["loss"], self._samples())
         return Reply()
@@ -282,20 +291,51 @@ class Hub:
         return self.totals.counts["samples"] + going
 
     def _snapshot(self, call: Call) -> Reply:
-        if call.caller != self.evaluator:
-            return Reply()
+        if call.caller == self.evaluator:
+            fields = call.fields
+            values, *buffers = [tensor.clone() for tensor in call.tensors]
+            row = self._row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
+            self.grader.give(Snapshot(row, values, buffers[0] if buffers else None))
+        return Reply()
+
+    def _row(self, seconds: float, step: int, updates: int, nbytes: int = 0) -> Row:
+        """What is known of a snapshot before it is graded."""
         sent = sum(int(said["bytes"]) for said in self.progress.values())
-        row = {
-            "seconds": call.fields["seconds"],
-            "step": call.fields["steps"],
+        self._last_row = max(step, self._last_row)  # also where a newcomer has just begun
+        return {
+            "seconds": seconds,
+            "step": self._last_row,
+            "updates": updates,
             "samples": self._samples(),
             "loss": None,
             "accuracy": None,
-            "bytes": max(sent, call.fields["bytes"]),
+            "bytes": max(sent, nbytes),
         }
-        values, *buffers = [tensor.clone() for tensor in call.tensors]
-        self.grader.give(Snapshot(row, values, buffers[0] if buffers else None))
+
+    def _slowest(self) -> int:
+        """The step that every worker has told of, those apart that are gone or have stopped."""
+        living = [self.at.get(name, 0) for name in self._living()]
+        return min([*living, *(int(said["steps"]) for said in self.finished.values())], default=0)
+
+    def _part_of_mean(self, call: Call) -> Reply:
+        """A worker's model at a step where all have models of their own."""
+        fields, (values, *buffers) = call.fields, call.tensors
+        step, rank = fields["steps"], _number(call.caller)
+        if step > self._last_row:
+            self._at_servers[step] = fields["at_servers"]
+            more: dict[str, Any] = {"updates": fields["updates"], "weight": self.task.weight(rank)}
+            self.gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
+        self.at[call.caller] = fields["at"]
+        self._grade_means()
         return Reply()
+
+    def _grade_means(self) -> None:
+        """Grade the means of all steps that every worker has made by now."""
+        if self.gathering:
+            for found in self.gathering.complete(self._slowest()):
+                updates = found.updates + self._at_servers.pop(found.step)
+                row = self._row(self.node.now(), found.step, updates)
+                self.grader.give(Snapshot(row, found.values, found.buffers))
 
     def _spans(self, call: Call) -> Reply:
         self.spans.extend(Span(*span) for span in call.fields["spans"])
@@ -388,6 +428,7 @@ class Hub:
             return
         self.casualties.died(name, reason)
         self.present.discard(name)
+        self.at.pop(name, None)
         if name in self._servers and self._going.done:
             self.restarts.died(name, self.node.now())
         if name.startswith("server") or self.task.needs_everybody or name in self.casualties.failures:
@@ -412,6 +453,7 @@ class Hub:
     def _go_on_without(self, name: str) -> None:
         self._look_who_is_here()
         self._check_suspended()
+        self._grade_means()
         living = sorted(self._living(), key=_number)
         if self._going.done and living and name == self.evaluator:
             self.evaluator = living[0]
@@ -498,7 +540,9 @@ class Hub:
         self.totals = Totals.restored(plain["totals"])
         self.totals.seconds = plain["seconds"]
         self.history = [dict(row) for row in plain["history"]]
+        self._last_row = self.history[-1]["step"] if self.history else 0
         self.progress = dict(plain["progress"])
+        self.at = {name: int(said["at"]) for name, said in self.progress.items()}
         self.finished = dict(plain["finished"])
         self.delivered = {
             name: (tensors[name], tensors.get(f"{name} buffers")) for name in self.finished if name in tensors
@@ -516,7 +560,7 @@ class Hub:
                 totals.counts[key] += said[key]
         totals.seconds = max(said["seconds"] for said in self.finished.values())
         totals.steps = max(said["steps"] for said in self.finished.values())
-        values = await self._deliver()
+        values, updates = await self._deliver()
         for name in self.evicted:
             self._count_lost(name)
         for name in (*self.finished, *self._servers):
@@ -525,7 +569,8 @@ class Hub:
                 await self.node.call(Address(name, "process"), "bye")
         row = {
             "seconds": totals.seconds,
-            "step": totals.steps,
+            "step": max(self._last_row, min(said["steps"] for said in self.finished.values())),
+            "updates": updates,
             "samples": totals.counts["samples"],
             "bytes": totals.counts["bytes_sent"],
         }
@@ -536,21 +581,22 @@ class Hub:
             notes["hybrid"] = task.plan.described()
         return Outcome(totals, self.history, values, self.spans, notes)
 
-    async def _deliver(self) -> torch.Tensor:
-        """The final parameters; what the shards have counted."""
+    async def _deliver(self) -> tuple[torch.Tensor, int]:
+        """The final parameters, and how many gradients are in them; what the shards have counted."""
         task, totals = self.task, self.totals
         if not task.clocked:
             await self._count_shards()
             totals.counts["updates_applied"] = sum(int(said["done"]) for said in self.finished.values())
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
+            updates = sum(int(said["updates"]) for said in self.finished.values())
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
-            return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0)
+            return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0), updates
         await self.node.call(Address(self._servers[0], "process"), "settle")  # the last to leave may close a group
         totals.count_updates(await self._count_shards())
         clock = (await self.node.call(Address(self._servers[0], "clock"), "status")).fields
         totals.counts["updates_refused"] += clock["refused"]
         client = task.client(self.node, -1)
-        return (await client.pull(task.replica.params.clone())).values
+        return await client.look(task.replica.params.clone())
 
     async def _count_shards(self) -> list[tuple[dict[int, int], int, int]]:
         """Count what each shard has done: its staleness, updates applied and refused."""

@@ -77,11 +77,42 @@ class Task:
         period: int = getattr(self.sync, "period", 1)
         return period
 
-    def may_be_shown(self, worker: Worker, done: int) -> bool:
-        """Whether the model of a worker with `done` steps is the method's: where it meets now and then, it has met."""
-        if worker.boundary.alone:
+    @property
+    def synchronous(self) -> bool:
+        """Whether the graded model at step t holds every worker's gradients 1..t and none later.
+
+        All workers then are at the same clock where they meet, and discarded gradients count as steps.
+        """
+        return self.lockstep and not self.coordinated
+
+    def is_common(self, worker: Worker, done: int) -> bool:
+        """Whether a worker of a synchronous method has, after `done` steps, the model that all others have then.
+
+        Where models differ between two meetings, their mean is the method's model.
+        """
+        if self.sync.delivers != "mean":
+            return True
+        if worker.boundary.alone or getattr(self.sync, "streams", False):
             return False
         return done % self.period == 0 if worker.met is None else done == worker.met
+
+    def shown(self, worker: Worker) -> torch.Tensor:
+        """The model of a worker of a synchronous method at a step boundary, as the run would deliver it there."""
+        common = self.is_common(worker, worker.clock)
+        return worker.delivering(getattr(self.sync, "agreed", self.sync.delivers) if common else self.sync.delivers)
+
+    def gradients_in(self, worker: Worker) -> int:
+        """How many of a worker's own gradients are in what it delivers without a server."""
+        apart = self.sync.delivers in worker.kept  # from its parameters, and told of their gradients now and then
+        return worker.given if apart else worker.clock - worker.entered
+
+    def gradients_in_common(self, worker: Worker) -> int:
+        """How many gradients are in the model that all workers have over collectives, where this worker stands now."""
+        return self.workers * self.gradients_in(worker)
+
+    def weight(self, rank: int) -> float:
+        """That of a worker's model in a mean over all: its batch size, where they differ."""
+        return float(self.batch_sizes[rank]) if len(set(self.batch_sizes)) > 1 else 1.0
 
     @property
     def sync(self) -> Any:

@@ -20,6 +20,7 @@ import torch
 from dure.checkpoint import Part
 from dure.errors import DureError, PeerLost
 from dure.examine import Examiner
+from dure.gathering import Gathering
 from dure.outcome import Outcome, Totals
 from dure.runtime.base import Strand, Suspend
 from dure.runtime.coding import cost_of
@@ -125,6 +126,11 @@ class Segment:
         self.joined: set[int] = set(plain.get("joined", ()))
         self.finished: set[int] = set(plain.get("finished", ()))
         self.done = plain.get("done", 0)
+        self.at: dict[int, int] = dict(plain.get("at", ()))  # of each worker, the step boundary that it has last passed
+        self.passed = plain.get("passed", 0)
+        self.away: set[int] = set(plain.get("away", ()))
+        self.retired_updates: dict[int, int] = dict(plain.get("retired_updates", ()))
+        self.gathering = Gathering(task.merge_buffers)
         self.started = self.totals.seconds
         every = task.config.checkpoint_every
         self.checkpoint_step = plain.get("checkpoint", 0) + every if every else 0
@@ -213,6 +219,8 @@ class Segment:
             worker.shared = self.task.access(node, rank, self.shards[0].segment)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
+        if self.whole.examiner is not None and not self.task.coordinated:
+            worker.on_boundary = self._at_boundary
         if self.checkpoint_step:
             worker.boundary.suspend = self._suspend
         known = state is not None and f"worker-{rank}" in state
@@ -224,6 +232,8 @@ class Segment:
             if self.task.config.timing_only:
                 worker.buffers = buffers  # of which no checkpoint has more than that they are there
             self.durations[rank].skip(part.plain["drawn"])
+        if not newcomer:
+            self.at.setdefault(rank, 0)
         self.workers[rank] = worker
         self.first = min(self.first, rank)
         role = node.spawn(self._role(worker, join=not known, newcomer=newcomer), f"worker {rank}")
@@ -247,6 +257,7 @@ class Segment:
         except PeerLost as error:
             raise DureError(f"worker {rank} cannot go on: {error}") from error
         self.finished.add(rank)
+        self.at[rank] = self.workers[rank].clock
         self.last_end = self.runtime.kernel.now
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
@@ -261,10 +272,9 @@ class Segment:
         self.done += 1
         self.steps[worker.rank] += 1
         self.totals.steps = max(self.totals.steps, worker.clock)
-        if self.done % self.row_every == 0 and (self.row_shards or worker.encodes):
-            self.runtime.kernel.soon(self._row)  # once the worker has stepped, as servers have, or all others
-        elif self.done % self.row_every == 0:
-            self._row()
+        if self.task.coordinated:  # its workers have no boundaries: others say what they do
+            self.at[worker.rank] = worker.clock
+            self._count_passed()
 
     def _suspend(self, worker: Worker) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
@@ -330,6 +340,7 @@ class Segment:
             self.last_crash = event.at
             self.totals.failures_survived += 1
             runtime.lose(node)
+            self._without(rank)
         elif event.kind == "pause":
             assert event.duration is not None
             node.pause(event.duration)
@@ -338,6 +349,14 @@ class Segment:
 
     def _evicted(self, worker: int) -> None:
         self.totals.failures_survived += 1
+        self.away.add(worker)
+        self._grade_means()
+
+    def _without(self, rank: int) -> None:
+        """A worker is gone: nobody waits for the steps that it has not made."""
+        self.at.pop(rank, None)
+        self.away.discard(rank)
+        self._grade_means()
 
     # ---- running
 
@@ -354,19 +373,89 @@ class Segment:
         self._collect(kernel.now if suspended else self.last_end)
         if suspended:
             return self._state()
-        if not self.whole.history or self.whole.history[-1]["seconds"] < self.totals.seconds:
-            self._row(final=True)
+        self._row_of_now(final=True)
         return None
 
-    def _row(self, *, final: bool = False) -> None:
-        examiner = self.whole.examiner
-        if examiner is None:
+    # ---- rows of the history
+
+    def _at_boundary(self, worker: Worker) -> None:
+        """A worker goes on to its next step. It stands at the same boundary again if a checkpoint is taken there."""
+        rank, clock = worker.rank, worker.clock
+        before = self.at.get(rank)
+        self.at[rank] = clock
+        self.away.discard(rank)
+        if before is None or clock <= before:
             return
-        grade = examiner.grade(self.delivered(), self._buffers())
-        step = self.done // self.task.workers  # counts what was lost with a crash, too
+        if not self.task.synchronous:
+            self._count_passed()
+            return
+        due = clock % self.task.eval_every == 0 and clock > self._last_row
+        if self.row_shards:
+            if due and self._slowest() == clock:
+                self._row_of_now()  # servers have made this step, and nobody has begun the next
+        elif due and worker.buffers is None and self.task.is_common(worker, clock):
+            updates = self._updates() if self.shards else self.task.gradients_in_common(worker)
+            self._row(self.task.shown(worker), None, clock, updates)
+        else:
+            if due:
+                self._gather(worker)
+            self._grade_means()
+
+    @property
+    def _last_row(self) -> int:
+        return self.whole.history[-1]["step"] if self.whole.history else 0
+
+    def _slowest(self) -> int:
+        """The step that every worker has made, those apart that are gone or have stopped."""
+        return min((clock for rank, clock in self.at.items() if rank not in self.away), default=self._last_row)
+
+    def _count_passed(self) -> None:
+        """Of methods without common steps: a row after every so many steps of all workers together."""
+        self.passed += 1
+        if self.passed % self.row_every == 0:
+            self._row_of_now()
+
+    def _gather(self, worker: Worker) -> None:
+        """Keep what a worker would deliver after this step, for the mean of all."""
+        task = self.task
+        updates = worker.clock - worker.given if self.shards else task.gradients_in(worker)
+        self.gathering.add(
+            worker.clock,
+            worker.rank,
+            task.shown(worker),
+            updates=updates,
+            weight=task.weight(worker.rank),
+            buffers=worker.buffers,
+        )
+
+    def _grade_means(self) -> None:
+        """Grade the steps that all have made by now."""
+        if self.gathering:
+            for found in self.gathering.complete(self._slowest()):
+                at_servers = self._updates() if self.shards else 0
+                self._row(found.values, found.buffers, found.step, at_servers + found.updates)
+
+    def _updates(self) -> int:
+        """How many gradients are in `delivered`."""
+        if self.shards:
+            return min(shard.gradients for shard in self.shards)
+        living = (worker for rank, worker in self.workers.items() if rank not in self.crashed)
+        return sum(map(self.task.gradients_in, living)) + sum(self.retired_updates.values())
+
+    def _row_of_now(self, *, final: bool = False) -> None:
+        if self.whole.examiner is not None:
+            self._row(self.delivered(), self._buffers(), self._slowest(), self._updates(), final=final)
+
+    def _row(
+        self, values: torch.Tensor, buffers: torch.Tensor | None, step: int, updates: int, *, final: bool = False
+    ) -> None:
+        examiner = self.whole.examiner
+        assert examiner is not None
+        grade = examiner.grade(values, buffers)
         row = {
             "seconds": self.totals.seconds if final else self.runtime.kernel.now,
-            "step": max(step, self.totals.steps) if final else step,
+            "step": max(step, self._last_row),  # also where a newcomer has just begun
+            "updates": updates,
             "samples": self.totals.counts["samples"],
             "loss": grade.loss,
             "accuracy": grade.accuracy,
@@ -449,6 +538,10 @@ class Segment:
             "finished": sorted(self.finished),
             "retired": sorted(retired),
             "done": self.done,
+            "at": sorted(self.at.items()),
+            "passed": self.passed,
+            "away": sorted(self.away),
+            "retired_updates": sorted(self._retired_updates().items()),
             "checkpoint": self.checkpoint_step,
             "history": self.whole.history,
         }
@@ -476,6 +569,13 @@ class Segment:
             tensors = {"params": worker.params} if worker.buffers is None else worker.state()[0]
             retired[rank] = Part({name: tensors[name].clone() for name in ("params", "buffers") if name in tensors}, {})
         return retired
+
+    def _retired_updates(self) -> dict[int, int]:
+        """How many gradients are in the models of those who are through, where they are part of what is delivered."""
+        if self.shards:
+            return {}
+        through = self.finished & self.workers.keys()
+        return self.retired_updates | {rank: self.task.gradients_in(self.workers[rank]) for rank in through}
 
     def outcome(self) -> Outcome:
         """How the run ended."""

@@ -142,6 +142,8 @@ class Worker:
 
     `loss` is that of the last mini-batch. `met` is the clock at which all workers were last together, where that is no
     matter of the method's `period`. `heard` is what the members of the last group said with their updates (`push`).
+    `given` is the clock up to which this worker's gradients are in what it has given to others. `on_boundary` is called
+    at every step boundary after which the work goes on: then the model holds this worker's gradients up to its clock.
     """
 
     node: Node
@@ -163,8 +165,10 @@ class Worker:
     merge_buffers: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _first
     on_step: Callable[[Worker, Gradient], None] | None = None
     on_abort: Callable[[Worker], None] | None = None
+    on_boundary: Callable[[Worker], None] | None = None
     clock: int = 0
     entered: int = 0
+    given: int = 0
     lr: float | Sequence[float] | None = None
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     kept_plain: dict[str, Any] = field(default_factory=dict)
@@ -210,6 +214,7 @@ class Worker:
         if self.source.can_stop and await self._is_aborted(computing):
             self.meter.add("compute", started, self.node.now(), "aborted")
             self.clock += 1
+            self.given += 1
             if self.on_abort is not None:
                 self.on_abort(self)
             return None
@@ -312,6 +317,8 @@ class Worker:
             raise EndOfWork
         if boundary.seconds is not None and await self._is_late(boundary.seconds):
             raise EndOfWork
+        if self.on_boundary is not None:
+            self.on_boundary(self)
 
     async def _is_late(self, seconds: float) -> bool:
         """Whether the time is up; for all members of a group, once it is for one."""
@@ -382,7 +389,7 @@ class Worker:
         That is where the others have met, if they say at which `clock`. In gossip it is where a neighbor is.
         """
         if self.peer is not None and newcomer:
-            self.clock = self.entered = await self.peer.join() or 0
+            self.clock = self.entered = self.given = await self.peer.join() or 0
         if self.server is None:
             return
         joined = await self.server.join()
@@ -391,7 +398,7 @@ class Worker:
             if self.boundary.alone and not self.heard:
                 return  # nobody has met yet: its own run begins, or goes on, as it is
             met = min((note["clock"] for note in self.heard), default=joined.clock * period)
-            self.clock = self.entered = int(met)
+            self.clock = self.entered = self.given = int(met)
             if self.shared is None:
                 self.adopt(await self.pull())
 
@@ -490,8 +497,14 @@ class Worker:
 
     def follow(self, clock: int) -> None:
         """Go on at `clock`, where everybody is; the steps between were the others'."""
-        self.entered += clock - self.clock
-        self.clock = clock
+        skipped, self.clock = clock - self.clock, clock
+        self.entered += skipped
+        self.given += skipped
+
+    def give(self) -> int:
+        """How many gradients an update holds that this worker gives away now: those since the last one."""
+        gradients, self.given = self.clock - self.given, self.clock
+        return gradients
 
     async def pull(self) -> Pulled:
         """The server's parameters: the version of the last admission, or the newest where none is asked for."""
@@ -544,7 +557,8 @@ class Worker:
         started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
         room = self._room_unless_lent()
-        pulled = await self.server.exchange(update, room, weight=self.source.batch_size, base=base, lr=self.lr)
+        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
+        pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **more)
         self._meter_exchange(started)
         if servers.ordered:
             self._go_on_from(pulled)
@@ -580,6 +594,11 @@ class Worker:
             )
         borrowed.release()
 
+    def ask_held(self) -> list[Operation[Reply]]:
+        """Ask the servers how many gradients are in the version that this worker works on, if it has pulled any."""
+        assert self.server is not None
+        return [] if self._pulled is None else self.server.gradients_at(self._pulled.versions)
+
     def look_at(self, pulled: Pulled) -> torch.Tensor:
         """What was pulled, the method's to write to until it pulls again, in place of adopting it."""
         self._pulled, self._spare = pulled, pulled.values
@@ -598,8 +617,9 @@ class Worker:
         started = self.node.now()
         base = self._pulled.versions if self._pulled is not None else None
         share = self.source.batch_size if weight is None else weight
+        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
         try:
-            await self.server.push(update, weight=share, exponent=exponent, base=base, lr=self.lr, note=note)
+            await self.server.push(update, weight=share, exponent=exponent, note=note, **more)
             return True
         except Superseded:
             return False
@@ -616,7 +636,8 @@ class Worker:
         assert self.server is not None
         await self.finished("push")
         base = self._pulled.versions if self._pulled is not None else None
-        work = self.server.push(update, weight=self.source.batch_size, base=base, lr=self.lr)
+        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
+        work = self.server.push(update, weight=self.source.batch_size, **more)
         await self._begin("push", work)
 
     async def finished(self, what: str) -> Any:
@@ -668,11 +689,11 @@ class Worker:
         spec = self.optimizer.spec
         lr = spec.lr if self.lr is None else self.lr
         assert isinstance(lr, (int, float))
-        seen = self._pulled.versions[0]
+        more: dict[str, Any] = {"seen": self._pulled.versions[0], "alone": alone, "gradients": self.give()}
         if spec.name == "sgd" and not (spec.momentum or spec.weight_decay):
-            await self.shared.add(update, -lr, seen=seen, alone=alone)
+            await self.shared.add(update, -lr, **more)
         else:
-            await self.shared.add(self._increment(update, lr), 1.0, seen=seen, alone=alone)
+            await self.shared.add(self._increment(update, lr), 1.0, **more)
         self.meter.add("communicate", started, self.node.now(), "add")
 
     def _increment(self, update: torch.Tensor, lr: float) -> torch.Tensor:
@@ -761,7 +782,13 @@ class Worker:
         optimizer, counts = self.optimizer.state()
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
         versions = self._pulled.versions if self._pulled is not None else None
-        plain = {"clock": self.clock, "entered": self.entered, "source": self.source.state(), "versions": versions}
+        plain = {
+            "clock": self.clock,
+            "entered": self.entered,
+            "given": self.given,
+            "source": self.source.state(),
+            "versions": versions,
+        }
         coded = {} if self.server is None else states(self.server.coders)
         if isinstance(self.group, CodedGroup):
             coded, plain["rounds"] = self.group.state()
@@ -783,7 +810,7 @@ class Worker:
         own = {name[10:]: value.clone() for name, value in tensors.items() if name.startswith("optimizer.")}
         self.optimizer.restore(own, plain["optimizer"])
         self.source.restore(plain["source"])
-        self.clock, self.entered = int(plain["clock"]), int(plain["entered"])
+        self.clock, self.entered, self.given = (int(plain[name]) for name in ("clock", "entered", "given"))
         if self.server is not None:
             self.server.restore(plain["client"])
         if self.peer is not None:

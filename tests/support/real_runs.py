@@ -50,7 +50,7 @@ class Driven(Hub):
         if self._going.done or self.always:
             self.act(self)
 
-    async def _deliver(self) -> torch.Tensor:
+    async def _deliver(self) -> tuple[torch.Tensor, int]:
         if self._servers:
             asked = [await self.node.call(Address(name, "shard"), "status") for name in self._servers]
             self.statuses = [dict(reply.fields) for reply in asked]

@@ -135,6 +135,7 @@ def test_every_order_of_events_on_a_ring_of_three(turn):
 class Holder:
     params: torch.Tensor
     clock: int = 0
+    entered: int = 0
 
 
 def peers(graph: nx.Graph, models: torch.Tensor) -> tuple[Post, list[Peer]]:
@@ -429,9 +430,12 @@ def test_the_mean_is_of_all_who_can_be_reached_also_of_those_who_are_through():
     post, everybody = peers(graph, torch.tensor([[8.0], [2.0], [5.0], [40.0]], dtype=torch.float64))
     post.spawn(everybody[2].leave(), "leaving")
     post.kill("worker 3")
-    asking = post.spawn(everybody[0].mean(), "asking")
+    asking = post.spawn(everybody[0].look(), "asking")
+    for peer, clock in zip(everybody, (5, 7, 9, 100), strict=True):
+        peer.model.clock, peer.model.entered = clock, 2
     post.settle()
-    assert float(asking.result()) == 5.0
+    mean, gradients = asking.result()
+    assert (float(mean), gradients) == (5.0, 3 + 5 + 7)
     assert [float(peer.model.params) for peer in everybody[:3]] == [8.0, 2.0, 5.0]
 
 

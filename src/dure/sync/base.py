@@ -43,6 +43,8 @@ class Sync(Protocol):
         ...
 
     # A method may also have, where it needs them:
+    #   agreed: ClassVar[str]                 what a worker keeps the common model under, if it goes on from another
+    #   streams: bool                         parts of the model travel at different times: there is no common one
     #   alone: ClassVar[bool]                 over collectives too, each worker ends in its own time
     #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
     #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced

@@ -66,6 +66,7 @@ class BMUF:
     changes: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     delivers: ClassVar[str] = "mean"
+    agreed: ClassVar[str] = "model"
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -80,6 +81,11 @@ class BMUF:
             raise ValueError(f"overlap must be between 0 and the period ({self.period}), got {self.overlap}.")
         if not 1 <= self.fragments <= self.period:
             raise ValueError(f"fragments must be between 1 and the period ({self.period}), got {self.fragments}.")
+
+    @property
+    def streams(self) -> bool:
+        """Whether parts of the model are on their way while others are not, so that all have the same at no time."""
+        return bool(self.overlap) or self.fragments > 1
 
     @property
     def encodes(self) -> tuple[str, ...]:
@@ -236,11 +242,16 @@ class DiLoCo:
     changes: ClassVar[bool] = BMUF.changes
     lockstep: ClassVar[bool] = BMUF.lockstep
     delivers: ClassVar[str] = BMUF.delivers
+    agreed: ClassVar[str] = BMUF.agreed
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise ValueError(f"lr is the outer learning rate and must be >= 0, got {self.lr}. The paper's is 0.7.")
         _ = self.outer
+
+    @property
+    def streams(self) -> bool:
+        return self.outer.streams
 
     @property
     def encodes(self) -> tuple[str, ...]:

@@ -139,6 +139,7 @@ async def exchange(worker: Worker, period: int, elasticity: float | None) -> tor
     force = (worker.params - center) * alpha
     started = worker.node.now()
     center += await worker.mean(force, share=1.0)  # their sum: at every worker the same
+    worker.give()
     worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
     return force
 

@@ -178,7 +178,7 @@ class LBFGS:
         kept = lead.kept
         if self.m:
             await self.remember(lead, pairs)
-        moved: list[Command] = [("copy", "w", "x"), ("copy", "g", "h"), ("publish", "w")]
+        moved: list[Command] = [("copy", "w", "x"), ("copy", "g", "h"), ("publish", "w", lead.spent)]
         await lead.order(*moved, *(("free", name) for name in "xhp"))
         kept["iteration"] += 1
         kept["decrease"], kept["loss"] = kept["loss"] - trial.loss, trial.loss

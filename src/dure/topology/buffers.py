@@ -13,10 +13,11 @@ from dure.runtime.base import Ghost, Node, Reply
 class Buffer:
     """A slice's worth of memory, back in its pool when the last who holds it releases it.
 
-    `pieces` are views of it in the parts in which tensors travel. `reply` answers a pull of it.
+    `pieces` are views of it in the parts in which tensors travel. `reply` answers a pull of it. `gradients` is the
+    number of gradients in its values.
     """
 
-    __slots__ = ("holders", "pieces", "pool", "reply", "tensor", "version")
+    __slots__ = ("gradients", "holders", "pieces", "pool", "reply", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pieces: Sequence[torch.Tensor], pool: list[Buffer]) -> None:
         self.tensor = tensor
@@ -24,6 +25,7 @@ class Buffer:
         self.pool = pool
         self.holders = 0
         self.version = -1
+        self.gradients = 0
         self.reply = Reply()
 
     def publish(self, version: int) -> None:

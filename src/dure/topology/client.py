@@ -196,6 +196,19 @@ class ServerClient:
         replies = await self._every(start)
         return Pulled(into, [reply.fields["version"] for reply in replies])
 
+    async def look(self, into: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What each shard has now, received into `into`, and how many gradients are in all of it."""
+        parts, call, shards = self._parts(into), self.node.call, self.servers.shards
+        replies = await self._every(
+            lambda shard: call(shards[shard], "pull", into=parts[shard], timeout=self.timeout, counted=True)
+        )
+        return into, min(reply.fields["gradients"] for reply in replies)
+
+    def gradients_at(self, versions: Sequence[int]) -> list[Operation[Reply]]:
+        """Ask each shard how many `gradients` are in its part of a version that this worker works on."""
+        places = zip(self.servers.shards, versions, strict=True)
+        return [self.node.call(shard, "held", timeout=self.timeout, version=version) for shard, version in places]
+
     @property
     def lends(self) -> bool:
         """Whether parameters can be borrowed: one shard holds them all, where this worker can read them."""
@@ -218,8 +231,9 @@ class ServerClient:
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
         note: Mapping[str, float] | None = None,
+        gradients: int = 1,
     ) -> list[int]:
-        """Give `update` to the servers; returns once they have it, with the version of each shard then.
+        """Give `update`, made of `gradients`, to the servers; returns once they have it, with each version.
 
         `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted mean
         or, times e to the `exponent`, what may be too small for a number, `lr` a rate in place of the servers'. Ordered
@@ -232,7 +246,7 @@ class ServerClient:
         group = await self.offer(base) if self.servers.may_refuse else None
         servers = self.servers
         said: dict[str, Any] = {} if note is None else {"note": note}
-        counts: dict[str, Any] = {"exponent": exponent} if exponent else {}
+        counts: dict[str, Any] = {"gradients": gradients} | ({"exponent": exponent} if exponent else {})
         if servers.clocked is not None:
             clocked = [servers.clocked]
             start = await self._pushing(update, weight, base, lr, clocked, "push", group=group, **said, **counts)
@@ -272,6 +286,7 @@ class ServerClient:
         weight: float = 1.0,
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
+        gradients: int = 1,
     ) -> Pulled:
         """Push and go on from what the servers have then.
 
@@ -283,16 +298,17 @@ class ServerClient:
         """
         clocked, place = self.servers.clocked, partial(self._place, into)
         if clocked is not None:
-            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place)
+            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place, gradients=gradients)
             return await self._once_admitted(start, into)
         if self.servers.ordered:
-            await self._push_to_shards(update, weight, base, lr)
+            await self._push_to_shards(update, weight, base, lr, gradients=gradients)
             asked = self.node.now()
             version = await self._until_admitted("next", group=None, seq=self.seq)
             self.held = self.node.now() - asked
             pulling = self.borrow(version, to_work=True) if into is None else self.pull(into, version, to_work=True)
             return await pulling
-        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", place, pull=True)
+        to, more = self.servers.shards, {"pull": True, "gradients": gradients}
+        start = await self._pushing(update, weight, base, lr, to, "push", place, **more)
         replies = await self._every(start)
         return self._brought([reply.fields["version"] for reply in replies], replies[0], into)
 
@@ -310,6 +326,8 @@ class ServerClient:
         """What starts to push the next update to a shard; with `place`, what it answers is received there."""
         self.seq += 1
         servers, seq = self.servers, self.seq
+        if lr is not None:
+            more["lr"] = lr
         parts = await self._encoded(update) if self.coders else self._parts(update)
 
         def start(shard: int) -> Operation[Reply]:
@@ -322,7 +340,6 @@ class ServerClient:
                 base=None if base is None else base[shard],
                 weight=weight,
                 ordered=servers.ordered,
-                lr=lr,
                 worker=self.worker,
                 incarnation=self.incarnation,
                 seq=seq,

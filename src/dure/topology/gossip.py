@@ -53,6 +53,7 @@ class Model(Protocol):
 
     params: torch.Tensor
     clock: int
+    entered: int
 
 
 class Turn:
@@ -99,6 +100,7 @@ class Peer:
     | `meet`   | number         | model   | the mean of both; later, or `Busy`, if it is in the middle of another |
     | `settle` | number, stands |         | `stood`: whether the averaging of that number had counted so far      |
     | `copy`   |                |         | clock and model                                           |
+    | `look`   |                |         | model, and how many gradients of this worker are in it    |
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Peer:
             "meet": self._meet,
             "settle": self._settle,
             "copy": self._copy,
+            "look": self._look,
         }
 
     # ---- what the worker does
@@ -189,19 +192,20 @@ class Peer:
             self._all_settled = self.node.promise(f"those who have averaged with worker {self.rank} to settle")
             await self._all_settled
 
-    async def mean(self) -> torch.Tensor:
-        """The mean of the models of all who can be reached, one's own too."""
-        total, number = self.model.params.clone(), 1
+    async def look(self) -> tuple[torch.Tensor, int]:
+        """The mean of the models of all who can be reached, one's own too, and how many gradients they have made."""
+        total, number, gradients = self.model.params.clone(), 1, self.model.clock - self.model.entered
         for rank in sorted(set(self.graph) - self._away - {self.rank}):
             into = _room(self.model.params)
             try:
-                await self.node.call(_address(rank), "copy", into=_tensors(into))
+                reply = await self.node.call(_address(rank), "look", into=_tensors(into))
             except RemoteError:
                 continue
             total += into
             number += 1
+            gradients += reply.fields["gradients"]
         total /= number
-        return total
+        return total, gradients
 
     # ---- the active side
 
@@ -385,6 +389,10 @@ class Peer:
     def _copy(self, call: Call) -> Reply:
         self._away.discard(_rank(call.caller))
         return Reply({"clock": self.model.clock}, _tensors(self.model.params))
+
+    def _look(self, call: Call) -> Reply:
+        self._away.discard(_rank(call.caller))
+        return Reply({"gradients": self.model.clock - self.model.entered}, _tensors(self.model.params))
 
     def _refusal(self) -> Refused:
         return Refused(f"worker {self.rank} is through: its model is delivered.")

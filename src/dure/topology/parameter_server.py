@@ -66,6 +66,7 @@ class _Staged(NamedTuple):
     lr: float | Sequence[float] | None
     incarnation: int
     exponent: float
+    gradients: int
 
 
 class Shard:
@@ -80,11 +81,14 @@ class Shard:
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
-    | `push`   | worker, incarnation, seq, base, weight, ordered, (lr)   | slice   | version; once staged or applied |
+    | `push`   | worker, incarnation, seq, base, weight, ordered,        | slice   | version; once staged or applied |
+    |          | gradients, (lr),                                        |         |                               |
     |          | (exponent: of e, which multiplies the weight), pull: in |         |                               |
     |          | the same call, if not ordered                           |         | and slice                     |
     | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
-    | `pull`   | (version), (worker, incarnation: it works on that)      |         | version and slice; once there |
+    | `pull`   | (version), (worker, incarnation: it works on that),     |         | version and slice; once there |
+    |          | (counted)                                               |         | (and gradients)               |
+    | `held`   | version                                                 |         | gradients in that version     |
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
     | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
     | `status` |                                                         |         | counters                      |
@@ -92,7 +96,8 @@ class Shard:
 
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
-    A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group.
+    A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group. An update is made of
+    `gradients` mini-batches; the shard counts those in its values.
     A shard that has lost what it applied since a snapshot goes on from there in a new epoch (`come_back`), so that no
     version ever stands for two things.
     """
@@ -126,6 +131,7 @@ class Shard:
         self.ledger = Ledger()
         self.applied = 0
         self.refused = 0
+        self.gradients = 0
         self.staleness: dict[int, int] = {}
         self.log: list[tuple[int, int, int]] | None = [] if log else None
         self._coder = coder
@@ -145,6 +151,7 @@ class Shard:
             "push": self._take if coder is None else partial(self._push_message, coder),
             "close": self._close,
             "pull": self._pull_to_work if looks_back else self._pull,
+            "held": self._held,
             "withdraw": self._withdraw,
             "leave": self._leave,
             "status": self._status,
@@ -249,7 +256,13 @@ class Shard:
             return Reply({"version": self.version})
         exponent = fields.get("exponent", 0.0)
         self._staged[worker, seq] = _Staged(
-            buffer, fields["weight"], base, fields.get("lr"), fields["incarnation"], exponent
+            buffer,
+            fields["weight"],
+            base,
+            fields.get("lr"),
+            fields["incarnation"],
+            exponent,
+            fields.get("gradients", 1),
         )
         if self.corrections is not None:
             self.corrections.pushed(worker, seq, base)
@@ -319,7 +332,8 @@ class Shard:
             fresh = current if alone else self.pool.take()
             if optimizer is not None:
                 optimizer.apply(current.tensor, gradient, fresh.tensor, lr=fields.get("lr"))
-            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"))
+            gradients = fields.get("gradients", 1)
+            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"), gradients)
             self._swap(fresh)
 
         return Apply(land, self._apply_one.nbytes)
@@ -366,7 +380,7 @@ class Shard:
                 correct = self._correcting([(w, seq, each.base, each.buffer.tensor) for w, seq, each in members])
             await self._apply_group(members, fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
-                self._count(worker, staged.incarnation, seq, staged.base)
+                self._count(worker, staged.incarnation, seq, staged.base, staged.gradients)
                 staged.buffer.release()
             self._swap(fresh, keep=True)
             for version in fields["drop"]:
@@ -442,6 +456,7 @@ class Shard:
     def _swap(self, fresh: Buffer, *, keep: bool = False) -> None:
         """Make `fresh` the next version; `keep` the last one for those who may still ask for it."""
         old = self.current
+        fresh.gradients = self.gradients
         fresh.publish(old.version + 1)
         self.current = fresh
         if keep:
@@ -456,8 +471,9 @@ class Shard:
         if buffer is not None:
             buffer.release()
 
-    def _count(self, worker: int, incarnation: int, seq: int, base: int | None) -> None:
+    def _count(self, worker: int, incarnation: int, seq: int, base: int | None, gradients: int) -> None:
         self.applied += 1
+        self.gradients += gradients
         if self.corrections is not None:
             self.corrections.done(worker, seq)
         behind = self._behind(base)
@@ -476,9 +492,10 @@ class Shard:
         self._check(call.fields["worker"], call.fields["seq"], 1.0, call.tensors)
         return self._copy(call.tensors)
 
-    def publish(self, buffer: Buffer) -> None:
-        """Make `buffer`, held once for this, the next version."""
+    def publish(self, buffer: Buffer, gradients: int) -> None:
+        """Make `buffer`, held once for this, the next version, to which so many `gradients` have led."""
         self.applied += 1
+        self.gradients = gradients
         self.staleness[0] = self.staleness.get(0, 0) + 1
         self._swap(buffer)
 
@@ -523,7 +540,8 @@ class Shard:
     def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
         version = call.fields.get("version")
         if version is None or version == self.current.version:
-            return self.current.lease()
+            lease = self.current.lease()
+            return lease if "counted" not in call.fields else self._counted(lease)
         kept = self._kept.get(version)
         if kept is not None:
             return kept.lease()
@@ -534,6 +552,14 @@ class Shard:
         raise Evicted(  # versions that somebody was started on are kept
             f"version {version} is gone from {self.node.name}, which is at {self.version}: join again."
         )
+
+    def _counted(self, lease: Reply) -> Reply:
+        return Reply({**lease.fields, "gradients": self.current.gradients}, lease.tensors, lease.release)
+
+    def _held(self, call: Call) -> Reply:
+        """How many gradients are in a version; where that is no longer kept, in the newest."""
+        buffer = self._kept.get(call.fields["version"], self.current)
+        return Reply({"gradients": buffer.gradients})
 
     def _pull_to_work(self, call: Call) -> Reply | Awaitable[Reply]:
         """A pull, remembered if a worker goes on from it."""
@@ -564,6 +590,7 @@ class Shard:
                 "epoch": self.version // EPOCH,
                 "applied": self.applied,
                 "refused": self.refused,
+                "gradients": self.gradients,
                 "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
                 "last": {str(worker): seq for worker, seq in sorted(self.ledger.last().items())},
                 "staged": self.num_staged,
@@ -598,6 +625,7 @@ class Shard:
             "ledger": self.ledger.state(),
             "applied": self.applied,
             "refused": self.refused,
+            "gradients": self.gradients,
             "staleness": sorted(self.staleness.items()),
             "kept": sorted(kept),
             "staged": [[*key, *staged[1:]] for key, staged in sorted(self._staged.items())],
@@ -624,6 +652,7 @@ class Shard:
         self._closing = int(plain["closing"])
         self.ledger.restore(plain["ledger"])
         self.applied, self.refused = int(plain["applied"]), int(plain["refused"])
+        self.gradients = self.current.gradients = int(plain["gradients"])
         self.staleness = {int(behind): int(count) for behind, count in plain["staleness"]}
         self.log = None if plain["log"] is None else [(w, i, seq) for w, i, seq in plain["log"]]
         for version in plain["kept"]:

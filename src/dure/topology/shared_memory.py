@@ -43,7 +43,7 @@ CLAIMS = 8
 SMALL = 1 << 20
 """Bytes of an update that a process adds at once, without letting messages pass meanwhile."""
 
-_UPDATES, _WRITTEN, _REFUSED, _BEHIND = 0, 1, 2, 8
+_UPDATES, _WRITTEN, _REFUSED, _GRADIENTS, _BEHIND = 0, 1, 2, 3, 8
 _ALIGNMENT = 64
 _CLAIM_LOCKS = 1 << 40
 
@@ -131,12 +131,19 @@ class Segment:
         return int(self.rows[:, _REFUSED].sum())
 
     @property
+    def gradients(self) -> int:
+        """Gradients in all updates made so far."""
+        return int(self.rows[:, _GRADIENTS].sum())
+
+    @property
     def staleness(self) -> dict[int, int]:
         """How many updates had so many others between their reading and their writing."""
         total = self.rows[:, _BEHIND:].sum(axis=0)
         return {int(behind): int(total[behind]) for behind in np.flatnonzero(total)}
 
-    def add(self, worker: int, update: torch.Tensor, scale: float, *, seen: int, locks: int = 0) -> int:
+    def add(
+        self, worker: int, update: torch.Tensor, scale: float, *, seen: int, locks: int = 0, gradients: int = 1
+    ) -> int:
         """Add `scale` times `update` (whole, or sparse and coalesced) to the values; the version that this made.
 
         `seen` is the version that it was computed on. With `locks`, each of so many ranges is written under its lock;
@@ -146,9 +153,9 @@ class Segment:
             if locks == 1:
                 with self.hold(0):
                     self._add(update, scale)
-                    return self.count(worker, update, seen)
+                    return self.count(worker, update, seen, gradients)
             self._add_under_locks(update, scale, locks) if locks else self._add(update, scale)
-        return self.count(worker, update, seen)
+        return self.count(worker, update, seen, gradients)
 
     def _add(self, update: torch.Tensor, scale: float) -> None:
         if update.is_sparse:
@@ -169,13 +176,14 @@ class Segment:
                 else:
                     self.values.index_add_(0, indices[start:stop], update.values()[start:stop], alpha=scale)
 
-    def count(self, worker: int, update: torch.Tensor, seen: int) -> int:
-        """One more update of `worker`, computed on version `seen`; the version that it made."""
+    def count(self, worker: int, update: torch.Tensor, seen: int, gradients: int = 1) -> int:
+        """One more update of `worker`, of `gradients` mini-batches, computed on version `seen`; the version it made."""
         row = self.rows[worker]
         behind = self.version - seen
         row[_BEHIND + min(max(behind, 0), BUCKETS - 1)] += 1
         row[_WRITTEN] += touched(update)
         row[_UPDATES] += 1
+        row[_GRADIENTS] += gradients
         return seen + behind + 1
 
     def refuse(self, worker: int) -> None:
@@ -277,8 +285,10 @@ class Access:
             return into.copy_(segment.values), segment.version
         return cast(tuple[torch.Tensor, int], await self._in_turn(partial(self._copy, into), 0))
 
-    async def add(self, update: torch.Tensor, scale: float, *, seen: int, alone: bool = False) -> int:
-        """Add `scale` times `update` to the parameters; the version that this made.
+    async def add(
+        self, update: torch.Tensor, scale: float, *, seen: int, alone: bool = False, gradients: int = 1
+    ) -> int:
+        """Add `scale` times `update`, made of `gradients`, to the parameters; the version that this made.
 
         Raises `Refused` for what would spoil the model.
         """
@@ -288,8 +298,8 @@ class Access:
         locks, segment = 1 if alone else self._locks, self.segment
         nbytes = touched(update) * segment.layout.dtype.itemsize
         if segment.locks is not None and nbytes < SMALL:
-            return segment.add(self.worker, update, scale, seen=seen, locks=locks)
-        work = partial(segment.add, self.worker, update, scale, seen=seen, locks=locks)
+            return segment.add(self.worker, update, scale, seen=seen, locks=locks, gradients=gradients)
+        work = partial(segment.add, self.worker, update, scale, seen=seen, locks=locks, gradients=gradients)
         if locks == 1:
             return int(await self._in_turn(work, nbytes))
         return int(await self.node.compute(Apply(work, nbytes)))
@@ -329,7 +339,7 @@ class SharedShard:
     | method       | fields                      | tensors | reply                                                  |
     |--------------|-----------------------------|---------|--------------------------------------------------------|
     | `where`      |                             |         | path, by which other processes map the segment         |
-    | `pull`       |                             |         | version and a copy of the values                       |
+    | `pull`       | (counted)                   |         | version and a copy of the values (and gradients)       |
     | `contribute` | worker, incarnation, weight | a sum   | once it counts                                         |
     | `close`      | version                     |         | once the phase has ended                               |
     | `leave`      | worker, incarnation         |         | once nothing of that incarnation is taken any more     |
@@ -376,6 +386,10 @@ class SharedShard:
         return self.segment.refused
 
     @property
+    def gradients(self) -> int:
+        return self.segment.gradients
+
+    @property
     def staleness(self) -> dict[int, int]:
         return self.segment.staleness
 
@@ -389,7 +403,8 @@ class SharedShard:
         return self._specs if method == "contribute" else ()
 
     def _pull(self, call: Call) -> Reply:
-        return Reply({"version": self.segment.version}, (self.values.clone(),))
+        counts = {"gradients": self.gradients} if "counted" in call.fields else {}
+        return Reply({"version": self.segment.version, **counts}, (self.values.clone(),))
 
     def _contribute(self, call: Call) -> Reply:
         self.ledger.check(call.fields["worker"], call.fields["incarnation"])
@@ -426,6 +441,7 @@ class SharedShard:
     def _status(self, call: Call) -> Reply:
         segment = self.segment
         counters: dict[str, Any] = {"version": segment.version, "applied": segment.version, "refused": segment.refused}
+        counters["gradients"] = segment.gradients
         counters["written"] = segment.written
         counters["staleness"] = {str(behind): count for behind, count in segment.staleness.items()}
         return Reply({**counters, "phases": self.closed, "log": []})

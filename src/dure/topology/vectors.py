@@ -18,7 +18,7 @@ on the shard under a name, and only numbers come back.
 | `drop` worker incarnation seq  | forget what the worker has staged under that number                    |
 | `fence` worker incarnation     | forget all that it has staged and will stage in lives before that one  |
 | `model` to                     | to = the shard's part of the model                                     |
-| `publish` x                    | x is the next version of the model                                     |
+| `publish` x (gradients)        | x is the next version of the model, to which so many gradients have led |
 
 A program of several is one call. A shard carries programs out one after another, in the order in which they came.
 """
@@ -58,8 +58,8 @@ class Host(Protocol):
         """A copy of the slice that a worker sends. Raises `Refused` for one that would spoil what it is added to."""
         ...
 
-    def publish(self, buffer: Buffer) -> None:
-        """Make `buffer` the next version; the caller holds it once for the shard."""
+    def publish(self, buffer: Buffer, gradients: int) -> None:
+        """Make `buffer`, which the caller holds once for the shard, the next version; so many `gradients` led to it."""
         ...
 
     def in_turn(self, work: Apply) -> Awaitable[Any]:
@@ -101,7 +101,7 @@ class Vectors:
             "drop": lambda: None,
             "fence": lambda: None,
             "model": lambda to: self._bind(to, _held(self._host.current)),
-            "publish": lambda x: self._host.publish(self._hold(x)),
+            "publish": lambda x, gradients=0: self._host.publish(self._hold(x), gradients),
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:

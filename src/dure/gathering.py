@@ -1,0 +1,75 @@
+"""The mean of the models that workers have after the same step, which they reach at different times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class Graded(NamedTuple):
+    """A model to be graded: `values` after `step`, with its `buffers` if any; `updates` gradients are in it."""
+
+    step: int
+    values: torch.Tensor
+    buffers: torch.Tensor | None
+    updates: int
+
+
+class _Sum:
+    """What has come in of one step: a weighted sum of models, and buffers by rank."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.total = torch.zeros_like(like)
+        self.weight = 0.0
+        self.updates = 0
+        self.buffers: dict[int, torch.Tensor] = {}
+
+
+class Gathering:
+    """Adds up models as workers reach a step, and gives their mean once all have.
+
+    A step that workers have reached costs one vector of the model's size until the slowest has reached it too.
+    `merge` makes one of all buffers, given in rank order.
+    """
+
+    def __init__(self, merge: Merge) -> None:
+        self._merge = merge
+        self._sums: dict[int, _Sum] = {}
+
+    def add(
+        self,
+        step: int,
+        rank: int,
+        values: torch.Tensor,
+        *,
+        updates: int,
+        weight: float = 1.0,
+        buffers: torch.Tensor | None = None,
+    ) -> None:
+        """The model of worker `rank` after `step` (copied), in which there are `updates` of its gradients."""
+        found = self._sums.get(step)
+        if found is None:
+            found = self._sums[step] = _Sum(values)
+        found.total.add_(values, alpha=weight)
+        found.weight += weight
+        found.updates += updates
+        if buffers is not None:
+            found.buffers[rank] = buffers.clone()
+
+    def complete(self, slowest: int) -> list[Graded]:
+        """The means of all steps up to `slowest`, the step that every worker has reached; in order, each once."""
+        return [self._mean(step) for step in sorted(self._sums) if step <= slowest]
+
+    def _mean(self, step: int) -> Graded:
+        found = self._sums.pop(step)
+        buffers = [found.buffers[rank] for rank in sorted(found.buffers)]
+        values = found.total.div_(found.weight)
+        return Graded(step, values, self._merge(buffers) if buffers else None, found.updates)
+
+    def __bool__(self) -> bool:
+        """Whether any model waits for others."""
+        return bool(self._sums)
