@@ -84,6 +84,20 @@ def test_a_decaying_period_is_multiplied_every_interval():
     assert follow(Averaging(5, schedule="decay", interval=1, factor=0.9), [1.0] * 6) == [5, 4, 3, 2, 1, 1]
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("schedule", ["decay", "adaptive"])
+def test_intervals_are_counted_from_the_start(schedule, topology, meetings):
+    """A loss that stays as it is shortens by `factor` under both schedules, at the first meeting after 20, 40, 60."""
+    text = f"averaging:period=16,schedule={schedule},factor=0.75,interval=20 {topology}"
+    virtual(bowls(TWO, lr=0.0, start=1.0), text, workers=2, steps=70)
+    assert [rhythm.began for rhythm in agreed(meetings)] == [0, 16, 32, 44, 53, 62, 68, 70]
+
+
+def test_a_period_is_rounded_down():
+    assert follow(Averaging(100, schedule="decay", interval=1, factor=0.29), [1.0] * 4) == [100, 29, 8, 2]
+    assert follow(Averaging(50, schedule="decay", interval=10), [1.0] * 3) == [50, 25, 12], "once, past five multiples"
+
+
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.3])
 @pytest.mark.parametrize("sync", [0.001, 0.2, 3.0])
 def test_the_overhead_is_met_by_the_least_period_that_meets_it(share, sync):

@@ -25,6 +25,8 @@ equal time as in Wang et al., "Tackling the Objective Inconsistency Problem in H
 | its gamma = 1/2, T_0   | `factor`; `interval`, in mini-batches and not seconds, so that a run can be repeated |
 | its rate eta_l         | constant, so that eta_0 / eta_l = 1                                               |
 | decaying tau           | `schedule="decay"`: `factor` times the last, every `interval`                     |
+| every T_0              | at the first meeting at or after each multiple of `interval`; once where it passes two |
+| rounding               | `factor` times the last is rounded down, and is 1 at least                        |
 | tau of measured times  | `schedule="overhead"`: the least for which meeting takes at most `overhead` of the time |
 | FedNova's tau_k        | `pace="time"`: as many steps as fit into the time in which the median worker does `period` |
 |                        | w - tau (w - w_k) / tau_k takes the place of w_k, tau = sum of c_k tau_k         |
@@ -66,16 +68,14 @@ LEAST_FISHER = 1e-12
 class _Rhythm:
     """When all meet, as all know it: they last met at clock `began` and will after `period` steps.
 
-    `rounds` have been; the first had the mean loss `first`; since `changed` the period is what it is. A step takes
-    `step` seconds at the slowest worker, a meeting `sync`, on average. A round of equal time takes `seconds`, in which
-    workers do `steps` on average.
+    `rounds` have been; the first had the mean loss `first`. A step takes `step` seconds at the slowest worker, a meeting
+    `sync`, on average. A round of equal time takes `seconds`, in which workers do `steps` on average.
     """
 
     period: int
     began: int = 0
     rounds: int = 0
     first: float = 0.0
-    changed: int = 0
     step: float = 0.0
     sync: float = 0.0
     seconds: float = 0.0
@@ -84,9 +84,9 @@ class _Rhythm:
     @classmethod
     def of(cls, note: Note) -> _Rhythm:
         """That of a worker that said `note`."""
-        period, began, rounds, changed = (int(note[name]) for name in ("period", "began", "rounds", "changed"))
+        period, began, rounds = (int(note[name]) for name in ("period", "began", "rounds"))
         first, step, sync, seconds, steps = (note[name] for name in ("first", "step", "sync", "seconds", "steps"))
-        return cls(period, began, rounds, first, changed, step, sync, seconds, steps)
+        return cls(period, began, rounds, first, step, sync, seconds, steps)
 
     @property
     def plain(self) -> dict[str, float]:
@@ -321,8 +321,8 @@ class Averaging:
             step=last.step + (step - last.step) / (last.rounds + 1),
             sync=last.sync + (sync - last.sync) / max(last.rounds, 1),
         )
-        period = self.next_period(now, loss)
-        now = replace(now, period=period, changed=clock if period != last.period else last.changed)
+        due = clock // self.interval > last.began // self.interval
+        now = replace(now, period=self.next_period(now, loss, due=due))
         return now if self.pace == "steps" else self.timed(now, notes)
 
     def timed(self, rhythm: _Rhythm, notes: Sequence[Note]) -> _Rhythm:
@@ -333,18 +333,18 @@ class Averaging:
         steps = (note["weight"] * fitting(seconds, pace) for note, pace in zip(notes, paces, strict=True))
         return replace(rhythm, seconds=seconds, steps=math.fsum(steps) / total)
 
-    def next_period(self, rhythm: _Rhythm, loss: float) -> int:
-        """The period, given that of the last round."""
+    def next_period(self, rhythm: _Rhythm, loss: float, *, due: bool) -> int:
+        """The period, given that of the last round. `due`: a multiple of `interval` was passed or reached since."""
         last = rhythm.period
         if self.schedule == "overhead" and rhythm.rounds > 1 and rhythm.step > 0:
             return max(1, math.ceil(rhythm.sync * (1 - self.overhead) / (self.overhead * rhythm.step)))
-        if self.schedule not in ("decay", "adaptive") or rhythm.began - rhythm.changed < self.interval:
+        if self.schedule not in ("decay", "adaptive") or not due:
             return last
         if self.schedule == "adaptive" and rhythm.first > 0:
             wanted = math.ceil(math.sqrt(loss / rhythm.first) * self.period)
             if wanted < last:
                 return max(1, wanted)
-        return max(1, int(self.factor * last))
+        return max(1, math.floor(round(self.factor * last, 9)))  # 0.29 times 100 is 29, not 28.999...
 
 
 def fitting(seconds: float, pace: float) -> int:
