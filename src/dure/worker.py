@@ -490,6 +490,17 @@ class Worker:
             raise UsageError("this loop does not say when it ends, so no share of it can be told: leave that out.")
         return max(self.clock / steps if steps else 0.0, self.node.now() / seconds if seconds else 0.0)
 
+    @property
+    def versions(self) -> list[int] | None:
+        """The version of each shard that was pulled last; None before the first pull."""
+        return None if self._pulled is None else self._pulled.versions
+
+    @property
+    def steps_left(self) -> float:
+        """Mini-batches that this worker has yet to do; infinite where its steps do not end the run."""
+        steps = self.boundary.steps
+        return math.inf if steps is None else steps - self.clock
+
     async def announce(self) -> None:
         """Tell the clock that this worker has done what the others wait for."""
         assert self.server is not None
@@ -555,7 +566,7 @@ class Worker:
             await self.proceed()
             return
         started = self.node.now()
-        base = self._pulled.versions if self._pulled is not None else None
+        base = self.versions
         room = self._room_unless_lent()
         more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
         pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **more)
@@ -605,17 +616,23 @@ class Worker:
         return pulled.values
 
     async def push(
-        self, update: torch.Tensor, *, weight: float | None = None, exponent: float = 0.0, note: Note | None = None
+        self,
+        update: torch.Tensor,
+        *,
+        weight: float | None = None,
+        exponent: float = 0.0,
+        note: Note | None = None,
+        base: Sequence[int] | None = None,
     ) -> bool:
         """Give `update` to the server; returns once it is acknowledged. False if it comes too late to count.
 
         `weight`, times e to the `exponent`, is its share in a weighted mean, the batch size if left out. A `note` is
         told to all who are admitted on what the group of this update makes (`heard`); it says at which `clock` this
-        worker is.
+        worker is. `base` are the versions that `update` was computed on, `versions` if left out.
         """
         assert self.server is not None
         started = self.node.now()
-        base = self._pulled.versions if self._pulled is not None else None
+        base = self.versions if base is None else base
         share = self.source.batch_size if weight is None else weight
         more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
         try:
@@ -635,8 +652,7 @@ class Worker:
         """As `push`, but go on at once. One is on its way at a time; `update` is lent until the next."""
         assert self.server is not None
         await self.finished("push")
-        base = self._pulled.versions if self._pulled is not None else None
-        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
+        more: dict[str, Any] = {"base": self.versions, "lr": self.lr, "gradients": self.give()}
         work = self.server.push(update, weight=self.source.batch_size, **more)
         await self._begin("push", work)
 
@@ -781,13 +797,12 @@ class Worker:
             tensors["buffers"] = self.buffers
         optimizer, counts = self.optimizer.state()
         tensors |= {f"optimizer.{name}": value for name, value in optimizer.items()}
-        versions = self._pulled.versions if self._pulled is not None else None
         plain = {
             "clock": self.clock,
             "entered": self.entered,
             "given": self.given,
             "source": self.source.state(),
-            "versions": versions,
+            "versions": self.versions,
         }
         coded = {} if self.server is None else states(self.server.coders)
         if isinstance(self.group, CodedGroup):

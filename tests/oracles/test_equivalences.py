@@ -188,7 +188,7 @@ def test_downpour_accrues_a_sum_and_fetches_on_its_own_schedule(n_push, n_fetch,
         g = gradient(values)
         accrued += g
         values = values - local_lr * g
-        if step % n_push == n_push - 1 or step == 9:
+        if step % n_push == 0 or step == 9:
             server = server - 0.1 * accrued
             accrued = torch.zeros_like(server)
     assert distance(run.params, server) < 1e-12

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from dure import checkpoint
 from dure.job import load_job
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant, LogNormal
+from dure.strategy import member_text
 from dure.sync.clock import Accept, OneFirst, Start
 from dure.sync.downpour import Downpour
 
@@ -180,11 +183,83 @@ def test_one_worker_makes_the_steps_of_the_paper(n_push, n_fetch, tmp_path):
         if step % n_fetch == 0:
             cache = server
         accrued += cache
-        if (step + 1) % n_push == 0 or step == 12:
+        if step % n_push == 0 or step == 12:
             server, accrued = server - 0.1 * accrued, 0.0
     for options in ({}, how):
         run = virtual(job, text, machines(1), steps=13, **options)
         assert float(run.params) == pytest.approx(server, rel=1e-12)
+
+
+SPEEDS = (0.7, 0.61, 0.47, 0.23)
+"""Of four workers whose steps never end at the same time; messages take no time beside steps of a second."""
+
+
+@dataclass
+class Reference:
+    """Algorithm 7.1 of Dean et al. on w^2 / 2, written from the paper: its server, and what it counts."""
+
+    value: float
+    version: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    pulls: int = 0
+
+
+def reference(steps: int, n_push: int, n_fetch: int, lr: float, remedy: str = "") -> Reference:
+    server = Reference(1.0)
+    caches: dict[int, tuple[float, int]] = {}
+    accrued = dict.fromkeys(range(len(SPEEDS)), 0.0)
+
+    def fetch(worker: int) -> None:
+        caches[worker] = server.value, server.version
+        server.pulls += 1
+
+    for worker in accrued:
+        fetch(worker)
+    ends = sorted(((step + 1) / speed, worker, step) for worker, speed in enumerate(SPEEDS) for step in range(steps))
+    for _, worker, step in ends:
+        cache, version = caches[worker]
+        accrued[worker] += cache
+        if step % n_push == 0 or step == steps - 1:
+            update, delay = accrued[worker], server.version - version
+            if remedy == "dc-asgd:lambda=1":
+                update += update**2 * (server.value - cache)
+            if remedy == "staleness-lr":
+                update /= max(delay, 1)
+            server.value -= lr * update
+            server.version += 1
+            server.staleness[delay] += 1
+            accrued[worker] = 0.0
+        if (step + 1) % n_fetch == 0 and step < steps - 1:
+            fetch(worker)
+    return server
+
+
+@pytest.mark.parametrize("remedy", ["", "dc-asgd:lambda=1", "staleness-lr"])
+@pytest.mark.parametrize(("steps", "n_push", "n_fetch"), [(5, 2, 1), (6, 2, 1), (6, 2, 2), (6, 4, 3), (7, 3, 1)])
+def test_several_workers_make_the_steps_of_the_paper(steps, n_push, n_fetch, remedy):
+    """Values, the staleness of each push, and the number of pulls; in the last three cases a partial push is left."""
+    server = reference(steps, n_push, n_fetch, 0.1, remedy)
+    job = bowls([(1.0, 0.0)] * 4, lr=0.1, start=1.0)
+    kind = Machines(count=4, compute=Constant(seconds=1.0), speed=SPEEDS)
+    cluster = Cluster(machines=(kind,), link=Link(bandwidth=1e12, latency=1e-6), alpha=0.0, beta=0.0, gamma=0.0)
+    text = f"downpour:n_push={n_push},n_fetch={n_fetch}" + (f"+{remedy}" if remedy else "")
+    run = virtual(job, f"{text} ps", cluster, steps=steps)
+    assert run.outcome.totals.staleness.histogram == server.staleness
+    assert float(run.params) == pytest.approx(server.value, rel=1e-12)
+    assert run.summary["bytes_received"] == 8 * server.pulls
+
+
+OVERLAPS = Downpour(overlap=True)
+
+
+@pytest.mark.parametrize(
+    "method", [Downpour(n_push=3, n_fetch=2), OVERLAPS, replace(OVERLAPS, n_fetch=3), Downpour(at_once=True)], ids=str
+)
+@pytest.mark.parametrize("steps", [1, 5, 6])
+def test_no_pull_follows_the_last_gradient(method, steps):
+    job = bowls([(1.0, 0.0)] * 2, lr=0.1)
+    run = virtual(job, f"{member_text('sync', method)} ps", machines(2), steps=steps)
+    assert run.summary["bytes_received"] == 2 * 8 * math.ceil(steps / method.n_fetch)
 
 
 def test_servers_that_are_to_do_sgd_have_none_of_the_job_s_momentum():

@@ -8,17 +8,22 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.
         g        <- gradient of f at w
         accrued  <- accrued + g
         w        <- w - local_lr g
-        if step mod n_push = n_push - 1
+        if step mod n_push = 0
             push accrued;            accrued <- 0
+    at the end                       push what has accrued since the last push
 
 | in the paper                | here                                                              |
 |-----------------------------|-------------------------------------------------------------------|
 | Adagrad on the shards       | the job's optimizer, or `server` ("adagrad")                      |
+| step mod n_push = 0         | the first push has one gradient, each later one `n_push`          |
 | accrued gradient            | the sum, not the mean: the rate per push grows with `n_push`      |
 | push, fetch in own threads  | `overlap`: beside the next gradient, one of each at a time        |
 | warm start with one replica | `warm_start`, a share of the steps; about 0.05 in the paper       |
 | push, then fetch            | `at_once`: in one call, a round trip less in every step           |
 | shards apart                | each applies on arrival; shards may differ in order               |
+
+The staleness of a push is counted from the last fetch before its last gradient. The end of the work is checked before
+a fetch, so that each fetch has a gradient that uses it.
 
 One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays nobody; its gradients are stale. One that
 dies is not missed, and another goes on with the warm start; a newcomer makes all its steps.
@@ -95,9 +100,11 @@ class Downpour:
             while True:
                 await self.step(worker, overlap=self.overlap)
         except EndOfWork:
-            if worker.clock % self.n_push != 0:
-                await self.push(worker, worker.keep("accrued"), overlap=False)
             await worker.finished("push")
+            if worker.clock > 0 and not self.due(
+                worker
+            ):  # in a user's loop a fetch may have followed the last gradient
+                await worker.push(worker.keep("accrued"), base=worker.kept_plain.get("base"))
 
     async def warm_up(self, worker: Worker) -> None:
         """Alone, if it is this worker's turn; otherwise until whose turn it is has done it."""
@@ -113,10 +120,19 @@ class Downpour:
             await worker.refresh()
             worker.kept_plain["fetched"] = True
         while True:
-            await worker.exchange(await worker.gradient())
+            gradient = await worker.gradient()
+            if worker.steps_left:
+                await worker.exchange(gradient)
+            else:
+                await self.push(worker, gradient, overlap=False)
+
+    def due(self, worker: Worker) -> bool:
+        """Whether a push follows the gradient of the step that has just ended, number `worker.clock - 1`."""
+        return (worker.clock - 1) % self.n_push == 0
 
     async def step(self, worker: Worker, *, overlap: bool) -> None:
         if worker.clock % self.n_fetch == 0:
+            await worker.begin_step()
             await self.fetch(worker, overlap=overlap)
         gradient = await worker.gradient()
         if self.local_lr:
@@ -126,14 +142,16 @@ class Downpour:
             return
         accrued = worker.keep("accrued")
         accrued += gradient
-        if worker.clock % self.n_push == 0:
+        worker.kept_plain["base"] = worker.versions
+        if self.due(worker):
             await self.push(worker, accrued, overlap=overlap)
             accrued.zero_()
 
     async def fetch(self, worker: Worker, *, overlap: bool) -> None:
         if overlap:
             worker.adopt(await worker.finished("pull") or await worker.pull())
-            await worker.pull_beside()
+            if worker.steps_left > self.n_fetch:  # a later step uses it
+                await worker.pull_beside()
         elif self.local_lr:
             worker.adopt(await worker.pull())
         else:
