@@ -148,6 +148,29 @@ def test_a_crash_is_survived(strategy):
     assert run.summary["samples"] == 32 * 100
 
 
+@pytest.mark.parametrize("detection", [0.0, 0.3])
+def test_a_crash_is_noticed_when_the_cluster_file_says(detection):
+    """The others wait for the dead worker's gradient of step 11 from 0.11 s on, until 0.105 s and `detection`."""
+    cluster = machines(3, Event(at=0.105, kind="crash", worker=1)).model_copy(update={"detection": detection})
+    run = virtual("quadratic", "bsp ps", cluster, steps=20)
+    assert run.seconds == pytest.approx(max(0.11, 0.105 + detection) + 0.09, abs=1e-3)
+
+
+def test_headers_and_plain_values_are_as_large_as_the_cluster_file_says():
+    """One worker: all messages follow one another, so that each byte more takes its time of the link."""
+
+    def seconds(**sizes: int) -> tuple[float, int]:
+        link = Link(bandwidth=1e6, latency=0.0)
+        run = virtual("quadratic", "downpour ps", machines(1).model_copy(update={"link": link, **sizes}), steps=5)
+        return run.seconds, 2 * run.summary["messages"]  # each is answered
+
+    (bare, messages), (headed, _) = seconds(header=0), seconds(header=100)
+    assert headed - bare == pytest.approx(messages * 100 / 1e6)
+    none, some, twice = (seconds(field=nbytes)[0] for nbytes in (0, 50, 100))
+    assert twice - some == pytest.approx(some - none)
+    assert some - none >= messages * 50 / 1e6, "each message has one plain value at least"
+
+
 @pytest.mark.parametrize("strategy", OVER_SERVERS)
 def test_a_crash_with_bytes_on_their_way(strategy):
     """A slow network: pushes take longer than a death takes to be noticed."""
@@ -422,13 +445,13 @@ MORE = (SIZES[1] - SIZES[0]) * 4
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("sync", ["bsp", "ssp", "downpour"])
-def test_servers_take_one_model_up_and_one_down_per_step(sync, shards):
-    """The last pull is that of the step that the end of the work forbids."""
+@pytest.mark.parametrize(("sync", "pulls"), [("bsp", 11), ("ssp", 11), ("downpour", 10)])
+def test_servers_take_one_model_up_and_one_down_per_step(sync, pulls, shards):
+    """A method that waits for admission to each step pulls once more, for the step that the end of the work forbids."""
     options = {"workers": 3, "steps": 10}
     strategy = f"{sync} ps:shards={shards}"
     assert set(added(strategy, "per_worker", "bytes_sent", **options).values()) == {10 * MORE}
-    assert set(added(strategy, "per_worker", "bytes_received", **options).values()) == {11 * MORE}
+    assert set(added(strategy, "per_worker", "bytes_received", **options).values()) == {pulls * MORE}
     per_shard = [size(small) - size(large) for large, small in zip(*(split([], n, shards) for n in SIZES), strict=True)]
     received = added(strategy, "per_shard", "bytes_received", **options)
     assert [received[f"server {s}"] for s in range(shards)] == [3 * 10 * 4 * elements for elements in per_shard]
@@ -436,7 +459,7 @@ def test_servers_take_one_model_up_and_one_down_per_step(sync, shards):
 
 def test_downpour_sends_as_often_as_it_pushes_and_receives_as_often_as_it_fetches():
     strategy, options = "downpour:n_push=5,n_fetch=3 ps", {"workers": 2, "steps": 13}
-    assert set(added(strategy, "per_worker", "bytes_sent", **options).values()) == {3 * MORE}  # at 5, 10 and the end
+    assert set(added(strategy, "per_worker", "bytes_sent", **options).values()) == {4 * MORE}  # at 1, 6, 11 and the end
     assert set(added(strategy, "per_worker", "bytes_received", **options).values()) == {5 * MORE}  # at 0, 3, ..., 12
 
 

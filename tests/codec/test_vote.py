@@ -225,3 +225,15 @@ def test_the_binomial_sum():
         exact = sum(math.comb(M, k) * p**k * (1 - p) ** (M - k) for k in range(M // 2 + 1, M + 1))
         assert exact == pytest.approx(wrong, abs=1e-4)
         assert channel([p] * M, Majority().decide, rounds=100) == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize("rounds", [2, 8, 30])
+def test_an_error_rate_is_n_plus_1_of_t_plus_2(rounds):
+    """The third worker disagrees in every round, the others never: ln((1 - p) / p) with n = t and n = 0."""
+    coder, vote = coders(4)["sign"], LogLikelihood("coordinate", start=1000)
+    signs = {0: torch.ones(4), 1: torch.ones(4), 2: -torch.ones(4)}
+    for _ in range(rounds):
+        vote.settle(signs, coder)
+    vote.start = 0
+    agrees = math.log((rounds + 1) / 1)
+    assert [float(vote.weight(voter)[0]) for voter in signs] == pytest.approx([agrees, agrees, -agrees], rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import dure.runtime.cluster as module
 from dure.errors import ClusterError
 from dure.runtime import units
 from dure.runtime.cluster import Cluster, Event, Link, Machines, Servers
+from dure.runtime.coding import MEASURED
 from dure.runtime.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
-from dure.runtime.network import HEADER, SMALL
 
 FULL = """
 machines:
@@ -28,6 +29,11 @@ alpha: 30 us
 beta: 0.2 ns/B
 gamma: 5e-10
 memory_bandwidth: 12 GB/s
+header: 80
+field: 8
+small: 1500
+detection: 0.2 s
+backward: 0.5
 events:
 - {at: 30 s, kind: crash, worker: 3}
 - {at: 60 s, kind: join, worker: 3}
@@ -215,6 +221,25 @@ def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
     assert Cluster.from_yaml(written(tmp_path, example)).workers == 8
 
 
+def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
+    section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
+    names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+    kinds = {"": Cluster, "link": Link, "servers": Servers, "machines[]": Machines}
+    for name in names:
+        kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
+        assert key in kinds[kind].model_fields
+
+
+def test_the_page_has_the_measured_costs_of_codecs() -> None:
+    section = PAGE.read_text().partition("## Codecs")[2].partition("\n## ")[0]
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+    said = {name: [float(value) for value in values] for name, *values in rows if values[0][:1].isdigit()}
+    assert said.keys() == MEASURED.keys()
+    for name, cost in MEASURED.items():
+        lines = (cost.encode, cost.decode, cost.combine)
+        assert said[name] == pytest.approx([n for line in lines for n in (line.start * 1e6, line.value * 1e9)])
+
+
 def test_the_page_names_every_key_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     said = {row[0].strip("`"): row[-1] for row in rows}
@@ -230,6 +255,11 @@ def test_the_page_names_every_key_and_its_default() -> None:
     assert units.rate(said["memory_bandwidth"]) == default.memory_bandwidth
     assert units.rate(said["link.bandwidth"].partition(" =")[0]) == default.link.bandwidth
     assert units.seconds(said["link.latency"]) == default.link.latency
-    assert (said["header"], said["small"]) == (str(HEADER), str(SMALL))
+    assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]
+    assert units.seconds(said["detection"]) == default.detection
+    assert float(Fraction(said["backward"])) == default.backward
+    parts = ((Machines(), "machines[].", ("count", "cores", "speed")), (Servers(), "servers.", ("cores",)))
+    for kind, prefix, names in parts:
+        assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
     assert units.flops(said["flops_per_second"]) == Constant().flops_per_second
     assert units.seconds(said["overhead"]) == Constant().overhead

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.runtime.cluster import Cluster, Link, Machines, Servers
-from dure.runtime.network import HEADER, SMALL, Network
+from dure.runtime.collectives import HEADER, SMALL
+from dure.runtime.network import Network
 
 MIB = 2**20
 

@@ -5,6 +5,7 @@ Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federa
     default         a weight per worker, of its last ten rounds or so; zeros abstain: the messages are ternary
     as in the paper, a weight per worker and coordinate, of all rounds, and one bit each:
                     it-sign:granularity=coordinate,zeros=random
+    error rate      p = (n + 1) / (t + 2) for n disagreements in t rounds; n / t in the paper
 """
 
 from __future__ import annotations

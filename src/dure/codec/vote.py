@@ -66,7 +66,8 @@ class LogLikelihood:
     how likely a sign is wrong depends on the weights of that round, or 1 for coordinates.
 
     For each coordinate, as in the paper, p is the share of rounds in which a worker was not of what was decided. A zero
-    counts as nothing.
+    counts as nothing. With n disagreements in t rounds the paper has p = n / t. Here it is (n + 1) / (t + 2) for both
+    granularities, so that a worker without a disagreement has a finite weight.
 
     Over all of a worker's coordinates, p is the mean probability that its sign is wrong, given all votes: their
     log-likelihood ratio says how sure the decision is (the expectation step of Dawid and Skene, "Maximum Likelihood

@@ -30,6 +30,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from dure.errors import ClusterError
 from dure.runtime import units
 from dure.runtime.coding import CodecCost
+from dure.runtime.collectives import HEADER, SMALL
 from dure.runtime.compute import Compute, Constant, Durations, PositiveSeconds, Seconds, Speed
 from dure.runtime.described import Described, Fault
 from dure.yaml_text import read_yaml
@@ -120,8 +121,10 @@ class Cluster(Described):
     """A virtual cluster; see the head of this module. Raises `ClusterError` for what describes none.
 
     Costs: `alpha` seconds of a core per message and `beta` per byte of it, at both ends; `gamma` seconds per byte
-    of memory that a server works through to apply an update. `codecs` is what codecs cost, by name; those left out cost
-    what `runtime.coding` has measured.
+    of memory that a server works through to apply an update. A message has `header` bytes more than its tensors and
+    `field` bytes more for each plain value; up to `small` bytes in all it does not queue. A crash is noticed after
+    `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed. `codecs`
+    is what codecs cost, by name; those left out cost what `runtime.coding` has measured.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
@@ -130,6 +133,11 @@ class Cluster(Described):
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
     gamma: PerByte = 0.3e-9
+    header: int = Field(default=HEADER, ge=0)
+    field: int = Field(default=16, ge=0)
+    small: int = Field(default=SMALL, ge=0)
+    detection: Seconds = 0.05
+    backward: float = Field(default=2 / 3, ge=0, le=1)
     memory_bandwidth: MemoryRate = 10e9
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()

@@ -19,20 +19,22 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 HEADER = 64
-"""Bytes of a message's header."""
+"""Bytes of a message's header, unless the cluster says otherwise."""
 
 SMALL = 4096
-"""Bytes, the header included, up to which a message queues nowhere, and costs no `beta`."""
+"""Bytes, the header included, up to which a message queues nowhere and costs no `beta`, unless the cluster says so."""
 
 
 class Path(NamedTuple):
-    """What a round between neighbors costs: seconds, seconds per message, bytes/s, and seconds per byte."""
+    """What a round between neighbors costs: seconds, seconds per message, bytes/s, seconds per byte, and bytes."""
 
     latency: float
     alpha: float
     bandwidth: float
     beta: float = 0.0
     gamma: float = 0.0
+    header: int = HEADER
+    small: int = SMALL
 
     def seconds(self, nbytes: int, *, adds: bool = False) -> float:
         """One message of `nbytes`, alone; its bytes are added to others at the end if `adds`."""
@@ -41,8 +43,8 @@ class Path(NamedTuple):
 
     def message(self, nbytes: int = 0) -> float:
         """One message of `nbytes` and a header, alone in the network model."""
-        wire = nbytes + HEADER
-        per_byte = 1.0 / self.bandwidth + (self.beta if wire > SMALL else 0.0)
+        wire = nbytes + self.header
+        per_byte = 1.0 / self.bandwidth + (self.beta if wire > self.small else 0.0)
         return self.latency + self.alpha + wire * per_byte
 
 
@@ -105,8 +107,8 @@ def tree_broadcast(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cos
 def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
     """Nobody leaves before everybody came. In round r, each rank sends a header to the one 2^r further."""
     rounds = (ranks - 1).bit_length()
-    moved = (rounds * HEADER,) * ranks
-    return Cost(rounds * path.seconds(HEADER), moved, moved, (rounds,) * ranks)
+    moved = (rounds * path.header,) * ranks
+    return Cost(rounds * path.seconds(path.header), moved, moved, (rounds,) * ranks)
 
 
 COLLECTIVES: dict[str, Callable[[int, int, Path, int], Cost]] = {

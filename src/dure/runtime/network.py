@@ -10,8 +10,8 @@ each at the rate that its own queue gives, and has left when both are done. It t
 
 Rules, all of them:
 
-- bytes on the wire are those given plus a header, of 64 bytes unless the sender says more;
-- a message of at most `SMALL` (4 KiB) on the wire queues nowhere and takes latency + alpha + bytes / bandwidth:
+- bytes on the wire are those given plus a header, the cluster's unless the sender gives another;
+- a message of at most `small` bytes (4 KiB) on the wire queues nowhere and takes latency + alpha + bytes / bandwidth:
   one event. Its bytes are counted, but slow nobody;
 - messages from one node to another arrive in the order in which they were sent; they follow one another on the
   wire, as on one connection, so a pair of nodes is one share of a queue whatever it has to say;
@@ -36,7 +36,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 from dure.runtime.cluster import Cluster
-from dure.runtime.collectives import COLLECTIVES, HEADER, SMALL, Cost, Path
+from dure.runtime.collectives import COLLECTIVES, Cost, Path
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 
@@ -233,6 +233,7 @@ class Network:
         self.names = tuple(hosts)
         self.ids = {name: i for i, name in enumerate(hosts)}
         self._alpha, self._beta = cluster.alpha, cluster.beta
+        self._header, self._small = cluster.header, cluster.small
         self._machine = list(hosts.values())
         self._cards: dict[int, tuple[SharingQueue, SharingQueue]] = {}
         self._processors: dict[int, Processor] = {}
@@ -252,10 +253,10 @@ class Network:
         self.messages = [0] * len(hosts)
 
     def send(
-        self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int = HEADER
+        self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int | None = None
     ) -> None:
         """Send `nbytes` bytes and a header; `deliver` is called when they have arrived, or never."""
-        self.carry(self.route(src, dst), nbytes + header, deliver)
+        self.carry(self.route(src, dst), nbytes + (self._header if header is None else header), deliver)
 
     def carry(self, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
         """As `send`, for `wire` bytes with the header, by a `route` that is known."""
@@ -271,7 +272,7 @@ class Network:
             self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
         elif pair.current is not None:
             pair.backlog.append((wire, deliver))
-        elif wire <= SMALL:
+        elif wire <= self._small:
             time = self.kernel.now + pair.start + wire * pair.stretch
             if time < pair.arrived:  # as `_arrive_at`, which costs a call
                 time = pair.arrived
@@ -349,7 +350,7 @@ class Network:
         """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""
         links = [self.cluster.link_of(machine) for machine in {self._machine[self.node(node)] for node in nodes}]
         latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
-        return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma)
+        return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma, self._header, self._small)
 
     def route(self, src: str | int, dst: str | int) -> Pair:
         """The connection from `src` to `dst`: always the same one."""
@@ -383,7 +384,7 @@ class Network:
         backlog = pair.backlog
         while backlog:
             wire, deliver = backlog.popleft()
-            if wire > SMALL:
+            if wire > self._small:
                 following = pair.current = Transfer(pair, wire, deliver)
                 pair.egress.add(following)
                 pair.ingress.add(following)

@@ -31,7 +31,6 @@ from dure.runtime.base import (
     nothing,
 )
 from dure.runtime.coding import CodecCost
-from dure.runtime.collectives import HEADER
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
 from dure.runtime.virtual_group import VirtualGroup
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from dure.runtime.network import Network, Pair
 
 T = TypeVar("T")
-
-FIELD = 16
-"""Bytes that one plain field of a message takes."""
 
 
 class Kernel(Loop):
@@ -340,7 +336,7 @@ class RemoteCall(Operation[Reply]):
         else:
             source.calls[self] = service
             self._nbytes = 0
-            wire = HEADER + FIELD * len(call.fields)
+            wire = source.runtime.header + source.runtime.field * len(call.fields)
             if call.tensors:
                 nbytes = self._nbytes = _weight(call.tensors)
                 source.payload_sent += nbytes
@@ -384,7 +380,7 @@ class RemoteCall(Operation[Reply]):
             self._deliver()
             return
         self._nbytes = 0
-        wire = HEADER + FIELD * len(reply.fields)
+        wire = source.runtime.header + source.runtime.field * len(reply.fields)
         if reply.tensors:
             nbytes = self._nbytes = _weight(reply.tensors)
             target.payload_sent += nbytes
@@ -396,7 +392,7 @@ class RemoteCall(Operation[Reply]):
         if source is target:
             self.fail(error)
         else:
-            target.post(source, 0, HEADER, partial(self._finish_with, error))
+            target.post(source, 0, source.runtime.header, partial(self._finish_with, error))
 
     def _finish_with(self, error: Exception) -> None:
         self._source.runtime.in_flight.pop(self, None)
@@ -459,7 +455,7 @@ class Mailbox:
 
     def recv(self, into: torch.Tensor) -> Operation[torch.Tensor]:
         operation: Operation[torch.Tensor] = Operation(self.target.kernel, f"a message from {self.source.name}")
-        self.target.post(self.source, 0, HEADER, partial(self._ask, operation, into))
+        self.target.post(self.source, 0, self.target.runtime.header, partial(self._ask, operation, into))
         return operation
 
     def _ask(self, operation: Operation[torch.Tensor], into: torch.Tensor) -> None:
@@ -473,7 +469,7 @@ class Mailbox:
         while self.deposits and self.asked:
             (sent, tensor), (received, into) = self.deposits.popleft(), self.asked.popleft()
             arrive = partial(self._arrive, sent, tensor, received, into)
-            self.source.post(self.target, tensor.nbytes, HEADER, arrive)
+            self.source.post(self.target, tensor.nbytes, self.source.runtime.header, arrive)
 
     def _arrive(
         self, sent: Operation[None], tensor: torch.Tensor, received: Operation[torch.Tensor], into: torch.Tensor
@@ -516,7 +512,7 @@ class VirtualRuntime:
         self.kernel = Kernel(start)
         self.network = network(self.kernel)
         self.evaluator = evaluator
-        self.detection = 0.05
+        self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
         self.nodes: dict[str, VirtualNode] = {}
         self.pending: dict[Computation, None] = {}
         self.in_flight: dict[RemoteCall, Address] = {}

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from dure.runtime.virtual import VirtualNode, VirtualRuntime
 
-BACKWARD = 2 / 3
-"""Of a gradient's computation: the share in which its slices come to be, after the forward pass."""
-
 
 class Round:
     """One collective: who has come, with what, and since when."""
@@ -187,10 +184,10 @@ class VirtualGroup:
 
     def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
         """When the last slice is summed: one after another, each once everybody has it."""
-        network, names = self.node.runtime.network, self._names
+        network, names, backward = self.node.runtime.network, self._names, self.node.runtime.cluster.backward
         itemsize, free = _itemsize(gradient), 0.0
         for numel, left in self.node.runtime.slices or [(gradient.numel(), 0.0)]:
-            there = max(ended[r] - (ended[r] - started[r]) * BACKWARD * left for r in self.ranks)
+            there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in self.ranks)
             free = max(free, there) + network.cost("all_reduce", numel * itemsize, names, itemsize).seconds
         return free
 

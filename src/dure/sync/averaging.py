@@ -68,8 +68,8 @@ LEAST_FISHER = 1e-12
 class _Rhythm:
     """When all meet, as all know it: they last met at clock `began` and will after `period` steps.
 
-    `rounds` have been; the first had the mean loss `first`. A step takes `step` seconds at the slowest worker, a meeting
-    `sync`, on average. A round of equal time takes `seconds`, in which workers do `steps` on average.
+    `rounds` have been; the first had the mean loss `first`. A step takes `step` seconds at the slowest worker, a
+    meeting `sync`, on average. A round of equal time takes `seconds`, in which workers do `steps` on average.
     """
 
     period: int

@@ -18,6 +18,7 @@ Sallinen et al., "High Performance Parallel Stochastic Gradient Descent in Share
 | one random v, scaled     | all v of e, as practical code has it                                          |
 | 0.9 after each epoch     | `decay`, per pass of a worker over its samples; 1 keeps gamma constant        |
 | b examples of HogBatch   | `batch` mini-batches; their mean, or with `scale="sum"` their sum             |
+|                          | a short batch (the first, the last) is divided by its own number of mini-batches |
 | component-wise atomic add | `shared:mode=atomic`; `racy` (default) may lose one of two simultaneous adds |
 | SGD                      | the job's optimizer, whose state is each worker's own, as in PyTorch's example |
 
