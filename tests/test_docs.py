@@ -1,6 +1,7 @@
 """Documentation runs: the README's Python blocks, the examples against their golden output, and a page per method."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import dure
+from dure.job import Job
+from dure.optim import OptimizerSpec
 from dure.strategy import REMEDY
 from dure.strategy import catalogue as one_catalogue
 
@@ -125,6 +129,21 @@ def test_the_readme_shows_blocks_and_its_commands_exist():
     assert len(blocks(ROOT / "README.md")) >= 1
     for target in set(re.findall(r"make (\w+)", text)):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_guide_tells_every_field_of_a_job():
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    table = text.partition("### Fields of a job")[2].partition("###")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:3] == "| `"]
+    fields = dataclasses.fields(Job)
+    assert [row[0] for row in rows] == [field.name for field in fields]
+    for (name, _, default, meaning), field in zip(rows, fields, strict=True):
+        assert meaning
+        if field.default is not dataclasses.MISSING:
+            assert default == (f'"{field.default}"' if isinstance(field.default, str) else str(field.default)), name
+    assert str(Job.__dataclass_fields__["optimizer"].default_factory()) == str(OptimizerSpec("sgd", lr=0.1))
+    for name in re.findall(r"`([A-Z]\w+)`", table):
+        assert name in dure.__all__, name
 
 
 def test_dependencies_have_their_reasons():

@@ -160,6 +160,38 @@ def test_overrides_reach_job_optimizer_and_function() -> None:
     assert load_job("digits-mlp", batch_size=None, lr=None).optimizer == load_job("digits-mlp").optimizer
 
 
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ((torch.zeros(2, 1), torch.zeros(2)), r"Job\.train must be Data, got tuple\. Write dure\.Data"),
+        (torch.zeros(2, 1), r"Job\.train must be Data, got Tensor"),
+        (Endless(), r"Job\.train must be a map-style data set, got Endless"),
+        (torch.utils.data.DataLoader([1]), r"Job\.train .* Write dure\.Samples\(loader\.dataset"),
+        (None, r"Job\.train must be Data, got NoneType"),
+    ],
+)
+def test_data_are_a_data_set(train: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Job(lambda: nn.Linear(1, 1), nn.functional.mse_loss, train)
+
+
+def test_a_map_style_data_set_is_taken_as_it_is() -> None:
+    pairs = torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
+    job = Job(lambda: nn.Linear(1, 1), nn.functional.mse_loss, pairs, torch.utils.data.Subset(pairs, [1, 2]))
+    assert (len(job.train), len(job.graded)) == (4, 2)
+    assert job.to(torch.float64).train.batch(torch.tensor([0]))[0].dtype == torch.float64
+
+
+def test_everything_that_a_job_needs_is_exported() -> None:
+    for name in ("Job", "Data", "Samples", "Stream", "OptimizerSpec"):
+        assert getattr(dure, name).__name__ == name
+
+
 def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
     job = load_job(f"{job_file}:small", rows=8, split=Whole())
     assert job.name == "small"

@@ -13,6 +13,7 @@ from torch.nn import functional
 import dure
 from dure.config import TrainConfig
 from dure.data.dataset import Data
+from dure.data.samples import Samples
 from dure.errors import UsageError
 from dure.job import Job
 from dure.outcome import summary
@@ -87,6 +88,23 @@ def test_model_and_data_must_fit():
     refused(job(lambda: nn.Linear(5, 2)), r"inputs \(4, 8\) torch.float32, and raised RuntimeError: mat1 and mat2")
     floats = Data(data().inputs, torch.zeros(10))
     refused(job(train=floats), r"loss must take outputs \(4, 2\) .* targets \(4,\) torch.float32, and raised Runtime")
+
+
+def test_a_mapping_and_a_tuple_are_told_as_the_model_gets_them():
+    two = data().inputs, torch.arange(10)
+    named = job(train=Data({"first": two[0], "second": two[1]}, two[1] % 2))
+    refused(named, r"{first: \(4, 8\) torch.float32, second: \(4,\) torch.int64} as model\(\*\*inputs\), and raised")
+    refused(job(train=Data(two, two[1] % 2)), r"torch.int64\) as model\(\*inputs\), and raised TypeError: .* takes 2")
+    refused(job(train=Samples(list(zip(*two, strict=True)), len)), "the collate of Samples must return .* gave int")
+    refused(job(train=Samples(Broken())), "reading its first samples raised KeyError: 0", place=True)
+
+
+class Broken:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {}[index]
 
 
 def test_a_model_is_a_module_with_parameters():

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from dure.attach import attach
     from dure.compare import compare
     from dure.data.dataset import Data
+    from dure.data.samples import Samples
+    from dure.data.stream import Stream
     from dure.ddp_hook import hook
     from dure.errors import DureError
     from dure.job import Job
+    from dure.optim import OptimizerSpec
     from dure.runtime.cluster import Cluster
     from dure.strategy import Strategy
     from dure.sync.averaging import Averaging
@@ -52,9 +55,12 @@ __all__ = [
     "Hybrid",
     "Job",
     "MomentumCompensation",
+    "OptimizerSpec",
     "ParameterServer",
+    "Samples",
     "StalenessLR",
     "Strategy",
+    "Stream",
     "attach",
     "compare",
     "hook",
@@ -77,9 +83,12 @@ _HOMES = {
     "Hybrid": "dure.topology.spec",
     "Job": "dure.job",
     "MomentumCompensation": "dure.sync.momentum_compensation",
+    "OptimizerSpec": "dure.optim",
     "ParameterServer": "dure.topology.spec",
+    "Samples": "dure.data.samples",
     "StalenessLR": "dure.sync.staleness_lr",
     "Strategy": "dure.strategy",
+    "Stream": "dure.data.stream",
     "attach": "dure.attach",
     "compare": "dure.compare",
     "hook": "dure.ddp_hook",

@@ -30,9 +30,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure import own_file
-from dure.data.dataset import Data
+from dure.data.dataset import Data, DataSet
 from dure.data.location import data_root as find_root
-from dure.data.split import Sampler, Split, parse_split
+from dure.data.samples import Samples, check_map_style
+from dure.data.split import BatchSampler, Split, parse_split
+from dure.data.stream import Stream
+from dure.data.structure import called
 from dure.errors import UsageError
 from dure.optim import OptimizerSpec
 from dure.text import names, nearest
@@ -51,29 +54,31 @@ BUILT_IN: Mapping[str, str] = {
 class Job:
     """A model, its loss and its data, with the settings that suit one worker.
 
-    `model` makes a fresh module. `loss(outputs, targets)` is the mean over the batch, a scalar;
-    `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how samples go
-    to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all parameters.
-    `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows (the topology
-    `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in any order, more
-    than once or not. Rows that the loss does not depend on, such as padding, may be left out.
+    `model` makes a fresh module. `train` and `test` are `Data`, a `Stream`, or a map-style data set, with a collate of
+    its own as `Samples(dataset, collate)`. Inputs are a tensor, a mapping or a tuple of tensors; the model is called as
+    `model(inputs)`, `model(**inputs)` or `model(*inputs)`. `loss(outputs, targets)` is the mean over the batch, a
+    scalar; `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how
+    samples go to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all
+    parameters. `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows
+    (the topology `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in
+    any order, more than once or not. Rows that the loss does not depend on, such as padding, may be left out.
 
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    train: Data
-    test: Data | None = None
+    loss: Callable[[Any, Any], Tensor]
+    train: Any
+    test: Any = None
     batch_size: int = 32
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     steps: int = 500
-    accuracy: Callable[[Tensor, Tensor], float] | None = None
+    accuracy: Callable[[Any, Any], float] | None = None
     split: Split | str = "iid"
     name: str = ""
     optimum: Tensor | None = None
     source: str = ""
-    rows: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    rows: Callable[[Any], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
@@ -83,10 +88,8 @@ class Job:
                 raise UsageError(f"Job.{key} must be a function, got {getattr(self, key)!r}.")
         for key in ("train", "test"):
             data = getattr(self, key)
-            if not isinstance(data, Data) and not (key == "test" and data is None):
-                raise UsageError(
-                    f"Job.{key} must be Data, got {type(data).__name__}. Write dure.Data(inputs, targets)."
-                )
+            if not (key == "test" and data is None):
+                setattr(self, key, _as_data_set(data, f"Job.{key}"))
         for key in ("batch_size", "steps"):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
@@ -100,10 +103,17 @@ class Job:
             torch.manual_seed(seed)
             return _made(self.model)
 
-    def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
+    def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
         """One sampler of `train` per worker; worker k has batches of `batch_sizes[k]`."""
         split = parse_split(self.split) if isinstance(self.split, str) else self.split
-        return split.samplers(self.train.targets, batch_sizes, seed=seed)
+        data: DataSet = self.train
+        return data.samplers(split, batch_sizes, seed=seed)
+
+    @property
+    def graded(self) -> DataSet:
+        """The data that a model is graded on: `test`, else `train`; of a `Stream`, windows that do not overlap."""
+        data: DataSet = self.train if self.test is None else self.test
+        return dataclasses.replace(data, windows="contiguous") if isinstance(data, Stream) else data
 
     @cached_property
     def flops_per_sample(self) -> float:
@@ -116,11 +126,21 @@ class Job:
 
     def to(self, dtype: torch.dtype) -> Job:
         """The same job with floating-point data and parameters of `dtype`."""
-        train = _cast_data(self.train, dtype)
-        test = None if self.test is None else _cast_data(self.test, dtype)
+        train = self.train.to(dtype)
+        test = None if self.test is None else self.test.to(dtype)
         optimum = None if self.optimum is None else self.optimum.to(dtype)
         model = partial(_build_as, self.model, dtype)
         return dataclasses.replace(self, train=train, test=test, optimum=optimum, model=model)
+
+
+def _as_data_set(data: Any, what: str) -> DataSet:
+    """`data`, or the `Samples` of a map-style data set. Raises `UsageError`."""
+    if isinstance(data, Data | Samples | Stream):
+        return data
+    if isinstance(data, Tensor | Mapping | tuple | str) or data is None:
+        raise UsageError(f"{what} must be Data, got {type(data).__name__}. Write dure.Data(inputs, targets).")
+    check_map_style(data, what)
+    return Samples(data)
 
 
 def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
@@ -217,11 +237,6 @@ def dtype_named(text: str) -> torch.dtype:
     return right[text]
 
 
-def _cast_data(data: Data, dtype: torch.dtype) -> Data:
-    inputs, targets = (each.to(dtype) if each.is_floating_point() else each for each in (data.inputs, data.targets))
-    return dataclasses.replace(data, inputs=inputs, targets=targets)
-
-
 def _build_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     return _made(model).to(dtype)
 
@@ -240,6 +255,6 @@ def _count_flops(job: Job) -> float:
     inputs, targets = job.train.batch(rows)
     counter = FlopCounterMode(display=False)
     with torch.random.fork_rng(devices=[]), counter:
-        job.loss(module(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        job.loss(called(module, inputs), targets).backward()  # type: ignore[no-untyped-call]
     counted = counter.get_total_flops() / 2
     return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)

@@ -11,7 +11,7 @@ from dure.runtime.gradients import Gradient, GradientWork
 if TYPE_CHECKING:
     import torch
 
-    from dure.data.split import Sampler
+    from dure.data.split import BatchSampler
     from dure.job import Job
     from dure.runtime.base import Operation
     from dure.worker import Worker
@@ -27,7 +27,7 @@ class JobSource:
     can_stop = True
 
     def __init__(
-        self, job: Job, sampler: Sampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
+        self, job: Job, sampler: BatchSampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
     ) -> None:
         self.job = job
         self.sampler = sampler
@@ -68,7 +68,7 @@ class JobSource:
         """
         inputs = targets = None
         if self.sampler is not None:
-            inputs, targets = self.job.train.batch(indices)
+            inputs, targets = self.job.train.batch(indices, (self.seed, 0, draw))
         work = GradientWork(
             rank=-1,
             step=draw,
@@ -92,8 +92,8 @@ class JobSource:
         """Draw the next mini-batch: the work of computing its gradient at the worker's parameters."""
         inputs = targets = None
         if self.sampler is not None:
-            indices = self.sampler.next()
-            inputs, targets = self.job.train.batch(indices)
+            draw = self.seed, 1 + worker.rank, worker.clock
+            inputs, targets = self.job.train.batch(self.sampler.next(), draw)
         self._last = GradientWork(
             rank=worker.rank,
             step=worker.clock,

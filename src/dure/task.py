@@ -153,7 +153,7 @@ class Task:
         if self.config.timing_only:
             raise UsageError("a timing-only run has no data, so nobody knows which rows it reads: leave that out.")
         samplers, data = self._draw_samplers(), self.job.train
-        batches = [[data.inputs[sampler.next()] for sampler in samplers] for _ in range(MEASURED)]
+        batches = [[data.batch(sampler.next())[0] for sampler in samplers] for _ in range(MEASURED)]
         itemsize = self.replica.params.element_size()
         place = Place(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
         plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
@@ -243,7 +243,7 @@ class Task:
         job = self.job
         if self.config.split is None and isinstance(job.split, IID):
             job = replace(job, split=getattr(self.sync, "sampling", job.split))
-        return job.samplers(self.batch_sizes, seed=self.config.seed)
+        return list(job.samplers(self.batch_sizes, seed=self.config.seed))
 
     def source(self, rank: int) -> JobSource:
         """Where the gradients of worker `rank` come from, from its first batch on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -172,7 +171,7 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
 def _steps(config: TrainConfig, job: Job, batch: int) -> int:
     limits = [config.steps] if config.steps is not None else []
     if config.epochs is not None:
-        limits.append(math.ceil(config.epochs * len(job.train) / batch))
+        limits.append(job.train.steps(config.epochs, batch))
     if config.seconds is not None and not limits:
         return ENDLESS
     return min(limits) if limits else job.steps

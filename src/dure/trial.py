@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dure.data.structure import called, described, tensors
 from dure.errors import ReplicaError, UsageError
 from dure.own_file import blamed
 from dure.replica import Replica
 
 if TYPE_CHECKING:
-    from dure.data.dataset import Data
+    from dure.data.dataset import DataSet
+    from dure.data.structure import Batch
     from dure.job import Job
 
 
@@ -40,7 +42,7 @@ def try_out(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: 
             inputs, targets = _first(job.train, size)
             with torch.enable_grad():
                 _differentiate(module, _loss(job, _outputs(module, inputs), targets))
-        inputs, targets = _first(job.train if job.test is None else job.test, rows)
+        inputs, targets = _first(job.graded, rows)
         with torch.no_grad():
             outputs = _outputs(module.eval(), inputs)
             _loss(job, outputs, targets)
@@ -74,8 +76,9 @@ def _named(name: str) -> Iterator[None]:
         raise UsageError(f"{name}: {error}") from error.__cause__
 
 
-def _first(data: Data, rows: int) -> tuple[Tensor, Tensor]:
-    return data.batch(torch.arange(rows) % len(data))
+def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
+    with blamed("reading its first samples raised"):
+        return data.batch(torch.arange(rows) % len(data))
 
 
 def _model(job: Job, seed: int) -> nn.Module:
@@ -88,17 +91,18 @@ def _model(job: Job, seed: int) -> nn.Module:
     return module
 
 
-def _outputs(module: nn.Module, inputs: Tensor) -> Any:
+def _outputs(module: nn.Module, inputs: Batch) -> Any:
     dtype = next(each.dtype for each in module.parameters() if each.requires_grad)
     right = ""
-    if inputs.is_floating_point() and inputs.dtype != dtype:
+    if any(each.is_floating_point() and each.dtype != dtype for each in tensors(inputs)):
         right = f" with parameters of {dtype}, where both should be alike (as --dtype float32 has them)"
-    with blamed(f"its model must take a batch of inputs {_kind(inputs)}{right}, and raised"):
-        return module(inputs)
+    how = "" if isinstance(inputs, Tensor) else f" as model({'**' if isinstance(inputs, dict) else '*'}inputs)"
+    with blamed(f"its model must take a batch of inputs {described(inputs)}{how}{right}, and raised"):
+        return called(module, inputs)
 
 
-def _loss(job: Job, outputs: Any, targets: Tensor) -> Tensor:
-    with blamed(f"its loss must take outputs {_kind(outputs)} and targets {_kind(targets)}, and raised"):
+def _loss(job: Job, outputs: Any, targets: Batch) -> Tensor:
+    with blamed(f"its loss must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
         loss = job.loss(outputs, targets)
     write = "Write loss=lambda outputs, targets: (...).mean()."
     if not isinstance(loss, Tensor):
@@ -123,14 +127,10 @@ def _differentiate(module: nn.Module, loss: Tensor) -> None:
         torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
 
 
-def _check_accuracy(job: Job, outputs: Any, targets: Tensor) -> None:
+def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:
     if job.accuracy is None:
         return
-    with blamed(f"its accuracy must take outputs {_kind(outputs)} and targets {_kind(targets)}, and raised"):
+    with blamed(f"its accuracy must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
         accuracy: Any = job.accuracy(outputs, targets)
     if not isinstance(accuracy, float | int) and not (isinstance(accuracy, Tensor) and accuracy.numel() == 1):
         raise UsageError(f"a job's accuracy must be one number, the share of right answers; got {accuracy!r:.80}.")
-
-
-def _kind(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"type {type(value).__name__}"

@@ -2,7 +2,10 @@
 
     | file        | what it offers                                                                 |
     |-------------|--------------------------------------------------------------------------------|
-    | dataset.py  | `Data`: inputs and targets side by side                                        |
+    | structure.py | inputs and targets of a batch: a tensor, a mapping or a tuple of tensors      |
+    | dataset.py  | `DataSet`: the protocol of the next three; `Data`: samples in memory           |
+    | samples.py  | `Samples`: a map-style data set, as `torch.utils.data.Dataset`, with a collate |
+    | stream.py   | `Stream`: windows of a long text, for language models                          |
     | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
     | download.py | `fetch`: a published file, checked and written whole or not at all             |
     | archive.py  | `files`: those of a tar.gz archive, checked and read without unpacking it      |
@@ -17,21 +20,26 @@ A loader returns `Loaded(train, test, source)`; `source` says in words how much 
 """
 
 from dure.data.cifar10 import load_cifar10
-from dure.data.dataset import Data, Loaded
+from dure.data.dataset import Data, DataSet, Loaded
 from dure.data.digits import load_digits
 from dure.data.download import fetch
 from dure.data.imdb import load_imdb
 from dure.data.location import data_root, find
 from dure.data.mnist import load_mnist
+from dure.data.samples import Samples
 from dure.data.split import IID, Dirichlet, Sampler, Split, Striped, Whole, parse_split
+from dure.data.stream import Stream
 
 __all__ = [
     "IID",
     "Data",
+    "DataSet",
     "Dirichlet",
     "Loaded",
     "Sampler",
+    "Samples",
     "Split",
+    "Stream",
     "Striped",
     "Whole",
     "data_root",

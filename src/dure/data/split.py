@@ -87,12 +87,7 @@ class Sampler:
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Go on where the sampler that gave `state` stood. Raises `CheckpointError` if it was another's."""
-        for key, mine in self.state().items():
-            if key != "position" and state.get(key) != mine:
-                raise CheckpointError(
-                    f"this sampler has {key}={mine}, the saved one {key}={state.get(key)}: the data or their "
-                    "split differ. Resume with the job, split, seed and number of workers of the saved run."
-                )
+        check_state(self.state(), state, "position")
         self.position = state["position"]
 
     def _ordered(self, epoch: int) -> Indices:
@@ -103,11 +98,42 @@ class Sampler:
         return self._order
 
 
+def check_state(mine: Mapping[str, int], saved: Mapping[str, int], moves: str) -> None:
+    """Raise `CheckpointError` unless the two states of a sampler agree in all but the entry that `moves`."""
+    for key, value in mine.items():
+        if key != moves and saved.get(key) != value:
+            raise CheckpointError(
+                f"this sampler has {key}={value}, the saved one {key}={saved.get(key)}: the data or their "
+                "split differ. Resume with the job, split, seed and number of workers of the saved run."
+            )
+
+
+class BatchSampler(Protocol):
+    """The batches of one worker, step by step, without end: indices of a data set. `Sampler` is one."""
+
+    def next(self) -> Tensor:
+        """Indices of the next batch: int64, (batch size,)."""
+        ...
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the samples so far."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """All that `restore` needs, as plain JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue from `state`. Raises `CheckpointError` if it belongs to another sampler."""
+        ...
+
+
 class Split(Protocol):
     """A way to hand out samples."""
 
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
-        """One sampler per worker; worker k has batches of `batch_sizes[k]`.
+        """One sampler per worker; worker k has batches of `batch_sizes[k]`. `targets` has a row per sample.
 
         Raises `UsageError` for what cannot be handed out. The same arguments always give the same samplers.
         """
@@ -175,9 +201,11 @@ class Dirichlet:
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
         _check(len(targets), batch_sizes, seed, disjoint=True)
         if targets.dim() != 1 or targets.is_floating_point():
+            found = f"the targets are {targets.dtype} of shape {tuple(targets.shape)}"
+            if targets.shape[1:] == (0,):
+                found = "these data have no tensor of labels"
             raise UsageError(
-                f"dirichlet splits by label, but the targets are {targets.dtype} of shape {tuple(targets.shape)}. "
-                "Use iid, whole or striped."
+                f"dirichlet splits by label, one whole number per sample, but {found}. Use iid, whole or striped."
             )
         return _own_streams(self._parts(targets.cpu().numpy(), len(batch_sizes), _rng(seed)), batch_sizes, seed)
 

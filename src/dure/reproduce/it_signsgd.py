@@ -18,14 +18,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from dure.errors import UsageError
 from dure.text import names
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import nn
+    from torch import Tensor, nn
 
     from dure.data.dataset import Data
     from dure.job import Job
@@ -76,7 +76,8 @@ def _cifar10(data: Path | None) -> Job:
 def _pixels(data: Data | None, mean: float, deviation: float) -> Data:
     """Standardised images with pixels from 0 to 1 again; what was black is 0, not nearly so."""
     assert data is not None
-    return dataclasses.replace(data, inputs=(data.inputs * deviation + mean).mul_(255).round_().div_(255))
+    inputs = cast("Tensor", data.inputs)
+    return dataclasses.replace(data, inputs=(inputs * deviation + mean).mul_(255).round_().div_(255))
 
 
 def convnet() -> nn.Sequential:

@@ -21,7 +21,7 @@ computed one at a time. `Evaluator.rule` says what was decided, for the run's re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dure.data.structure import Batch, called, described, tensors
 from dure.errors import UsageError
 from dure.replica import Replica
 from dure.runtime.stacked import Dense, Stacked, Vmapped, find_fault
@@ -52,7 +53,7 @@ class _Job(Protocol):
     def model(self) -> Callable[[], nn.Module]: ...
 
     @property
-    def loss(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    def loss(self) -> Callable[[Any, Any], Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -60,16 +61,16 @@ class GradientWork:
     """The gradient of one mini-batch at `values`, to be computed.
 
     `values` are flat parameters, lent: not changed until the result is there. `inputs` and `targets` have a sample
-    per row, and are None where only time counts. Random layers draw from (`seed`, `rank`, `step`). `flops` is what
-    the whole batch costs, for virtual time. `buffers` is this worker's own snapshot (`Replica.buffers_flat`), None for
-    those of a fresh model.
+    per row of each tensor (`data.structure`), and are None where only time counts. Random layers draw from (`seed`,
+    `rank`, `step`). `flops` is what the whole batch costs, for virtual time. `buffers` is this worker's own snapshot
+    (`Replica.buffers_flat`), None for those of a fresh model.
     """
 
     rank: int
     step: int
     values: Tensor
-    inputs: Tensor | None
-    targets: Tensor | None
+    inputs: Batch | None
+    targets: Batch | None
     seed: int
     flops: float
     buffers: Tensor | None = None
@@ -140,6 +141,7 @@ class Evaluator:
         self._may_draw = self._may_surprise or getattr(job.loss, "__module__", "") != functional.__name__
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
+        self._shapes: dict[Any, str] = {}
         self.tables: Sequence[int] = ()
         self.whole: Sequence[int] = ()
         self.ring: Sequence[int] = range(len(self._parameters))
@@ -174,7 +176,7 @@ class Evaluator:
                 continue
             for part in _even_parts(indices, decision.most):
                 values, losses = decision.stacked.evaluate([works[index] for index in part])
-                samples = len(works[part[0]].inputs)  # type: ignore[arg-type]
+                samples = _samples(works[part[0]])
                 for index, row, loss in zip(part, values.unbind(), losses, strict=True):
                     results[index] = Gradient(row, loss, samples)
         return [results[index] for index in range(len(works))]
@@ -200,7 +202,7 @@ class Evaluator:
             torch.autograd.backward(loss * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         apart = self._apart([each.grad for each in self._parameters]) if self.tables or self.whole else None
-        return Gradient(replica.grads, loss.item(), len(work.targets), buffers, apart)  # type: ignore[arg-type]
+        return Gradient(replica.grads, loss.item(), _samples(work), buffers, apart)
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class Evaluator:
             "most_bytes": MOST_BYTES,
             "one_at_a_time": self._alone or None,
             "shapes": {
-                _describe(signature): f"stacked: {decision.stacked.describe}, at most {decision.most}"
+                self._shapes[signature]: f"stacked: {decision.stacked.describe}, at most {decision.most}"
                 if decision.stacked
                 else f"one at a time: {decision.why}"
                 for signature, decision in self._decisions.items()
@@ -237,13 +239,14 @@ class Evaluator:
     def _decide(self, signature: Any, work: GradientWork) -> _Decision:
         if signature not in self._decisions:
             self._decisions[signature] = self._try(work)
+            self._shapes[signature] = f"inputs {described(work.inputs)}, targets {described(work.targets)}"
         return self._decisions[signature]
 
     def _try(self, work: GradientWork) -> _Decision:
         """The first way of stacking that gives the same bits in any company."""
         assert work.inputs is not None
         assert work.targets is not None
-        largest = max(each.nbytes for each in (work.values, work.inputs, work.targets))
+        largest = max(each.nbytes for each in (work.values, *tensors(work.inputs), *tensors(work.targets)))
         most = MOST_BYTES // max(largest, 1)
         if most < LEAST_PENDING:
             return _Decision(None, 1, f"{LEAST_PENDING} times {largest} bytes are more than {MOST_BYTES}")
@@ -279,7 +282,7 @@ class Evaluator:
         else:
             values = self._flat_of(gradients, self.ring)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(values, loss.item(), len(work.targets), buffers, apart)  # type: ignore[arg-type]
+        return Gradient(values, loss.item(), _samples(work), buffers, apart)
 
     def _apart(self, gradients: Sequence[Tensor | None]) -> Apart:
         rows = [_rows(gradients[index], self._parameters[index]) for index in self.tables]
@@ -299,7 +302,7 @@ class Evaluator:
         self._stand_on(work.values)
         if self._fresh_buffers.numel():
             replica.load_buffers(self._fresh_buffers if work.buffers is None else work.buffers)
-        loss: Tensor = self.job.loss(replica.module(work.inputs), work.targets)  # type: ignore[arg-type]
+        loss: Tensor = self.job.loss(called(replica.module, work.inputs), work.targets)
         if loss.numel() != 1:
             raise UsageError(
                 f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. "
@@ -351,15 +354,23 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _signature(work: GradientWork) -> tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]:
+def _samples(work: GradientWork) -> int:
+    assert work.targets is not None
+    return len(tensors(work.targets)[0])
+
+
+def _signature(work: GradientWork) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes of a work's inputs and targets."""
     assert work.inputs is not None
     assert work.targets is not None
-    return work.inputs.shape, work.inputs.dtype, work.targets.shape, work.targets.dtype
+    return _shape(work.inputs), _shape(work.targets)
 
 
-def _describe(signature: tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]) -> str:
-    inputs, input_dtype, targets, target_dtype = signature
-    return f"inputs {tuple(inputs)} {input_dtype}, targets {tuple(targets)} {target_dtype}"
+def _shape(batch: Batch) -> tuple[Any, ...]:
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    keys = tuple(batch) if isinstance(batch, Mapping) else None
+    return (keys, *((each.shape, each.dtype) for each in tensors(batch)))
 
 
 def _even_parts(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:

@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dure.data.structure import Batch, arguments, joined, keywords, mapped, tensors
+
 if TYPE_CHECKING:
     from dure.replica import Layer, Replica
     from dure.runtime.gradients import Gradient, GradientWork
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
 
 _ALIGNMENT = 64
 """Elements to which element-wise functions pad a row: their vector loops take no more at once."""
@@ -127,7 +129,7 @@ class Dense:
 
     def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, list[float]]:
         padded = [*works, *[works[-1]] * (self._padded_to - len(works))]
-        targets = torch.stack([_present(work.targets) for work in padded])
+        targets = joined(torch.stack, [_present(work.targets) for work in padded])
         result = _aligned_rows(len(padded), self._numel, works[0].values)[:, : self._numel]
         with torch.no_grad():
             batch = _Batch(padded, self._stack_small(padded), result)
@@ -148,7 +150,7 @@ class Dense:
 
     def _stack_inputs(self, works: Sequence[GradientWork]) -> Tensor:
         """(works, batch, features)"""
-        inputs = [_present(work.inputs) for work in works]
+        inputs = [_single(work) for work in works]
         if self._inputs is None or self._inputs.shape != inputs[0].shape:
             self._inputs = _Rows(inputs[0].shape, inputs[0])
         return self._inputs.stack(inputs).flatten(2)
@@ -158,7 +160,7 @@ class Dense:
         first = self._steps[0]
         inputs: Tensor | list[Tensor]
         if isinstance(first, _Linear) and first.large:
-            inputs = [_present(work.inputs).flatten(1) for work in batch.works]
+            inputs = [_single(work).flatten(1) for work in batch.works]
         else:
             inputs = self._stack_inputs(batch.works)
         tape: list[Any] = []
@@ -273,15 +275,20 @@ def _activation_gradient(activation: nn.Module, saved: Any, gradient: Tensor) ->
     return gradient
 
 
-def _loss_gradients(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_gradients(loss: Loss, outputs: Tensor, targets: Batch) -> tuple[Tensor, Tensor]:
     """The loss of each row, and its gradient by that row's outputs, ours to overwrite."""
-    if loss is functional.cross_entropy and targets.dim() == 2 and not targets.is_floating_point():
+    if loss is functional.cross_entropy and isinstance(targets, Tensor) and _are_labels(targets):
         return _cross_entropy(outputs, targets)
     outputs = outputs.detach().requires_grad_()
     with torch.enable_grad():
         losses = torch.func.vmap(loss)(outputs, targets)
         (gradient,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses))
     return losses.detach(), gradient.clone()
+
+
+def _are_labels(targets: Tensor) -> bool:
+    """Whether each sample of (rows, batch) has one label."""
+    return targets.dim() == 2 and not targets.is_floating_point()
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,8 +307,10 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read_chain(replica: Replica, work: GradientWork) -> list[_Linear | nn.Module] | None:
     """The steps from inputs to outputs, None where they are more than dense layers and activations."""
-    inputs = _present(work.inputs)
-    if type(replica.module) is not nn.Sequential or inputs.dtype != replica.dtype or inputs.dim() < 2:
+    if type(replica.module) is not nn.Sequential or not _is_single(work):
+        return None
+    inputs = _single(work)
+    if inputs.dtype != replica.dtype or inputs.dim() < 2:
         return None
     modules = list(_leaves(replica.module))
     flattens = bool(modules) and type(modules[0]) is nn.Flatten
@@ -359,15 +368,16 @@ class Vmapped:
         self._values = _Rows([replica.numel], replica.params)
         module = replica.module
 
-        def loss_at(parameters: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-            return loss(torch.func.functional_call(module, dict(parameters), (inputs,)), targets)
+        def loss_at(parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch) -> Tensor:
+            outputs = torch.func.functional_call(module, dict(parameters), arguments(inputs), keywords(inputs))
+            return loss(outputs, targets)
 
         self._gradients = torch.func.vmap(torch.func.grad_and_value(loss_at), randomness="error")
 
     def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, list[float]]:
         values = self._values.stack([work.values for work in works])
-        inputs = torch.stack([_present(work.inputs) for work in works])
-        targets = torch.stack([_present(work.targets) for work in works])
+        inputs = joined(torch.stack, [_present(work.inputs) for work in works])
+        targets = joined(torch.stack, [_present(work.targets) for work in works])
         parameters = {layer.name: _part(values, layer) for layer in self._layers}
         gradients, losses = self._gradients(parameters, inputs, targets)
         result = _aligned_rows(len(values), values.shape[1], values)[:, : values.shape[1]]
@@ -423,8 +433,8 @@ def _variant(work: GradientWork, shift: int) -> GradientWork:
     return dataclasses.replace(
         work,
         values=work.values.roll(shift),
-        inputs=_present(work.inputs).roll(shift, 0),
-        targets=_present(work.targets).roll(shift + 1 if shift else 0, 0),
+        inputs=mapped(lambda each: each.roll(shift, 0), _present(work.inputs)),
+        targets=mapped(lambda each: each.roll(shift + 1 if shift else 0, 0), _present(work.targets)),
     )
 
 
@@ -433,6 +443,19 @@ def _same_bits(left: Tensor | NDArray[np.float64], right: Tensor | NDArray[np.fl
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+def _present(batch: Batch | None) -> Batch:
+    assert batch is not None
+    return batch
+
+
+def _is_single(work: GradientWork) -> bool:
+    """Whether the model gets one tensor, by itself, in a tuple or by the name that `Sequential` has for it."""
+    inputs = _present(work.inputs)
+    if isinstance(inputs, Mapping):
+        return list(inputs) == ["input"]
+    return isinstance(inputs, Tensor) or len(inputs) == 1
+
+
+def _single(work: GradientWork) -> Tensor:
+    (inputs,) = tensors(_present(work.inputs))
+    return inputs

@@ -36,6 +36,7 @@ from dure.text import names, nearest
 from dure.topology.sharding import Ranges, Shaped, equal_ranges, gather, size
 
 if TYPE_CHECKING:
+    from dure.data.structure import Batch
     from dure.topology.spec import Hybrid
 
 MEASURED = 4
@@ -214,10 +215,10 @@ class Apart(NamedTuple):
     whole: torch.Tensor
 
 
-Rows = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+Rows = Callable[[Any], Mapping[str, torch.Tensor]]
 
 
-def rows_read(rows: Rows, inputs: torch.Tensor, table: Table) -> torch.Tensor:
+def rows_read(rows: Rows, inputs: Batch, table: Table) -> torch.Tensor:
     """The rows of `table` that a batch reads, each once, ascending. Raises `UsageError` for what are no rows of it."""
     said = rows(inputs)
     if table.name not in said:
@@ -234,7 +235,7 @@ def table_of(layer: Slice) -> Table:
     return Table(layer.name, layer.start, layer.shape[0], (layer.stop - layer.start) // max(layer.shape[0], 1))
 
 
-def measure(layers: Sequence[Slice], rows: Rows | None, steps: Sequence[Sequence[torch.Tensor]]) -> list[Use]:
+def measure(layers: Sequence[Slice], rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> list[Use]:
     """How much of each parameter is used by `steps`, each the inputs of every worker's batch."""
     declared = set(rows(steps[0][0])) if rows is not None else set()
     unknown = declared - {layer.name for layer in layers if len(layer.shape) > 1}
@@ -244,7 +245,7 @@ def measure(layers: Sequence[Slice], rows: Rows | None, steps: Sequence[Sequence
     return [_use(layer, rows if layer.name in declared else None, steps) for layer in layers]
 
 
-def _use(layer: Slice, rows: Rows | None, steps: Sequence[Sequence[torch.Tensor]]) -> Use:
+def _use(layer: Slice, rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> Use:
     if rows is None:
         return Use(layer, None)
     table = table_of(layer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ from dure.errors import Refused, StrategyError, UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec, RowOptimizer, leaves_alone
 from dure.runtime.base import Address, Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.topology.hybrid import Apart, Plan, Rows, ServerPart, rows_read, scatter
+
+if TYPE_CHECKING:
+    from dure.data.structure import Batch
 
 
 def check_rule(spec: OptimizerSpec) -> None:
@@ -248,7 +251,7 @@ class RowClient:
         self._servers = [(address, plan.part(number)) for number, address in enumerate(servers)]
         self._read: list[torch.Tensor] = []
 
-    async def read(self, inputs: torch.Tensor, params: torch.Tensor, version: int) -> None:
+    async def read(self, inputs: Batch, params: torch.Tensor, version: int) -> None:
         """Bring into `params` what a batch reads of what servers hold, at `version`; waits until that is there."""
         plan = self.plan
         self._read = [rows_read(self._job_rows, inputs, table) for table in plan.tables if self._job_rows is not None]
