@@ -37,7 +37,9 @@ from dure.data.split import BatchSampler, Split, parse_split
 from dure.data.stream import Stream
 from dure.data.structure import called
 from dure.errors import UsageError
+from dure.groups import Groups
 from dure.optim import OptimizerSpec
+from dure.schedule import Schedule, schedule_of
 from dure.text import names, nearest
 
 BUILT_IN: Mapping[str, str] = {
@@ -62,6 +64,9 @@ class Job:
     parameters. `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows
     (the topology `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in
     any order, more than once or not. Rows that the loss does not depend on, such as padding, may be left out.
+    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`groups.py`).
+    `schedule(step)` is a factor of all rates, or a text as "cosine:steps=1000" (`schedule.py`); `step` counts the
+    mini-batches of a worker from 0.
 
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
@@ -79,6 +84,8 @@ class Job:
     optimum: Tensor | None = None
     source: str = ""
     rows: Callable[[Any], Mapping[str, Tensor]] | None = None
+    groups: Groups | None = None
+    schedule: Schedule | str | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
@@ -94,6 +101,12 @@ class Job:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+        if self.groups is not None and not callable(self.groups):
+            raise UsageError(
+                f"Job.groups must be a function of a parameter's name and the parameter, got {self.groups!r:.80}. "
+                'Write groups=lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {}.'
+            )
+        self.schedule = schedule_of(self.schedule)
         if isinstance(self.split, str):
             self.split = parse_split(self.split)
 

@@ -166,7 +166,7 @@ class FlatOptimizer:
         """
         self.steps += 1
         for start, stop, spec, group in self._pieces:
-            rate = spec.lr if lr is None else lr if isinstance(lr, (int, float)) else lr[group]
+            rate = _rate(spec, lr, group)
             rule = _rule(spec)
             if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == self.numel:
                 torch.add(values, gradient, alpha=-rate, out=out)  # the commonest, in as many calls as it takes
@@ -175,6 +175,21 @@ class FlatOptimizer:
             for low in range(start, stop, max(size, 1)):
                 high = min(low + size, stop)
                 rule.update(self._view(spec, rate, slice(low, high), values, gradient, out))
+
+    def increment(
+        self, values: torch.Tensor, gradient: torch.Tensor, lr: float | Sequence[float] | None = None
+    ) -> torch.Tensor:
+        """One step as the difference of the new values from `values`, for memory that others write to meanwhile."""
+        gradient = gradient.clone()
+        for start, stop, spec, _ in self._pieces:
+            if spec.weight_decay and spec.name != "adamw":
+                gradient[start:stop].add_(values[start:stop], alpha=spec.weight_decay)
+        step = torch.zeros_like(gradient)
+        self.apply(step, gradient, step, lr=lr)
+        for start, stop, spec, group in self._pieces:
+            if spec.name == "adamw":
+                step[start:stop].add_(values[start:stop], alpha=-_rate(spec, lr, group) * spec.weight_decay)
+        return step
 
     def _view(
         self,
@@ -212,17 +227,36 @@ class FlatOptimizer:
         self.steps = int(plain["steps"])
 
 
+def _rate(spec: OptimizerSpec, lr: float | Sequence[float] | None, group: int) -> float:
+    if lr is None:
+        return spec.lr
+    return lr if isinstance(lr, (int, float)) else lr[group]
+
+
 def leaves_alone(spec: OptimizerSpec) -> bool:
     """Whether a gradient of zero changes neither a value nor what the rule keeps, so that it need not be told of."""
     return spec.name in ("sgd", "adagrad") and not (spec.momentum or spec.weight_decay)
 
 
 class RangesOptimizer:
-    """A `FlatOptimizer` for `ranges` of a flat vector alone; a gradient holds those, one after another."""
+    """A `FlatOptimizer` for `ranges` of a flat vector alone; a gradient holds those, one after another.
 
-    def __init__(self, spec: OptimizerSpec, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+    `segments` are those of the whole vector.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        ranges: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        segments: Sequence[Segment] = (),
+    ) -> None:
         self.spec = spec
-        self._parts = [(start, stop, FlatOptimizer(spec, stop - start, dtype)) for start, stop in ranges]
+        self._parts = [
+            (start, stop, FlatOptimizer(spec, stop - start, dtype, segments=restrict(segments, [(start, stop)])))
+            for start, stop in ranges
+        ]
 
     def apply(
         self,
@@ -255,19 +289,27 @@ class RowOptimizer:
     """A rule for a table, of which a step changes some rows. Only for rules that `leaves_alone` is true of.
 
     It does to those rows, bit for bit, what it would do to the whole table if the gradient of the others were zero.
+    `group` is the table's place in a sequence of rates.
     """
 
-    def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype, group: int = 0) -> None:
         self.spec = spec
+        self.group = group
         self.vectors = {name: torch.zeros(rows, width, dtype=dtype) for name in _rule(spec).keeps}
 
-    def apply(self, table: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, lr: float | None = None) -> None:
+    def apply(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        gradient: torch.Tensor,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
         """One step of `rows` (count) of `table` (rows, width), in place, given their `gradient` (count, width)."""
         some = FlatOptimizer(self.spec, gradient.numel(), gradient.dtype)
         for name, vector in self.vectors.items():
             some.vectors[name] = vector[rows].reshape(-1)
         values = table[rows].reshape(-1)
-        some.apply(values, gradient.reshape(-1), values, lr=lr)
+        some.apply(values, gradient.reshape(-1), values, lr=_rate(self.spec, lr, self.group))
         table[rows] = values.view_as(gradient)
         for name, vector in self.vectors.items():
             vector[rows] = some.vectors[name].view_as(gradient)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +16,14 @@ from dure.codec.fp32 import Float32
 from dure.data.batches import Batches
 from dure.data.split import IID
 from dure.errors import UsageError
-from dure.optim import FlatOptimizer, OptimizerSpec, RangesOptimizer
+from dure.groups import Rates, rates_of
+from dure.optim import FlatOptimizer, OptimizerSpec, RangesOptimizer, Segment, restrict
 from dure.replica import Replica
 from dure.runtime.base import Address, Ghost, Group, Node
 from dure.runtime.memory import Memory
 from dure.runtime.meter import Meter
 from dure.runtime.overlap import cut
+from dure.schedule import schedule_of
 from dure.source import JobSource
 from dure.strategy import Strategy
 from dure.sync.remedied import compares, server_rule
@@ -39,9 +41,10 @@ from dure.topology.parameter_server import Shard
 from dure.topology.patience import EVICT_SECONDS
 from dure.topology.portion_client import PortionClient
 from dure.topology.portions import Portions
-from dure.topology.rows import RowClient, RowShard, check_rule
+from dure.topology.rows import RowClient, RowShard, check_rule, of_table
 from dure.topology.sharding import Ranges, held_by, size
-from dure.topology.shared_memory import Access, Layout, Segment, SharedShard
+from dure.topology.shared_memory import Access, Layout, SharedShard
+from dure.topology.shared_memory import Segment as SharedSegment
 from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer, SharedMemory
 from dure.worker import Boundary, Worker
 
@@ -157,8 +160,8 @@ class Task:
         itemsize = self.replica.params.element_size()
         place = Place(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
         plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
-        if plan.tables:
-            check_rule(self.job.optimizer)
+        for table in plan.tables:
+            check_rule(of_table(self.job.optimizer, self.rates.segments, table)[0])
         return plan
 
     @property
@@ -253,8 +256,24 @@ class Task:
         flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
         return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seed, flops=flops)
 
-    def optimizer(self, numel: int, spec: OptimizerSpec | None = None) -> FlatOptimizer:
-        return FlatOptimizer(spec or self.job.optimizer, numel, self.replica.dtype)
+    @cached_property
+    def rates(self) -> Rates:
+        """The job's optimizer with its parameter groups and schedule. Raises `UsageError` for groups without sense."""
+        job, replica = self.job, self.replica
+        return rates_of(job.optimizer, job.groups, schedule_of(job.schedule), replica.layers, replica.parameters)
+
+    @cached_property
+    def servers_have_own_rule(self) -> bool:
+        """Whether the method's servers step by no rate of the job, as those of BMUF and EASGD."""
+        one, other = (self.sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
+        return bool(one == other)
+
+    def _server_segments(self, ranges: Ranges) -> list[Segment]:
+        """The parameter groups of a shard that holds `ranges`."""
+        if self.servers_have_own_rule:
+            return []
+        rule = partial(server_rule, self.sync, workers=self.workers)
+        return restrict(self.rates.seen_by(lambda spec: rule(optimizer=spec)), ranges)
 
     def merge_buffers(self, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
         """Buffers of all workers, in rank order, as one: means weighted by batch size, counts by their maximum."""
@@ -276,7 +295,10 @@ class Task:
             rank=rank,
             world_size=self.workers,
             params=self.initial,
-            optimizer=self.optimizer(self.replica.numel),
+            optimizer=FlatOptimizer(
+                self.job.optimizer, self.replica.numel, self.replica.dtype, segments=self.rates.segments
+            ),
+            rates=self.rates.at if self.rates else None,
             source=self.source(rank),
             meter=meter,
             boundary=self.boundary(),
@@ -288,9 +310,11 @@ class Task:
             worker.group = self.group(node, meter)
             if self.plan is not None and self.servers:
                 worker.rows = RowClient(node, rank, self.plan, self.job.rows, self._shards)
-                worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, self.replica.dtype)
+                dtype, segments = self.replica.dtype, self.rates.segments
+                worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, dtype, segments=segments)
         elif self.servers:
             worker.server = self.client(node, rank)
+            worker.pushes_rates = not self.servers_have_own_rule
             worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
         elif self.graph is not None:
             seed, lives = self.config.seed, node.incarnation
@@ -344,7 +368,8 @@ class Task:
         """Server `number` of a hybrid, with its part of the initial values."""
         assert self.plan is not None
         part = self.plan.part(number)
-        return RowShard(node, part, part.taken_from(self.initial), self.job.optimizer, self.workers)
+        values, rates = part.taken_from(self.initial), self.rates
+        return RowShard(node, part, values, self.job.optimizer, self.workers, rates.segments)
 
     def set_apart(self, evaluator: Evaluator) -> None:
         """Have `evaluator` hand over gradients as the topology needs them."""
@@ -366,7 +391,8 @@ class Task:
         more: dict[str, Any] = {"timing_only": only, "log": log, "corrections": Corrections.of(self.sync)}
         if self.codec is not None:
             more |= {"coder": self.codec.coder(self.layouts[number]), "vote": self.codec.vote()}
-        return Shard(node, values, self.server_rule, ranges=ranges, **more)
+        segments = self._server_segments(ranges)
+        return Shard(node, values, self.server_rule, ranges=ranges, segments=segments, **more)
 
     @property
     def _layout(self) -> Layout:
@@ -376,16 +402,16 @@ class Task:
     def _owner(self, node: Node) -> SharedShard:
         """The owner of the memory that workers share: between processes the system's, else this process's own."""
         if self.config.virtual:
-            return SharedShard(node, Segment(self._layout, timing_only=self.config.timing_only), self.initial)
+            return SharedShard(node, SharedSegment(self._layout, timing_only=self.config.timing_only), self.initial)
         memory = Memory(self._layout.nbytes)
-        return SharedShard(node, Segment(self._layout, memory.bytes, memory), self.initial, path=memory.path)
+        return SharedShard(node, SharedSegment(self._layout, memory.bytes, memory), self.initial, path=memory.path)
 
-    def segment_at(self, path: str) -> Segment:
+    def segment_at(self, path: str) -> SharedSegment:
         """What another process of this machine owns."""
         memory = Memory.of(path)
-        return Segment(self._layout, memory.bytes, memory)
+        return SharedSegment(self._layout, memory.bytes, memory)
 
-    def access(self, node: Node, rank: int, segment: Segment) -> Access:
+    def access(self, node: Node, rank: int, segment: SharedSegment) -> Access:
         """What worker `rank` reads and writes the shared memory through."""
         topology = self.strategy.topology
         locks = topology.locks if isinstance(topology, SharedMemory) and topology.mode == "atomic" else 0
@@ -421,3 +447,24 @@ class Task:
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""
         _ = self.replica, self._samplers, self.plan
+
+
+def check_rates(task: Task) -> None:
+    """Raise `UsageError` where a method cannot follow the job's parameter groups or schedule exactly."""
+    rates, sync = task.rates, task.sync
+    if not rates:
+        return
+    text, both = task.strategy.text()["sync"], "parameter groups and schedules"
+    if task.coordinated:
+        raise UsageError(f"{text} finds the length of its steps itself, so {both} mean nothing to it: leave them out.")
+    if getattr(sync, "local_lr", 0):
+        raise UsageError(f"{text} has a rate of its own at the workers, local_lr, which knows no {both}: leave it out.")
+    if rates.schedule is None:
+        return
+    _ = [rates.at(step) for step in (0, task.steps - 1)]
+    members = sync.quorum(task.workers) if hasattr(sync, "quorum") and not task.lockstep else 1
+    if members > 1:
+        raise UsageError(
+            f"a schedule is a function of a worker's step, and an update of {text} is the mean of {members} gradients "
+            "of workers at different steps, so it has no one rate. Leave the schedule out, or use k-sync or ssp."
+        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dure import checkpoint
 from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
+from dure.groups import scaled
 from dure.job import Job, load_job
 from dure.outcome import Outcome, summary
 from dure.own_file import blamed
@@ -24,7 +25,7 @@ from dure.report.trace import write_trace
 from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
-from dure.task import Task
+from dure.task import Task, check_rates
 from dure.topology.spec import ParameterServer
 from dure.trial import try_out, try_to_count
 from dure.virtual_run import VirtualRun, Watch
@@ -143,6 +144,8 @@ def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Clus
     if config.optimizer is None and hasattr(strategy.sync, "local_optimizer"):
         job = replace(job, optimizer=strategy.sync.local_optimizer(job.optimizer))
     job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
+    if job.groups is not None and config.scale_lr:
+        job = replace(job, groups=scaled(job.groups, averaged))
     sizes = config.batch_sizes or (job.batch_size,) * workers
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
@@ -194,6 +197,8 @@ def _check(task: Task, cluster: Cluster | None) -> None:
                     f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
                     "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
+    if not task.config.timing_only:
+        check_rates(task)
     if task.clocked:
         _ = task.server_rule  # said now, not by a server
     if task.config.timing_only and task.codec is not None:

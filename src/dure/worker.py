@@ -20,7 +20,7 @@ from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend, nothing
 from dure.topology.coded import CodedGroup
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
+    from dure.optim import FlatOptimizer, OptimizerSpec
     from dure.runtime.base import Group, Node, Reply
     from dure.runtime.gradients import Gradient, GradientWork
     from dure.runtime.meter import Meter
@@ -140,6 +140,10 @@ class Worker:
     are. What must survive a restart is `params`, `clock`, the optimizer, what `keep` returns and `kept_plain` (values
     that JSON has); a local variable of the method does not.
 
+    `lr` is the rate of the present step in place of the optimizer's, or one rate per parameter group; where there are
+    `rates`, it is their value at the step's clock. It travels with updates unless the servers have a rate of their own
+    (`pushes_rates`).
+
     `loss` is that of the last mini-batch. `met` is the clock at which all workers were last together, where that is no
     matter of the method's `period`. `heard` is what the members of the last group said with their updates (`push`).
     `given` is the clock up to which this worker's gradients are in what it has given to others. `on_boundary` is called
@@ -170,6 +174,8 @@ class Worker:
     entered: int = 0
     given: int = 0
     lr: float | Sequence[float] | None = None
+    rates: Callable[[int], float | Sequence[float]] | None = None
+    pushes_rates: bool = True
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     kept_plain: dict[str, Any] = field(default_factory=dict)
     loss: float = 0.0
@@ -319,6 +325,8 @@ class Worker:
             raise EndOfWork
         if self.on_boundary is not None:
             self.on_boundary(self)
+        if self.rates is not None:
+            self.lr = self.rates(self.clock)
 
     async def _is_late(self, seconds: float) -> bool:
         """Whether the time is up; for all members of a group, once it is for one."""
@@ -568,7 +576,7 @@ class Worker:
         started = self.node.now()
         base = self.versions
         room = self._room_unless_lent()
-        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
+        more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
         pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **more)
         self._meter_exchange(started)
         if servers.ordered:
@@ -634,7 +642,7 @@ class Worker:
         started = self.node.now()
         base = self.versions if base is None else base
         share = self.source.batch_size if weight is None else weight
-        more: dict[str, Any] = {"base": base, "lr": self.lr, "gradients": self.give()}
+        more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
         try:
             await self.server.push(update, weight=share, exponent=exponent, note=note, **more)
             return True
@@ -642,6 +650,10 @@ class Worker:
             return False
         finally:
             self.meter.add("communicate", started, self.node.now(), "push")
+
+    @property
+    def _pushed_lr(self) -> float | Sequence[float] | None:
+        return self.lr if self.pushes_rates else None
 
     async def pull_beside(self) -> None:
         """Start a pull and go on; `finished("pull")` has it."""
@@ -652,7 +664,7 @@ class Worker:
         """As `push`, but go on at once. One is on its way at a time; `update` is lent until the next."""
         assert self.server is not None
         await self.finished("push")
-        more: dict[str, Any] = {"base": self.versions, "lr": self.lr, "gradients": self.give()}
+        more: dict[str, Any] = {"base": self.versions, "lr": self._pushed_lr, "gradients": self.give()}
         work = self.server.push(update, weight=self.source.batch_size, **more)
         await self._begin("push", work)
 
@@ -704,27 +716,18 @@ class Worker:
         started = self.node.now()
         spec = self.optimizer.spec
         lr = spec.lr if self.lr is None else self.lr
-        assert isinstance(lr, (int, float))
         more: dict[str, Any] = {"seen": self._pulled.versions[0], "alone": alone, "gradients": self.give()}
-        if spec.name == "sgd" and not (spec.momentum or spec.weight_decay):
+        if isinstance(lr, (int, float)) and spec.name == "sgd" and not (spec.momentum or spec.weight_decay):
             await self.shared.add(update, -lr, **more)
         else:
             await self.shared.add(self._increment(update, lr), 1.0, **more)
         self.meter.add("communicate", started, self.node.now(), "add")
 
-    def _increment(self, update: torch.Tensor, lr: float) -> torch.Tensor:
+    def _increment(self, update: torch.Tensor, lr: float | Sequence[float]) -> torch.Tensor:
         """What the local optimizer adds to the parameters."""
         if isinstance(update, Ghost):
             return update
-        update = update.to_dense()
-        spec = self.optimizer.spec
-        if spec.weight_decay and spec.name != "adamw":
-            update = update.add(self.params, alpha=spec.weight_decay)
-        step = torch.zeros_like(update)
-        self.optimizer.apply(step, update, step, lr=lr)
-        if spec.name == "adamw":
-            step.add_(self.params, alpha=-lr * spec.weight_decay)
-        return step
+        return cast("FlatOptimizer", self.optimizer).increment(self.params, update.to_dense(), lr)
 
     async def contribute(self, total: torch.Tensor, weight: float) -> None:
         """Give a weighted sum to the mean over all workers that the end of this phase makes."""
@@ -826,6 +829,8 @@ class Worker:
         self.optimizer.restore(own, plain["optimizer"])
         self.source.restore(plain["source"])
         self.clock, self.entered, self.given = (int(plain[name]) for name in ("clock", "entered", "given"))
+        if self.rates is not None:
+            self.lr = self.rates(max(self.clock - 1, 0))  # of gradients that are not pushed yet
         if self.server is not None:
             self.server.restore(plain["client"])
         if self.peer is not None:

@@ -168,4 +168,6 @@ def _check_decay(decay: float) -> None:
 def _decay(worker: Worker, decay: float) -> None:
     """The rate of a step that begins: once for each pass that is over by then."""
     if decay < 1:
-        worker.lr = worker.optimizer.spec.lr * decay ** int(worker.epoch)
+        factor = decay ** int(worker.epoch)
+        rate = worker.optimizer.spec.lr if worker.rates is None else worker.rates(worker.clock)
+        worker.lr = rate * factor if isinstance(rate, (int, float)) else [each * factor for each in rate]

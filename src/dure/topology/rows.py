@@ -14,15 +14,16 @@ message without a payload.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dure.errors import Refused, StrategyError, UsageError
-from dure.optim import FlatOptimizer, OptimizerSpec, RowOptimizer, leaves_alone
+from dure.optim import FlatOptimizer, OptimizerSpec, RowOptimizer, Segment, leaves_alone, restrict
 from dure.runtime.base import Address, Apply, Call, Node, Operation, Reply, TensorSpec
-from dure.topology.hybrid import Apart, Plan, Rows, ServerPart, rows_read, scatter
+from dure.topology.hybrid import Apart, Plan, Rows, ServerPart, Table, rows_read, scatter
 
 if TYPE_CHECKING:
     from dure.data.structure import Batch
@@ -37,12 +38,20 @@ def check_rule(spec: OptimizerSpec) -> None:
         )
 
 
+def of_table(spec: OptimizerSpec, segments: Sequence[Segment], table: Table) -> tuple[OptimizerSpec, int]:
+    """The optimizer of a table, which is one parameter, and its group."""
+    for segment in segments:
+        if segment.start <= table.start < segment.stop:
+            return replace(spec, **segment.overrides), segment.group
+    return spec, 0
+
+
 class _Given(NamedTuple):
     """What one worker has pushed: `rows` has numbers and values (count, width) of each table."""
 
     whole: torch.Tensor
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    lr: float | None
+    lr: float | Sequence[float] | None
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +75,8 @@ def added(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
 class RowShard:
     """One server of a hybrid: a service.
 
-    `part` is what it holds, `values` that part's initial values (copied). The rows of all its tables are numbered
+    `part` is what it holds, `values` that part's initial values (copied), `segments` the parameter groups of the whole
+    model. The rows of all its tables are numbered
     through; on the wire a number is an int32.
 
     | method | fields           | tensors                | reply                                            |
@@ -79,7 +89,15 @@ class RowShard:
     Row numbers ascend; rows follow one another as their numbers do. `version` is the number of steps made.
     """
 
-    def __init__(self, node: Node, part: ServerPart, values: torch.Tensor, spec: OptimizerSpec, workers: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        part: ServerPart,
+        values: torch.Tensor,
+        spec: OptimizerSpec,
+        workers: int,
+        segments: Sequence[Segment] = (),
+    ) -> None:
         self.node = node
         self.part = part
         self.workers = workers
@@ -89,8 +107,13 @@ class RowShard:
         self.refused = 0
         self._head = part.head
         self._shapes = part.shapes
-        self._optimizer = FlatOptimizer(spec, self._head, values.dtype)
-        self._rules = [RowOptimizer(spec, rows, width, values.dtype) for rows, width in self._shapes]
+        whole = restrict(restrict(segments, part.plan.whole), [part.whole])
+        self._optimizer = FlatOptimizer(spec, self._head, values.dtype, segments=whole)
+        self._rules = [
+            RowOptimizer(own, rows, width, values.dtype, group)
+            for table, (rows, width) in zip(part.plan.tables, self._shapes, strict=True)
+            for own, group in [of_table(spec, segments, table)]
+        ]
         self._given: dict[int, _Given] = {}
         self._awaited: list[tuple[int, Operation[None]]] = []
 
