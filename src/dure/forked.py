@@ -10,7 +10,7 @@ import torch
 
 from dure import member
 from dure.config import TrainConfig
-from dure.runtime.launch.nursery import serve
+from dure.runtime.launch.nursery import Ends, serve
 from dure.train import resolve
 
 
@@ -23,4 +23,4 @@ def load(config: Mapping[str, Any]) -> Callable[..., None]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    serve(int(sys.argv[1]), load)
+    serve(Ends(*map(int, sys.argv[1:])), load)

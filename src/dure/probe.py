@@ -258,7 +258,7 @@ def _begin_beside(node: ProcessNode, here: Place, stack: ExitStack) -> Helper:
     """A second process on this host."""
     name = f"beside {here.rank}"
     request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
-    helper = Helper("dure.runtime.sounding", request)
+    helper = Helper("dure.runtime.sounding", name, request)
     stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
     return helper
 

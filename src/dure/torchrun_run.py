@@ -27,6 +27,7 @@ from dure.member import main as be_member
 from dure.process_run import Hub
 from dure.report.record import CHECKPOINTS, Run, versions
 from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.relay import relayed
 from dure.runtime.launch.torchrun import Meeting, place
 
 if TYPE_CHECKING:
@@ -81,9 +82,11 @@ def run_together(
     config = config.for_workers(here.world_size)
     meeting = Meeting(here, "train")
     if here.rank:
-        return _follow(config, meeting, *resolve(config))
+        with relayed(f"worker {here.rank}"):
+            return _follow(config, meeting, *resolve(config))
     try:
-        run = run_here(config, lambda *given: _lead(meeting, *given))
+        with relayed("launcher"):
+            run = run_here(config, lambda *given: _lead(meeting, *given))
     except BaseException as error:
         with suppress(RuntimeError):
             meeting.fail(f"{type(error).__name__}: {error}")

@@ -12,10 +12,8 @@ A host that is to measure is told so (`measure`), and answers with its figures: 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,7 @@ from dure.optim import OptimizerSpec
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
-from dure.runtime.launch.sentinel import first_request
+from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.client import ServerClient, Servers
@@ -198,16 +196,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def main() -> None:
+def main(starter: Starter) -> None:
     """A second process on a host: what messages within it are measured with."""
     torch.set_num_threads(1)
-    request = first_request()
+    request = starter.request()
     node = ProcessNode(Identity(request["run"], request["name"], request["rank"]))
     sounder = Sounder(node)
     node.serve(SERVICE, sounder)
     port = node.wire.listen(request["interface"])
-    sys.stdout.write(json.dumps({"port": port}) + "\n")
-    sys.stdout.flush()
+    starter.answer(port=port)
     node.loop.run_until(sounder.over)
     node.wire.close()
-    os._exit(0)  # nothing is left to tidy up, and the starter waits

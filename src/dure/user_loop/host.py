@@ -8,10 +8,7 @@ goodbye --------------------------------->  ends when nobody is left
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +17,7 @@ import torch
 from dure.errors import Refused
 from dure.optim import OptimizerSpec, Segment, restrict
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
-from dure.runtime.launch.sentinel import first_request
+from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
 from dure.strategy import make
@@ -124,16 +121,14 @@ class ShardHost:
             self.over.resolve()
 
 
-def main() -> None:
+def main(starter: Starter) -> None:
     """The helper's process."""
     torch.set_num_threads(1)
-    request = first_request()
+    request = starter.request()
     node = ProcessNode(Identity(request["run"], f"server {request['number']}", request["number"]))
     host = ShardHost(node, request)
     node.serve("host", host)
     port = node.wire.listen(request["interface"])
-    sys.stdout.write(json.dumps({"port": port}) + "\n")
-    sys.stdout.flush()
+    starter.answer(port=port)
     node.loop.run_until(host.over)
     node.wire.close()
-    os._exit(0)  # nothing is left to tidy up, and the starter waits

@@ -120,7 +120,7 @@ class Hosts:
             request = {**self._request(number), "buffers": 0, "constants": 0}
             if number == 0:
                 request |= {"buffers" if each is worker.buffers else "constants": each.numel() for each in first}
-            self._helpers.append(Helper("dure.user_loop.host", request))
+            self._helpers.append(Helper("dure.user_loop.host", f"server {number}", request))
         for number, helper in zip(mine, self._helpers, strict=True):
             self._meeting.put(f"server {number}", [place.interface, helper.answer()["port"]])
 

@@ -1,9 +1,11 @@
 """A helper process of a process that the user started: it ends when its starter does.
 
-    starter ── {"..."} on standard input ──> python -m dure.runtime.launch.sentinel LIFE MODULE
-    starter <── {"port": ...} on standard output ──
+    starter ── {"..."} ──> python -m dure.runtime.launch.sentinel MODULE NAME LIFE REQUEST ANSWER
+    starter <── {"port": ...} ──
 
-`LIFE` is the descriptor of a pipe whose other end the starter alone holds (`sentinel.watch`). `MODULE` has a `main`.
+`LIFE`, `REQUEST` and `ANSWER` are descriptors of pipes. The starter alone holds the other end of `LIFE`
+(`sentinel.watch`). `MODULE` has a `main`. The standard streams carry no message: standard input is empty, and what the
+helper prints goes to standard error, after `NAME`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dure.errors import DureError
+from dure.runtime.launch.relay import write_all
 
 START_SECONDS = 120.0
 """How long a helper may take to come up."""
@@ -28,32 +31,32 @@ LOOK_SECONDS = 1.0
 
 
 class Helper:
-    """The starter's end of a helper process that runs `main` of `module`, which gets `request`."""
+    """The starter's end of a helper process `name` that runs `main` of `module`, which gets `request`."""
 
-    def __init__(self, module: str, request: Mapping[str, Any]) -> None:
+    def __init__(self, module: str, name: str, request: Mapping[str, Any]) -> None:
         life, self._sentinel = os.pipe()
+        read, write = os.pipe()
+        self._answer, answer = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dure.runtime.launch.sentinel", str(life), module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[life],
+            [sys.executable, "-m", "dure.runtime.launch.sentinel", module, name, *map(str, (life, read, answer))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[life, read, answer],
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        os.close(life)
-        assert self._process.stdin is not None
+        for end in (life, read, answer):
+            os.close(end)
         with contextlib.suppress(BrokenPipeError):  # `answer` says what happened
-            self._process.stdin.write(json.dumps(dict(request)).encode() + b"\n")
-            self._process.stdin.close()
+            write_all(write, json.dumps(dict(request)).encode() + b"\n")
+        os.close(write)
 
     def answer(self) -> dict[str, Any]:
-        """The first line that it prints. Raises `DureError` if none comes."""
-        assert self._process.stdout is not None
+        """The line that it answers with. Raises `DureError` if none comes."""
         deadline = time.monotonic() + START_SECONDS
         line = b""
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(self._process.stdout.fileno(), 1 << 12) if ready else b""
+            ready, _, _ = select.select([self._answer], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(self._answer, 1 << 12) if ready else b""
             if not piece:
                 raise DureError("a helper process for a server did not come up; see its message above.")
             line += piece
@@ -75,6 +78,5 @@ class Helper:
     def _release(self) -> None:
         if self._sentinel >= 0:
             os.close(self._sentinel)
+            os.close(self._answer)
             self._sentinel = -1
-        assert self._process.stdout is not None
-        self._process.stdout.close()

@@ -8,15 +8,20 @@
     launcher ── {"start": "worker 2", ...} ──> nursery ── {"exited": "worker 2", "status": -9} ──> launcher
 
 The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
-behind: when the launcher is gone, however it went, the nursery hears the end of its standard input and kills its
+behind: when the launcher is gone, however it went, the nursery reads the end of the pipe of requests and kills its
 children; when the nursery is gone, the system kills them (Linux), and each watches a pipe whose other end only the
-launcher holds. Requests are JSON lines.
+launcher holds.
+
+Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the nursery and its children.
+The nursery reads what its children print and writes it to the launcher's standard error, each line after the name of
+its process (`relay`); what the job prints while the nursery loads it goes to a file and appears once it is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import select
@@ -26,11 +31,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dure.errors import DureError
+from dure.runtime.launch import relay
 from dure.runtime.launch.sentinel import watch
 
 STOP_SECONDS = 5.0
@@ -39,7 +44,24 @@ STOP_SECONDS = 5.0
 PROGRAM = "dure.forked"
 """The module that a nursery runs."""
 
+LOADER = "fork server"
+"""Name before the lines that the job prints while the nursery loads it."""
+
 _PR_SET_PDEATHSIG = 1
+
+
+class Ends(NamedTuple):
+    """Descriptors of a nursery that lead to its launcher.
+
+    `life` is a pipe that the launcher alone can write to; `requests` and `answers` carry JSON lines; `shown` is the
+    launcher's standard error; `output` is the file of the nursery's own output, its standard output and error.
+    """
+
+    life: int
+    requests: int
+    answers: int
+    shown: int
+    output: int
 
 
 class Nursery:
@@ -51,23 +73,27 @@ class Nursery:
     def __init__(self) -> None:
         self.exited: dict[str, int] = {}
         self.pids: dict[str, int] = {}
+        self._words: dict[str, str] = {}
         self._partial = b""
         self._forked = False
-        self._folder = tempfile.TemporaryDirectory(prefix="dure-")
+        self._output = tempfile.TemporaryFile(prefix="dure-")  # noqa: SIM115  (open for as long as the nursery)
         life, self._sentinel = os.pipe()
-        with (Path(self._folder.name) / "nursery.err").open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(life)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                pass_fds=[life],
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        os.close(life)
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        os.set_blocking(self._answers, False)
+        shown = os.dup(relay.STDERR)
+        ends = Ends(life, requests, answers, shown, self._output.fileno())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *map(str, ends)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=ends,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for end in ends[:-1]:
+            os.close(end)
 
     def load(self, config: Mapping[str, Any]) -> None:
         """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
@@ -76,7 +102,8 @@ class Nursery:
         """
         self.pids.clear()
         self.exited.clear()
-        self._say({"config": dict(config), "logs": self._folder.name})
+        self._words.clear()
+        self._say({"config": dict(config)})
 
     def start(self, name: str, **arguments: Any) -> None:
         """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
@@ -87,9 +114,8 @@ class Nursery:
 
     def look(self) -> None:
         """Hear what has happened since the last look."""
-        assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
-            while piece := self._process.stdout.read(1 << 16):
+            while piece := os.read(self._answers, 1 << 16):
                 self._partial += piece
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
@@ -97,15 +123,14 @@ class Nursery:
             if "started" in heard:
                 self.pids[heard["started"]] = heard["pid"]
             elif self.pids.get(heard["exited"]) == heard["pid"]:
+                self._words[heard["exited"]] = heard["words"]
                 self.exited[heard["exited"]] = heard["status"]
         if self._process.poll() is not None:
             raise self._ended()
 
     def last_words(self, name: str) -> str:
-        """The last line that a process wrote to its standard error; empty if none."""
-        path = Path(self._folder.name) / f"{name}.err"
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        return lines[-1] if lines else ""
+        """The last line that a process which has ended wrote; empty if none."""
+        return self._words.get(name, "")
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process that was started here and has not ended."""
@@ -120,20 +145,17 @@ class Nursery:
 
     def close(self) -> None:
         """End whatever still runs."""
-        assert self._process.stdin is not None
         if not self._forked:
             self._process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        os.close(self._requests)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_SECONDS)
         os.close(self._sentinel)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._folder.cleanup()
+        os.close(self._answers)
+        self._output.close()
 
     def __enter__(self) -> Nursery:
         return self
@@ -144,10 +166,8 @@ class Nursery:
         self.close()
 
     def _say(self, request: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            relay.write_all(self._requests, json.dumps(request).encode() + b"\n")
         except BrokenPipeError as error:
             self._process.wait(STOP_SECONDS)
             raise self._ended() from error
@@ -155,36 +175,64 @@ class Nursery:
     def _ended(self) -> DureError:
         status = self._process.returncode
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        words = self.last_words("nursery").rstrip(".")
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        words = lines[-1].rstrip(".") if lines else ""
         return DureError(f"the process that starts the others {how}{': ' + words if words else ''}. All are ended.")
+
+
+class _Output(NamedTuple):
+    """The output of a child: the end of its pipe, and what writes its lines."""
+
+    source: int
+    lines: relay.Prefixed
+
+    def pass_on(self) -> bool:
+        """Pass on what is there now; False at the end of the output."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self.source, 1 << 16):
+                self.lines.feed(piece)
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        self.lines.end()
+        os.close(self.source)
 
 
 class _Forks:
     """The nursery's own side. `load` makes of a configuration what its processes run."""
 
-    def __init__(self, life: int, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
-        self.life = life
+    def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
+        self.ends = ends
         self.load = load
-        self.children: dict[int, str] = {}
-        self.logs = Path()
+        self.children: dict[int, tuple[str, relay.Prefixed]] = {}
+        self.outputs: dict[int, _Output] = {}
+        self.own = relay.Prefixed(LOADER, ends.shown)
+        self.ended, self.tell = os.pipe()  # the system writes to it when a child ends
+        self.read = 0
         self.main: Callable[..., None]
 
     def serve(self) -> None:
-        """Until the launcher closes our standard input; then end all children."""
-        ended, tell = os.pipe()  # the system writes to it when a child ends
-        os.set_blocking(ended, False)
-        os.set_blocking(tell, False)
+        """Until the launcher closes the pipe of requests; then end all children."""
+        for end in self.ends:
+            os.set_inheritable(end, False)
+        os.set_blocking(self.ended, False)
+        os.set_blocking(self.tell, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.tell, warn_on_full_buffer=False)
         pending = b""
         while True:
-            ready, _, _ = select.select([0, ended], [], [])
-            if ended in ready:
-                os.read(ended, 1 << 10)
+            ready, _, _ = select.select([self.ends.requests, self.ended, *self.outputs], [], [])
+            for source in self.outputs.keys() & {*ready}:
+                self._pass_on(source)
+            if self.ended in ready:
+                os.read(self.ended, 1 << 10)
                 self._reap()
-            if 0 not in ready:
+            if self.ends.requests not in ready:
                 continue
-            piece = os.read(0, 1 << 16)
+            piece = os.read(self.ends.requests, 1 << 16)
             if not piece:
                 self._end_all()
                 return
@@ -196,41 +244,47 @@ class _Forks:
         if "clear" in request:
             self._end_all()
         elif "config" in request:
-            self.logs = Path(request["logs"])
             self.main = self.load(request["config"])
+            self._pass_on_own()
         else:
             self._fork(request["start"], request["arguments"])
 
     def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
         nursery = os.getpid()
+        relay.flush()  # what is held back would be written by the child too
+        source, sink = os.pipe()
         pid = os.fork()
         if pid:
-            self.children[pid] = name
-            _tell({"started": name, "pid": pid})
+            os.close(sink)
+            os.set_blocking(source, False)
+            self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
+            self.children[pid] = name, self.outputs[source].lines
+            self._tell({"started": name, "pid": pid})
             return
         status = 1
         try:
-            self._settle(name, nursery)
+            self._settle(source, sink, nursery)
             self.main(name=name, **arguments)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
         except BaseException as error:  # noqa: BLE001  (told to the launcher, through our last words)
+            relay.flush()
             traceback.print_exception(error)
             sys.stderr.write(" ".join("".join(traceback.format_exception_only(error)).split()) + "\n")
         finally:
-            sys.stderr.flush()
+            relay.flush()
             os._exit(status)
 
-    def _settle(self, name: str, nursery: int) -> None:
+    def _settle(self, source: int, sink: int, nursery: int) -> None:
         """In the child: own standard streams and signals, and an eye on launcher and nursery."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = os.open(self.logs / f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd, target in ((0, null), (1, null), (2, log)):
-            os.dup2(target, fd)
-        watch(self.life)
+        for descriptor in (relay.STDOUT, relay.STDERR):
+            os.dup2(sink, descriptor)
+        for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[1:]):
+            os.close(descriptor)
+        watch(self.ends.life)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
@@ -241,26 +295,46 @@ class _Forks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            name = self.children.pop(pid)
-            _tell({"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+            name, lines = self._forget(pid)
+            exited = {"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
+            self._tell({**exited, "words": lines.last})
+
+    def _forget(self, pid: int) -> tuple[str, relay.Prefixed]:
+        """A child has ended: what it has printed is passed on."""
+        name, lines = self.children.pop(pid)
+        for source in [source for source, output in self.outputs.items() if output.lines is lines]:
+            self._pass_on(source)
+        lines.end()  # its own children may hold the pipe for longer
+        return name, lines
+
+    def _pass_on(self, source: int) -> None:
+        if not self.outputs[source].pass_on():
+            del self.outputs[source]
+
+    def _pass_on_own(self) -> None:
+        """Pass on what the job has printed while it was loaded."""
+        relay.flush()
+        while piece := os.pread(self.ends.output, 1 << 16, self.read):
+            self.read += len(piece)
+            self.own.feed(piece)
+        self.own.end()
 
     def _end_all(self) -> None:
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
-        for pid in self.children:
+        for pid in [*self.children]:
             os.waitpid(pid, 0)
-        self.children.clear()
+            self._forget(pid)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            relay.write_all(self.ends.answers, json.dumps(message).encode() + b"\n")
 
 
-def _tell(message: Mapping[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(1, json.dumps(message).encode() + b"\n")
-
-
-def serve(life: int, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
-    """Be the nursery: of a configuration, `load` makes what processes run. Ends this process when the launcher ends.
-
-    `life` is the descriptor of a pipe that the launcher alone can write to.
-    """
-    _Forks(life, load).serve()
+def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
+    """Be the nursery: of a configuration, `load` makes what processes run. Ends this process when the launcher ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    _Forks(ends, load).serve()
     os._exit(0)  # nothing is left to tidy up, and the launcher waits

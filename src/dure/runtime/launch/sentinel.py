@@ -1,6 +1,6 @@
 """How a process that was started here hears of its start, and of its starter's end.
 
-    python -m dure.runtime.launch.sentinel LIFE MODULE
+    python -m dure.runtime.launch.sentinel MODULE NAME LIFE REQUEST ANSWER
 
 runs `main` of MODULE, and watches from before it is imported: with torch, that takes seconds.
 """
@@ -14,25 +14,35 @@ import threading
 from importlib import import_module
 from typing import Any
 
+from dure.runtime.launch.relay import relayed, write_all
+
 
 def watch(life: int) -> None:
     """End this process as soon as the other end of the pipe `life` is closed, however that came about."""
     threading.Thread(target=_wait_for_the_end, args=(life,), daemon=True, name="dure sentinel").start()
 
 
-def first_request() -> dict[str, Any]:
-    """The first line of standard input, JSON; ends the process where there is none.
+class Starter:
+    """The pipes between a helper process and its starter; each carries one JSON line."""
 
-    Read byte by byte: what follows the line stays in the pipe.
-    """
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
+    def __init__(self, request: int, answer: int) -> None:
+        for end in (request, answer):
+            os.set_inheritable(end, False)
+        self._request = request
+        self._answer = answer
+
+    def request(self) -> dict[str, Any]:
+        """What the starter asks for; ends the process where it asks for nothing."""
+        line = b""
+        while piece := os.read(self._request, 1 << 12):
+            line += piece
+        if not line.endswith(b"\n"):
             sys.exit(0)
-        line += byte
-    request: dict[str, Any] = json.loads(line)
-    return request
+        request: dict[str, Any] = json.loads(line)
+        return request
+
+    def answer(self, **fields: Any) -> None:
+        write_all(self._answer, json.dumps(fields).encode() + b"\n")
 
 
 def _wait_for_the_end(life: int) -> None:
@@ -42,5 +52,8 @@ def _wait_for_the_end(life: int) -> None:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]))
-    import_module(sys.argv[2]).main()
+    module, name, life, *pipes = sys.argv[1:]
+    watch(int(life))
+    with relayed(name):
+        import_module(module).main(Starter(*map(int, pipes)))
+    os._exit(0)  # nothing is left to tidy up, and the starter waits

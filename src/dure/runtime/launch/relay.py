@@ -1,0 +1,98 @@
+"""Output of user code in the processes of a run: each line goes to standard error, after the name of its process.
+
+    worker 0 ── descriptors 1 and 2 ──> pipe ──> Prefixed ──> "worker 0: a line" on standard error
+
+Descriptors 0, 1 and 2 of a process belong to user code, at the level of C too. Messages between processes of this
+library use other descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+LONGEST = 1 << 16
+"""Bytes after which a line without an end is written all the same."""
+
+PARTING_SECONDS = 1.0
+"""Seconds for which the end of a relay waits for descriptors that other processes hold open."""
+
+
+class Prefixed:
+    """Writes lines to the descriptor `target`, each after `name` and a colon. `last` is the last line with text."""
+
+    def __init__(self, name: str, target: int) -> None:
+        self.last = ""
+        self._prefix = f"{name}: ".encode()
+        self._target = target
+        self._partial = b""
+
+    def feed(self, piece: bytes) -> None:
+        """Take the next bytes of the output, and write the lines that are complete."""
+        *lines, self._partial = (self._partial + piece).split(b"\n")
+        if len(self._partial) > LONGEST:
+            lines, self._partial = [*lines, self._partial], b""
+        if lines:
+            self._write(lines)
+
+    def end(self) -> None:
+        """Write a last line that has no end."""
+        if self._partial:
+            lines, self._partial = [self._partial], b""
+            self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # of a progress bar, its last state
+        texts = [line for line in shown if line.strip()]
+        if texts:
+            self.last = texts[-1].decode(errors="replace").strip()
+        with suppress(OSError):  # nobody reads standard error
+            write_all(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
+
+
+def write_all(target: int, content: bytes) -> None:
+    """Write all of `content` to a descriptor that blocks."""
+    while content:
+        content = content[os.write(target, content) :]
+
+
+def flush() -> None:
+    """Write what Python and the C library hold back of standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # user code has closed or replaced it
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+@contextmanager
+def relayed(name: str) -> Iterator[None]:
+    """While open, standard output of this process goes to standard error, each line after `name`."""
+    flush()
+    source, sink = os.pipe()
+    before, target = os.dup(STDOUT), os.dup(STDERR)
+    os.dup2(sink, STDOUT)
+    relay = threading.Thread(target=_relay, args=(source, Prefixed(name, target)), daemon=True, name="dure relay")
+    relay.start()
+    try:
+        with os.fdopen(sink, "w", buffering=1, errors="replace") as stream, redirect_stdout(stream):
+            yield
+    finally:
+        flush()
+        os.dup2(before, STDOUT)
+        os.close(before)
+        relay.join(PARTING_SECONDS)
+        if not relay.is_alive():
+            os.close(target)
+            os.close(source)
+
+
+def _relay(source: int, lines: Prefixed) -> None:
+    while piece := os.read(source, 1 << 16):
+        lines.feed(piece)
+    lines.end()
