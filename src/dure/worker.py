@@ -813,6 +813,7 @@ class Worker:
         tensors |= {f"coded.{name}": value for name, value in coded.items()}
         plain["optimizer"] = counts
         plain["kept"] = self.kept_plain
+        plain["lr"] = self.lr
         plain["client"] = self.server.state() if self.server is not None else None
         plain["peer"] = self.peer.state() if self.peer is not None else None
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}, plain
@@ -829,8 +830,7 @@ class Worker:
         self.optimizer.restore(own, plain["optimizer"])
         self.source.restore(plain["source"])
         self.clock, self.entered, self.given = (int(plain[name]) for name in ("clock", "entered", "given"))
-        if self.rates is not None:
-            self.lr = self.rates(max(self.clock - 1, 0))  # of gradients that are not pushed yet
+        self.lr = plain.get("lr")  # of gradients that are not pushed yet
         if self.server is not None:
             self.server.restore(plain["client"])
         if self.peer is not None:

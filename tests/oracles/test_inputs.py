@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.runs import local, virtual
 
 import dure
 from dure.data.structure import called
+from dure.optim import OptimizerSpec
 from dure.runtime.launch.nursery import Nursery
 
 OPTIONS: dict[str, Any] = {"workers": 3, "batch_sizes": (2, 5, 9), "steps": 12, "eval_every": 4}
@@ -74,6 +76,21 @@ def test_workers_on_a_batchified_text_are_one_worker_with_all_columns(split):
     drawn = virtual(input_jobs.model(), "bsp ps", workers=3, batch_sizes=(1, 2, 3), steps=9, split="striped")
     alone = virtual(input_jobs.model(), "bsp ps", workers=1, batch_size=6, steps=9, split="striped")
     assert float((drawn.params - alone.params).abs().max()) < 1e-6
+
+
+def test_a_hybrid_asks_a_job_for_the_rows_of_a_mapping():
+    job = replace(input_jobs.named(), rows=lambda inputs: {"table.weight": inputs["ids"]}, optimizer=OptimizerSpec())
+    hybrid, around = (virtual(job, f"bsp {topology}", **OPTIONS) for topology in ("hybrid:servers=all", "collective"))
+    assert float((hybrid.params - around.params).abs().max()) < 1e-6
+    assert "table.weight" in {table.name for table in hybrid.task.plan.tables}
+    samples = replace(job, train=input_jobs.dataset().train)
+    assert torch.equal(virtual(samples, "bsp hybrid:servers=all", **OPTIONS).params, hybrid.params)
+
+
+@pytest.mark.parametrize("name", [*FORMS, "model"])
+def test_a_run_without_values_counts_what_a_batch_costs(name):
+    run = dure.train(getattr(input_jobs, name)(), sync="bsp", on="virtual", workers=2, steps=3, timing_only=True)
+    assert run.summary()["seconds"] > 0
 
 
 def test_an_epoch_of_a_stream_is_a_pass_over_its_tokens():

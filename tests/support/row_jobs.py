@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -57,3 +58,9 @@ def bags(rows: Callable[[Tensor], dict[str, Tensor]] | None = rows_of, optimizer
 def wrong_rows() -> Job:
     """It forgets the last of a sample's rows."""
     return bags(lambda inputs: {"table.weight": inputs[:, :-1]})
+
+
+def grouped() -> Job:
+    """The table and the shift are a group each, and their rates fall."""
+    job = replace(bags(), split="striped", schedule=lambda step: 1 / (1 + 0.3 * step))
+    return replace(job, groups=lambda name, parameter: {"lr": 0.5} if parameter.dim() == 2 else {"lr": 0.05})
