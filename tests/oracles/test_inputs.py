@@ -87,6 +87,29 @@ def test_a_hybrid_asks_a_job_for_the_rows_of_a_mapping():
     assert torch.equal(virtual(samples, "bsp hybrid:servers=all", **OPTIONS).params, hybrid.params)
 
 
+class Jittered(input_jobs.Reviews):
+    """Reads a random word in place of the first, and notes what it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def __getitem__(self, index: int) -> tuple[list[int], int]:
+        words, label = super().__getitem__(index)
+        self.drawn.append(float(torch.rand(())))
+        return [int(self.drawn[-1] * input_jobs.WORDS), *words[1:]], label
+
+
+@pytest.mark.parametrize("strategy", ["bsp collective", "downpour ps"])
+def test_random_transforms_depend_on_seed_rank_and_step_alone(strategy):
+    data = Jittered(), Jittered()
+    jobs = [replace(input_jobs.dataset(), train=dure.Samples(each, input_jobs.padded)) for each in data]
+    first, again = (virtual(job, strategy, **OPTIONS) for job in jobs)
+    assert torch.equal(first.params, again.params)
+    assert data[0].drawn == data[1].drawn
+    assert len(set(data[0].drawn)) >= OPTIONS["steps"] * sum(OPTIONS["batch_sizes"])
+
+
 @pytest.mark.parametrize("name", [*FORMS, "model"])
 def test_a_run_without_values_counts_what_a_batch_costs(name):
     run = dure.train(getattr(input_jobs, name)(), sync="bsp", on="virtual", workers=2, steps=3, timing_only=True)
