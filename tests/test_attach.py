@@ -554,6 +554,104 @@ def test_what_is_attached_is_not_attached_again():
     beside.close()
 
 
+WRAPPED = """
+import sys, torch, dure
+import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+nested, whole = net(), net()
+nested[1] = DistributedDataParallel(nested[1])
+fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
+for model in (
+    DistributedDataParallel(net()), nested, DataParallel(net()), whole,
+    FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
+):
+    try:
+        dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=sys.argv[1])
+        print("attached")
+    except dure.DureError as error:
+        print(type(error).__name__, error)
+inside = DistributedDataParallel(net()).module
+dure.attach(inside, torch.optim.SGD(inside.parameters(), lr=0.1)).close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_models_that_synchronize_themselves_are_refused(topology):
+    done = run_alone(WRAPPED, topology)
+    assert done.returncode == 0, done.stderr
+    outer, nested, parallel, sharded, fsdp = done.stdout.splitlines()
+    assert all(line.startswith("UsageError the ") for line in done.stdout.splitlines())
+    assert "the model is wrapped by DistributedDataParallel" in outer
+    assert "Attach the module inside (model.module)" in outer
+    assert "the submodule '1' is wrapped by DistributedDataParallel" in nested
+    assert "Put the module inside (model.1.module) in its place" in nested
+    assert "wrapped by DataParallel" in parallel
+    assert "Attach the module before it is sharded" in sharded
+    assert "wrapped by FullyShardedDataParallel" in fsdp
+
+
+def run_alone(program, *arguments):
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+
+
+UNCLOSED = """
+import sys, torch, dure
+
+def main():
+    model = torch.nn.Linear(4, 1)
+    replica = dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology="ps")
+    model(torch.ones(2, 4)).sum().backward()
+    if sys.argv[1] == "takes no step":
+        return
+    replica.step()
+    if sys.argv[1] == "closes":
+        replica.close()
+    if sys.argv[1] == "raises":
+        raise OverflowError("the user's own mistake")
+    if sys.argv[1] == "fails":
+        model.double()
+        replica.step()
+    if sys.argv[1] == "exits":
+        sys.exit(3)
+    if sys.argv[1] == "keeps":
+        globals()["kept"] = replica
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "warns"),
+    [
+        ("forgets", 0, True),
+        ("keeps", 0, True),
+        ("exits", 3, True),
+        ("closes", 0, False),
+        ("takes no step", 0, False),
+        ("raises", 1, False),
+        ("fails", 1, False),
+    ],
+)
+def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
+    done = run_alone(UNCLOSED, how)
+    assert done.returncode == code
+    assert ("replica.close()" in done.stderr) == warns
+    if warns:
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("rank 0 ended its training without replica.close(): the ranks' models may differ")
+    assert done.stderr.count("Traceback") == (code == 1)
+
+
 ENDS_AT_ONCE = """
 import os, signal
 from dure.runtime.launch.helper import Helper

@@ -12,6 +12,9 @@ worker.gradient()`, and `step()` resumes it with the gradient that `backward()` 
 from __future__ import annotations
 
 import hashlib
+import logging
+import sys
+import weakref
 from collections.abc import Coroutine, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -35,6 +38,7 @@ from dure.user_loop.peers import Peers
 from dure.user_loop.sampler import EpochSampler, share_of
 from dure.user_loop.servers import Hosts, name_of_run
 from dure.user_loop.source import LoopSource
+from dure.user_loop.wrapped import check_unwrapped
 from dure.worker import Boundary, Worker
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from dure.sync.base import Sync
 
 T = TypeVar("T")
+
+log = logging.getLogger("dure")
 
 
 def attach(
@@ -63,7 +69,8 @@ def attach(
     moments and weight decay go on for it.
 
     Raises:
-        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, or it is attached already.
+        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
+            already, or a wrapper such as DistributedDataParallel synchronizes it.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
@@ -84,6 +91,7 @@ def attach(
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    check_unwrapped(model)
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
@@ -180,11 +188,22 @@ def _reason(meeting: Meeting) -> str | None:
     return None
 
 
+def _warn_of_no_close(rank: int) -> None:
+    """Log that close() is missing, unless an uncaught exception ends the interpreter: its traceback says enough."""
+    if getattr(sys, "last_value", None) is None:
+        log.warning(
+            "rank %d ended its training without replica.close(): the ranks' models may differ, and what the method "
+            "delivers was not loaded. Write `with dure.attach(...) as replica:`, or call replica.close() at the end.",
+            rank,
+        )
+
+
 class Attached:
     """A model that trains as one of several replicas; made by `dure.attach`. A context manager.
 
     Leaving it, or `close()`, ends the training: the method may still meet the others, and the model is what the
-    method delivers. After an error every call raises that error again.
+    method delivers. After an error every call raises that error again. A warning is logged where the process ends, or
+    the object is dropped, after a step and without `close()`.
     """
 
     def __init__(
@@ -208,6 +227,7 @@ class Attached:
         self._error: BaseException | None = None
         self._closed = False
         self._inside = ""
+        self._reminder: weakref.finalize[..., Attached] | None = None
         with self._guarded():
             self._run(ties.begin(worker, self._source, self._fail))
             self._role = self._node.spawn(self._work(), self._node.name)
@@ -369,6 +389,8 @@ class Attached:
         self._node.loop.run_until(self._source.asked)
 
     def _advance(self, *, skipping: bool) -> None:
+        if self._reminder is None:
+            self._reminder = weakref.finalize(self, _warn_of_no_close, self.rank)
         if skipping:
             self._replica.zero_grad()
         self._optimizer.begin_step(pausing=skipping)
@@ -387,6 +409,7 @@ class Attached:
         self._replica.load(self._run(self._ties.finish(self._worker)))
         self._load_buffers()
         self.ended = True
+        self._forget()
         self._node.wire.close()
         self._ties.close()
 
@@ -402,6 +425,11 @@ class Attached:
             if "already" not in str(error):
                 raise
         return bool(torch.isfinite(self._replica.grads.sum()) or torch.isfinite(self._replica.grads).all())
+
+    def _forget(self) -> None:
+        """Cancel the warning of a missing close: the training has ended, in order or by an error."""
+        if self._reminder is not None:
+            self._reminder.detach()
 
     def _may(self, what: str) -> bool:
         """Whether there is anything to do for `what`. Raises the first error again, or what stands against it."""
@@ -433,6 +461,7 @@ class Attached:
             return self._error
         reason = _reason(self._meeting) if isinstance(error, PeerLost) else None
         self._error = error if reason is None else PeerLost(f"{reason}. {error}")
+        self._forget()
         _tell(self._meeting, error)
         self._optimizer.close()
         if self._worker.server is not None:

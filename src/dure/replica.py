@@ -333,7 +333,7 @@ def _explain_move(slot: _Slot) -> str:
         advice = f"Convert first and make the replica then; with dure.attach, attach after model.to({now.dtype})."
     else:
         call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
-        advice = "Copy values in place: replica.load(values), or parameter.data.copy_(values)."
+        advice = "Copy values in place, for each parameter: parameter.data.copy_(values)."
     return f"parameter {name!r} is no longer in the replica's flat buffer: {call} moved it. {advice}"
 
 
