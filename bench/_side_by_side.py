@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -177,6 +178,17 @@ class Measured:
         pairs = zip(self.seconds[theirs], self.seconds[ours], strict=True)
         ratios = sorted(their / our for their, our in pairs)
         return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median, whatever the distribution: two of the sorted values, by the binomial law."""
+    count = len(values)
+    outside, below = 0, 0.0  # values left out at each end, and the chance that the median lies beyond them
+    while (below := below + math.comb(count, outside) / 2**count) <= 0.025:
+        outside += 1
+    first = max(outside - 1, 0)
+    ordered = sorted(values)
+    return ordered[first], ordered[-1 - first]
 
 
 # ---- processes

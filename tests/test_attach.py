@@ -153,6 +153,26 @@ def test_accumulated_halves_are_the_whole(ranks):
     assert close(ranks[0]["accumulate"], plain())
 
 
+def test_slices_leave_during_the_backward_of_the_last_micro_batch(ranks):
+    """As those of DistributedDataParallel: nothing before, the last layer while the first is still computed."""
+    for rank in ranks:
+        events = rank["leaves_during_backward"]["events"]
+        last = events.index("last micro-batch")
+        numbers = [event for event in events if isinstance(event, int)]
+        assert events[:last].count("micro-batch") == 3
+        assert not any(isinstance(event, int) for event in events[:last])
+        assert numbers == [3, 640 * 641, 640 * 641, 64 * 640 + 640]  # what ranks intend; three layers
+        assert last < events.index(3) < events.index(640 * 641) < events.index("0.weight", last)
+
+
+def test_accumulation_and_clipping_equal_ddp(ranks):
+    for rank in ranks:
+        ours, ddp = rank["leaves_during_backward"], rank["leaves_during_backward_with_ddp"]
+        assert distance(ours["params"], ddp["params"]) < 1e-6
+        assert distance(ours["norms"], ddp["norms"]) < 1e-6  # of the mean, which is there after backward()
+        assert min(ours["norms"]) > 0.05
+
+
 def test_batch_sizes_weigh(ranks):
     assert close(ranks[1]["weights"], plain())
 

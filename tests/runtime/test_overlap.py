@@ -44,7 +44,7 @@ def test_slices_cover_the_gradient_once_at_borders_of_parameters(nbytes):
 def test_small_models_are_not_cut_and_large_ones_not_to_shreds():
     assert len(cut(Replica(convnet()))) == 1
     middling = Replica(nn.Sequential(*(nn.Linear(256, 256) for _ in range(20))))  # 5.3 MB
-    assert len(cut(middling)) == 5
+    assert len(cut(middling)) == 4
     large = Replica(nn.Sequential(*(nn.Linear(256, 256) for _ in range(200))))  # 52 MB
     assert all((stop - start) * 4 >= MOST_NBYTES for start, stop in cut(large)[:-1])
 

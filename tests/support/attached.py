@@ -4,6 +4,7 @@ Each case returns plain values; rank r writes all of them to FOLDER/r.json. Case
 processes, so most of the time that processes take to start is spent once.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import dure
 from dure.data import load_digits
@@ -219,6 +221,58 @@ def case_accumulate():
             (loss_of(module, second) / 2).backward()
             replica.step()
     return flat(module)
+
+
+def wide():
+    """Two layers of 1.6 MB: each is a slice of the gradient."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 640), nn.Tanh(), nn.Linear(640, 640), nn.Tanh(), nn.Linear(640, 640))
+
+
+def accumulated(module, step, alone, steps=3, parts=4):
+    """A loop of nanoGPT's shape: accumulation over micro-batches, clipping, AdamW. `alone(part)` is the context."""
+    norms = []
+    for batch in mine(steps):
+        for part, (x, y) in enumerate(zip(*(each.chunk(parts) for each in batch), strict=True)):
+            with alone(part == parts - 1):
+                (loss_of(module, (x, y)) / parts).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
+        step()
+    return {"norms": norms, "params": flat(module)}
+
+
+def case_leaves_during_backward():
+    """What happens in which order in the first step under BSP: gradients that are complete, and collectives."""
+    module = wide()
+    events = []
+    with attach(module, torch.optim.AdamW(module.parameters(), lr=1e-3), "bsp") as replica:
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+        group = replica._source.exchange._group
+        start = group.all_reduce
+        group.all_reduce = lambda tensor: [events.append(tensor.numel()), start(tensor)][1]
+
+        def alone(last):
+            events.append("last micro-batch" if last else "micro-batch")
+            return contextlib.nullcontext() if last else replica.accumulate()
+
+        def step():
+            events.append("step")
+            replica.step()
+
+        found = accumulated(module, step, alone)
+    return {**found, "events": events[: events.index("step")]}
+
+
+def case_leaves_during_backward_with_ddp():
+    """The same loop under DistributedDataParallel."""
+    torch.distributed.init_process_group("gloo")
+    model = DistributedDataParallel(wide())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    found = accumulated(model, optimizer.step, lambda last: contextlib.nullcontext() if last else model.no_sync())
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def case_weights():

@@ -29,6 +29,7 @@ class LoopSource:
         self.wants_mean = False
         self._node = node
         self._replica = replica
+        self._has_buffers = replica.buffers_flat().numel() > 0
         self._pending: Operation[Gradient] | None = None
         self._asked: Operation[None] = node.promise("the method to ask for a gradient")
 
@@ -66,9 +67,9 @@ class LoopSource:
     def give(self) -> None:
         """Go on with what is in the replica's `grads`, which stays the replica's where it is the mean."""
         replica = self._replica
-        buffers = replica.buffers_flat()
+        buffers = replica.buffers_flat() if self._has_buffers else None
         values = replica.grads if self.wants_mean else replica.grads.clone()
-        self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers if buffers.numel() else None))
+        self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers))
 
     def end(self) -> None:
         """There is no more work."""
