@@ -126,7 +126,7 @@ class Snapshots:
         with suppress(RemoteError):
             held = await _counted(at_servers)
             del self._parts[step]  # whatever is told of `at` from now on comes after the part
-            fields = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
+            fields: dict[str, Any] = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
             await self.node.call(HUB, "part", values, *buffers, **fields)
         self._parts.pop(step, None)
 

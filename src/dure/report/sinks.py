@@ -5,7 +5,8 @@
 | `JsonLines`   | nothing       |
 | `TensorBoard` | `tensorboard` |
 
-A row is a mapping such as `{"seconds": 1.5, "step": 20, "samples": 640, "loss": 0.4, "accuracy": 0.9, "bytes": 8192}`.
+A row is a mapping such as `{"seconds": 1.5, "step": 20, "updates": 40, "samples": 640, "loss": 0.4, "accuracy": 0.9,
+"bytes": 8192}`.
 """
 
 from __future__ import annotations
