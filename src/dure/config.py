@@ -66,6 +66,9 @@ class Options:
     """Of parameters and data; float32 if left out."""
     eval_every: Count | None = None
     """Steps per worker between evaluations; a twentieth of the run if left out."""
+    eval_samples: Count | None = None
+    """Samples of an evaluation, a fixed random choice. If left out: all test samples; where the job has no test set,
+    1,000 of its training set."""
     checkpoint_every: Count | None = None
     """Steps per worker between checkpoints; none if left out. Needs --out."""
     trace: bool = False

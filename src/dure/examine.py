@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from dure.job import Job
 
 BATCH = 1024
-"""Test samples per forward pass."""
+"""Samples per forward pass."""
+
+SAMPLES = 1000
+"""Training samples of an evaluation where the job has no test data."""
 
 
 class Grade(NamedTuple):
@@ -24,7 +27,7 @@ class Grade(NamedTuple):
     accuracy: float | None
 
 
-def _rows(job: Job, data: DataSet) -> int:
+def _batch(job: Job, data: DataSet) -> int:
     """Samples per forward pass. A mini-batch of the job where a sample has many labels, as a text has.
 
     The outputs are then so many times larger, and those of BATCH samples may not fit in memory.
@@ -38,29 +41,40 @@ def _has_labels_in_rows(targets: Batch) -> bool:
 
 
 class Examiner:
-    """Grades flat parameters on `job.test`, or on its training data where it has no test data."""
+    """Grades flat parameters on `job.test`, or on training data where the job has no test data.
 
-    def __init__(self, job: Job) -> None:
+    `samples` limits the number of samples; None takes all test data, or SAMPLES of the training data. A limited choice
+    is random without repetition and depends on the number of samples alone: runs of all seeds and strategies, in
+    virtual and in real time, are graded on the same samples.
+    """
+
+    def __init__(self, job: Job, samples: int | None = None) -> None:
         self._job = job
         with torch.random.fork_rng(devices=[]):
             self._replica = Replica(job.model())
         self._replica.module.eval()
         self._data = job.graded
-        self._rows = _rows(job, self._data)
+        self._rows = _choice(len(self._data), SAMPLES if samples is None and job.test is None else samples)
+        self._batch = _batch(job, self._data)
 
     def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Grade:
         self._replica.load(values)
         if buffers is not None:
             self._replica.load_buffers(buffers)
-        data = self._data
         loss = right = 0.0
-        total = len(data)
         with torch.no_grad():
-            for start in range(0, total, self._rows):
-                indices = torch.arange(start, min(start + self._rows, total))
-                inputs, targets = data.batch(indices, (start,))
+            for number, rows in enumerate(torch.split(self._rows, self._batch)):
+                inputs, targets = self._data.batch(rows, (number * self._batch,))
                 outputs = called(self._replica.module, inputs)
-                loss += float(self._job.loss(outputs, targets)) * len(indices)
+                loss += float(self._job.loss(outputs, targets)) * len(rows)
                 if self._job.accuracy is not None:
-                    right += self._job.accuracy(outputs, targets) * len(indices)
+                    right += self._job.accuracy(outputs, targets) * len(rows)
+        total = len(self._rows)
         return Grade(loss / total, right / total if self._job.accuracy is not None else None)
+
+
+def _choice(total: int, samples: int | None) -> torch.Tensor:
+    """Numbers of the samples of an evaluation, in the order of the data set."""
+    if samples is None or samples >= total:
+        return torch.arange(total)
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:samples].sort().values

@@ -75,9 +75,10 @@ class Snapshot(NamedTuple):
 class Grader:
     """Grades snapshots on a thread of its own, at the lowest priority: the workers come first."""
 
-    def __init__(self, task: Task, finished: Callable[[Row], None]) -> None:
-        self._examiner = Examiner(task.job)
+    def __init__(self, task: Task, finished: Callable[[Row], None], watch: Watch) -> None:
+        self._examiner = Examiner(task.job, task.config.eval_samples)
         self._finished = finished
+        self._evaluating = watch.evaluating
         self._waiting: deque[Snapshot] = deque()
         self._graded: deque[Row] = deque()
         self._wake = threading.Semaphore(0)
@@ -124,7 +125,8 @@ class Grader:
                         return
                     continue
                 snapshot = self._waiting.popleft()
-                grade: Grade = self._examiner.grade(snapshot.values, snapshot.buffers)
+                with self._evaluating():
+                    grade: Grade = self._examiner.grade(snapshot.values, snapshot.buffers)
                 self._graded.append({**snapshot.row, "loss": grade.loss, "accuracy": grade.accuracy})
         except BaseException as error:  # noqa: BLE001  (raised again on the launcher's thread, by `look`)
             self._error = error
@@ -159,7 +161,7 @@ class Hub:
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []
-        self.grader = Grader(task, self._graded)
+        self.grader = Grader(task, self._graded, watch)
         self.incarnations: dict[str, int] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.present: set[str] = set()

@@ -115,7 +115,7 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seed)
     if isinstance(task.strategy.topology, ParameterServer):
         _ = task.ranges  # said now, not once processes are there
-    with _recording(task) as (folder, watch):
+    with _recording(task) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
@@ -125,6 +125,7 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         else:
             place = folder.checkpoints if folder is not None else None
             outcome = launch(task, watch, saved, place, at_hand)
+        outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(task, outcome, folder, cluster)
 
 
@@ -211,7 +212,7 @@ def _check(task: Task, cluster: Cluster | None) -> None:
 
 
 @contextmanager
-def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
+def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
     config = task.config
     with ExitStack() as stack:
         folder = _folder(config)
@@ -222,8 +223,8 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
             if config.tensorboard:
                 sinks.append(TensorBoard(folder.path / "tensorboard"))
                 stack.callback(sinks[0].close)
-        kind = "virtual" if config.virtual else "real"
-        progress = stack.enter_context(Progress(f"{task.job.name} {task.strategy} ({kind})", clock=time.monotonic))
+        place = " (virtual)" if config.virtual else ""
+        progress = stack.enter_context(Progress(_short(task.strategy), place, clock=time.monotonic))
 
         def row(values: dict[str, Any]) -> None:
             if folder is not None:
@@ -242,7 +243,12 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch]]:
             if folder is not None:
                 folder.rewind(rows)
 
-        yield folder, Watch(row, advance, save, rewind)
+        yield folder, Watch(row, advance, progress.evaluating, save, rewind), progress
+
+
+def _short(strategy: Strategy) -> str:
+    """The name of a run in its progress line: the members that are not their axis's default."""
+    return " ".join(text for text in strategy.text().values() if text not in ("fp32", "none"))
 
 
 def _folder(config: TrainConfig) -> RunFolder | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,7 @@ class Watch:
 
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
     checkpoint: Callable[[int, State], None] = lambda step, state: None
     rewind: Callable[[int], None] = lambda rows: None
 
@@ -93,7 +94,7 @@ class VirtualRun:
         self.evaluator = None if config.timing_only else Evaluator(task.job, exact=config.exact)
         if self.evaluator is not None:
             task.set_apart(self.evaluator)
-        self.examiner = None if config.timing_only else Examiner(task.job)
+        self.examiner = None if config.timing_only else Examiner(task.job, config.eval_samples)
         self.history: list[Row] = []
         self.spans: list[Any] = []
 
@@ -451,7 +452,8 @@ class Segment:
     ) -> None:
         examiner = self.whole.examiner
         assert examiner is not None
-        grade = examiner.grade(values, buffers)
+        with self.whole.watch.evaluating():
+            grade = examiner.grade(values, buffers)
         row = {
             "seconds": self.totals.seconds if final else self.runtime.kernel.now,
             "step": max(step, self._last_row),  # also where a newcomer has just begun

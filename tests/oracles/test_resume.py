@@ -68,7 +68,7 @@ def cluster(*events: Event) -> Cluster:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.summary().items() if key != "batching"}
+    return {key: value for key, value in run.summary().items() if key not in ("batching", "evaluation_seconds")}
 
 
 def check_every_stop(job: str | Job, folder: Path, on: Cluster, **options: Any) -> None:

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,13 @@ class Clock:
         return self.seconds
 
 
-def console(terminal):
-    return Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+def console(terminal, width=80):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+
+
+def drawn(out):
+    """The lines that a terminal shows at one time or another."""
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", out.file.getvalue()))
 
 
 def test_where_no_terminal_is_a_line_comes_every_few_seconds():
@@ -28,8 +34,8 @@ def test_where_no_terminal_is_a_line_comes_every_few_seconds():
             progress.update(step, 100, 1 / step, 1000 * step)
     lines = out.file.getvalue().splitlines()
     assert lines == [
-        "digits-mlp: step 42/100, loss 0.02381, 8,333 samples/s",
-        "digits-mlp: step 84/100, loss 0.0119, 8,333 samples/s",
+        "digits-mlp:  42 %, loss 0.02381, 8,333/s, 7 s left",
+        "digits-mlp:  84 %, loss 0.0119, 8,333/s, 2 s left",
     ]
 
 
@@ -49,9 +55,8 @@ def test_a_terminal_shows_a_bar_with_loss_and_speed():
         progress.update(50, 50, 0.125, 2000)
     shown = out.file.getvalue()
     assert "digits [bold]mlp" in shown
-    assert "50/50" in shown
+    assert "100 %" in shown
     assert "loss 0.125" in shown
-    assert "2,000 samples/s" in shown
 
 
 def test_a_terminal_is_drawn_ten_times_a_second_at_most():
@@ -76,10 +81,44 @@ def test_speed_is_of_the_last_seconds_and_of_this_run_only():
             samples = 1_000_000 + 10 * second + 990 * max(0, second - 10)
             progress.update(second, None, 0.5, samples)
     lines = out.file.getvalue().splitlines()
-    assert lines[0] == "job: step 1, loss 0.5, 10 samples/s"
-    assert lines[-1] == "job: step 20, loss 0.5, 1,000 samples/s"
+    assert lines[0] == "job: step 1, loss 0.5, 10/s"
+    assert lines[-1] == "job: step 20, loss 0.5, 1,000/s"
 
 
 def test_an_error_passes_through():
     with pytest.raises(RuntimeError, match="boom"), Progress("job", clock=Clock(), console=console(terminal=True)):
         raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_fits_80_columns_and_says_what_matters(terminal):
+    clock, out = Clock(), console(terminal, width=200)
+    out.width = 80
+    name = "averaging:period=8,schedule=adaptive ps:shards=16,split=memory"
+    with Progress(name, " (virtual)", clock=clock, console=out, every=1.0) as progress:
+        progress.update(0, 1_000_000, 12345.678, 0)
+        with progress.evaluating():
+            clock.seconds += 500
+        for step in range(1, 4):
+            clock.seconds += 33.0
+            progress.update(300_000 * step, 1_000_000, 1.2345678e-7, 100_000_000 * step)
+    lines = [line for line in drawn(out) if line.strip()]
+    assert max(map(len, lines)) <= 80
+    last = [line for line in lines if "left" in line][-1]
+    assert last.startswith("averaging:p\N{HORIZONTAL ELLIPSIS} (virtual)")
+    for part in (" 90 %", "loss 1.235e-07", "67 s left", "eval 500 s"):
+        assert part in last
+    assert ("\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 5 in last) == terminal
+
+
+def test_a_terminal_says_that_a_model_is_being_evaluated():
+    clock, out = Clock(), console(terminal=True)
+    with Progress("bsp", clock=clock, console=out) as progress:
+        progress.update(1, 10, 0.5, 100)
+        with progress.evaluating():
+            assert "loss 0.5  evaluating" in drawn(out)[-1]
+            clock.seconds += 3
+        clock.seconds += 1
+        progress.update(2, 10, 0.5, 200)
+        assert progress.evaluation_seconds == 3
+    assert "32 s left  eval 3 s" in out.file.getvalue()

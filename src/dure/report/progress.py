@@ -1,18 +1,26 @@
-"""A progress bar for long work, on standard error.
+"""The progress of long work, on standard error, in 80 columns.
 
-On a terminal: bar, steps, loss, samples/s, time left. Elsewhere (a log file, CI): one plain line every few
-seconds. The clock is given, because only a runtime reads one.
+    ssp:bound=3 ps:shards=2 (virtual) ━━━━━━━━━━━━╸━━━━━━  45 %  loss 0.2381  7 s left
+
+On a terminal this is a bar that is drawn again and again; elsewhere (a log file, CI) a plain line comes every few
+seconds. Once a run has been evaluated, the seconds that this took stand at the end. The clock is given, because only a
+runtime reads one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
+
+NAME = 22
+"""Columns of the name of a run."""
 
 _REFRESH_SECONDS = 0.1
 _WINDOW_SECONDS = 5.0
@@ -21,14 +29,25 @@ _WINDOW_SECONDS = 5.0
 class Progress:
     """Use as a context manager; call `update` as often as you like, it draws ten times a second at most.
 
-    `clock` gives seconds that pass for the person who watches: `time.monotonic`, also for a virtual run.
-    `every` is the number of seconds between plain lines where there is no terminal.
+    `name` is cut to NAME columns, `place` after it included. `clock` gives seconds that pass for the person who
+    watches: `time.monotonic`, also for a virtual run. `every` is the number of seconds between plain lines where there
+    is no terminal.
     """
 
+    evaluation_seconds: float
+    """Seconds that evaluations have taken."""
+
     def __init__(
-        self, description: str, *, clock: Callable[[], float], console: Console | None = None, every: float = 5.0
+        self,
+        name: str,
+        place: str = "",
+        *,
+        clock: Callable[[], float],
+        console: Console | None = None,
+        every: float = 5.0,
     ) -> None:
-        self._description = description
+        self.evaluation_seconds = 0.0
+        self._name = f"{_cut(name, NAME - len(place))}{place}"
         self._clock = clock
         self._console = console or Console(stderr=True)
         self._bar = self._terminal_bar() if self._console.is_terminal else None
@@ -36,23 +55,38 @@ class Progress:
         self._period = _REFRESH_SECONDS if self._bar else every
         self._next = clock() if self._bar else clock() + every
         self._seen: deque[tuple[float, int]] = deque()
+        self._first: tuple[float, int] | None = None
+        self._now: tuple[int, int | None, float | None] = (0, None, None)
 
     def update(self, step: int, total: int | None, loss: float | None, samples: int) -> None:
         """`step` of `total` (None where the end is unknown), the last `loss`, `samples` processed so far."""
         now = self._clock()
         if not self._seen:
             self._seen.append((now, samples))
+        self._first = self._first or (now, step)
+        self._now = step, total, loss
         finished = total is not None and step >= total
         if now < self._next and not (finished and self._bar):
             return
         self._next = now + self._period
         speed = self._speed(now, samples)
         if self._bar:
-            self._draw(step, total, _loss_text(loss), speed)
+            self._draw(self._left(now))
         else:
-            of = f"/{total:,}" if total is not None else ""
-            line = f"{self._description}: step {step:,}{of}, loss {_loss_text(loss)}, {speed}"
+            parts = [_share(step, total), f"loss {_loss_text(loss)}", speed, self._left(now), self._evaluated()]
+            line = f"{self._name}: {', '.join(filter(None, parts))}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While open, a model is evaluated, maybe on another thread: the seconds count for `evaluation_seconds`."""
+        began = self._clock()
+        if self._bar:
+            self._draw("evaluating")
+        try:
+            yield
+        finally:
+            self.evaluation_seconds += self._clock() - began
 
     def __enter__(self) -> Progress:
         if self._bar:
@@ -63,29 +97,42 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar:
-            self._bar.refresh()
+            if self._task is not None:
+                self._draw("")
             self._bar.stop()
 
     def _terminal_bar(self) -> Bar:
+        fixed = Column(no_wrap=True)
         return Bar(
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=fixed),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}", style="cyan"),
-            TextColumn("{task.fields[speed]}", style="green"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}", markup=False, style="cyan", table_column=fixed),
             console=self._console,
             auto_refresh=False,
             expand=True,
             get_time=self._clock,
         )
 
-    def _draw(self, step: int, total: int | None, loss: str, speed: str) -> None:
+    def _draw(self, doing: str) -> None:
         assert self._bar is not None
+        step, total, loss = self._now
+        parts = [_share(step, total), f"loss {_loss_text(loss)}", doing, self._evaluated()]
+        state = "  ".join(filter(None, parts))
         if self._task is None:
-            self._task = self._bar.add_task(self._description, total=total, loss=loss, speed=speed)
-        self._bar.update(self._task, completed=step, total=total, loss=loss, speed=speed)
+            self._task = self._bar.add_task(self._name, total=total, state=state)
+        self._bar.update(self._task, completed=step, total=total, state=state)
         self._bar.refresh()
+
+    def _left(self, now: float) -> str:
+        """Seconds until the last step, at the mean speed so far."""
+        step, total, _ = self._now
+        if total is None or self._first is None or step <= self._first[1]:
+            return ""
+        since, before = self._first
+        return f"{_seconds_text((now - since) / (step - before) * max(0, total - step))} left"
+
+    def _evaluated(self) -> str:
+        return f"eval {_seconds_text(self.evaluation_seconds)}" if self.evaluation_seconds >= 1 else ""
 
     def _speed(self, now: float, samples: int) -> str:
         """Samples per second over the last few seconds."""
@@ -93,7 +140,25 @@ class Progress:
             self._seen.popleft()
         since, before = self._seen[0]
         self._seen.append((now, samples))
-        return f"{(samples - before) / (now - since):,.0f} samples/s" if now > since else "- samples/s"
+        return f"{_count_text((samples - before) / (now - since))}/s" if now > since else "-/s"
+
+
+def _cut(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: columns - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _share(step: int, total: int | None) -> str:
+    return f"step {step:,}" if total is None else f"{100 * step // max(total, 1):3d} %"
+
+
+def _seconds_text(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 36000 else f"{seconds / 3600:.0f} h"
+
+
+def _count_text(count: float) -> str:
+    return f"{count:,.0f}" if count < 1e5 else f"{count / 1e3:,.0f}k"
 
 
 def _loss_text(loss: float | None) -> str:
