@@ -33,6 +33,7 @@ import dure
 from dure.report.metrics import time_to
 from dure.runtime.cluster import Cluster, Link, Machines
 from dure.runtime.compute import Constant, LogNormal
+from dure.target import Target
 
 WORKERS, TARGET, STEP = 16, 0.95, 0.01
 PROCESSES = 3
@@ -107,7 +108,7 @@ def virtual(method: Method, on: str, seed: int) -> dict[str, Any]:
     )
     figures = run.summary()
     return {
-        "seconds": time_to(run.history, method.target),
+        "seconds": time_to(run.history, Target(method.target)),
         "accuracy": figures["best_accuracy"],
         "megabytes": figures["bytes_sent"] / 1e6,
         "staleness": figures["staleness"]["mean"],
@@ -127,7 +128,7 @@ def real(method: Method, seed: int) -> dict[str, Any]:
         **{**method.options, **method.few},
     )
     figures = run.summary()
-    return {"seconds": time_to(run.history, method.target), "accuracy": figures["best_accuracy"]}
+    return {"seconds": time_to(run.history, Target(method.target)), "accuracy": figures["best_accuracy"]}
 
 
 def median(values: Sequence[float | None]) -> float | None:

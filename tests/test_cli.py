@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -288,3 +289,115 @@ def test_a_wrong_job_is_refused_in_one_sentence_everywhere(tmp_path, monkeypatch
     assert "jobs.py:shaped: a job's loss must be one number" in capsys.readouterr().err
     assert main(["train", "jobs.py:tires", "--on", "virtual", "--sync", "bsp"]) == 1
     assert capsys.readouterr().err.endswith("dure: your own code raised ValueError: enough (jobs.py, line 13).\n")
+
+
+CHATTY = """
+import atexit, ctypes, os, sys
+import torch
+from dure import Data, Job
+
+said = sys.stdout
+
+def loss(outputs, targets):
+    print("a loss")
+    said.write("to the stream of old\\n")
+    os.write(1, b"from below\\n")
+    ctypes.CDLL(None).puts(b"from C")
+    return (outputs - targets).square().mean()
+
+def job():
+    print("a job")
+    atexit.register(print, "the end")
+    return Job(lambda: torch.nn.Linear(8, 1), loss, Data(torch.ones(9, 8), torch.ones(9, 1)), batch_size=4)
+"""
+
+
+def test_what_a_job_prints_is_no_part_of_the_result(tmp_path):
+    (tmp_path / "jobs.py").write_text(CHATTY)
+    flags = ("--on", "virtual", "--workers", "2", "--steps", "2")
+    done = dure("train", "jobs.py:job", *flags, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["steps"] == 2
+    for words in ("a job", "a loss", "to the stream of old", "from below", "from C", "the end"):
+        assert f"{words}\n" in done.stderr
+    done = dure("train", "jobs.py:job", *flags, cwd=tmp_path)
+    assert done.stdout.startswith("Strategy")
+    assert "from" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["", "methods", "train", "compare", "report", "reproduce", "probe"])
+def test_help_begins_with_an_example_that_works(name, capsys):
+    from dure.cli import COMMANDS, main, parse
+
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"] if name else ["--help"])
+    assert not end.value.code
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"example: dure {name}")
+    assert len(first) <= 80
+    words = shlex.split(first)[2:]
+    assert isinstance(parse(words, {}), COMMANDS[words[0]])
+
+
+def lossy(folder):
+    """A job without accuracy, whose loss falls by half in every step."""
+    (folder / "jobs.py").write_text(
+        "import torch\n"
+        "from dure import Data, Job\n"
+        "from dure.optim import OptimizerSpec\n"
+        "class Point(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.at = torch.nn.Parameter(torch.ones(1))\n"
+        "    def forward(self, inputs):\n"
+        "        return self.at + 0 * inputs\n"
+        "def job():\n"
+        "    data = Data(torch.zeros(8, 1), torch.zeros(8, 1))\n"
+        "    loss = lambda outputs, targets: outputs.square().mean()\n"
+        "    return Job(Point, loss, data, batch_size=4, optimizer=OptimizerSpec(lr=0.25))\n"
+    )
+    return "jobs.py:job"
+
+
+def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    (tmp_path / "report-2.html").write_text("mine too")
+    done = dure("compare", lossy(tmp_path), "--on", "virtual", "--workers", "2", "--steps", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    few = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
+    assert f"comparing {', '.join(few)}" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[3:7]] == [*few]
+    assert "report: report-3.html (report.html was there already and stays)" in done.stderr
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert "<html" in (tmp_path / "report-3.html").read_text()
+    assert "accuracy" not in done.stdout.replace("the job has no accuracy", "")
+    assert "95 %" not in done.stdout + (tmp_path / "report-3.html").read_text()
+
+
+def test_a_loss_is_a_target_too(tmp_path):
+    flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "8", "--eval-every", "1")
+    given = (*flags, "--report", "r.html", "--out", "runs")
+    done = dure("compare", lossy(tmp_path), *given, "--target-loss", "0.05", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    history = [json.loads(line) for line in next(tmp_path.glob("runs/*/history.jsonl")).read_text().splitlines()]
+    reached = next(row["seconds"] for row in history if row["loss"] <= 0.05)
+    assert history[0]["loss"] > 0.05
+    assert "to loss 0.05" in done.stderr
+    from dure.report.comparison import seconds_text
+
+    assert seconds_text(reached) in done.stderr
+    assert f"reached loss 0.05 after {seconds_text(reached)} of virtual time." in (tmp_path / "r.html").read_text()
+    done = dure("report", "runs", "--target-loss", "1e-9", "--out", "r.html", cwd=tmp_path)
+    assert "to loss 1e-09" in done.stdout
+    assert "No run reached loss 1e-09." in (tmp_path / "r.html").read_text()
+    refused("report", "runs", "--target-loss", "1", "--target", "0.5", cwd=tmp_path)
+
+
+def test_the_report_of_a_comparison_has_its_target(tmp_path):
+    flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "4", "--report", "r.html")
+    done = dure("compare", "digits-mlp", *flags, "--target", "0.125", "--out", "runs", cwd=tmp_path)
+    assert "to 12.5 %" in done.stdout
+    assert "12.5 %" in (tmp_path / "r.html").read_text()
+    dure("report", "runs", "--target", "0.375", "--out", "r.html", cwd=tmp_path)
+    assert "37.5 %" in (tmp_path / "r.html").read_text()

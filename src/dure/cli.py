@@ -2,8 +2,9 @@
 
     defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
 
-Standard output is for the result: with `--json`, exactly one JSON object, its last line. Everything else goes to
-standard error. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
+Standard output is for the result: the table, or with `--json` one JSON object on one line. Everything else goes to
+standard error, also what user code prints. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143
+terminated.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
-from dure.config import CompareConfig, Options, TrainConfig, checked
+from dure.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.errors import DureError, UsageError
 from dure.own_file import blamed
+from dure.runtime.launch.relay import STDERR, STDOUT, flush
 
 if TYPE_CHECKING:
     from dure.report.record import Run
@@ -39,9 +41,20 @@ WIDTH = 140
 """Columns of a table that goes to a file."""
 
 
+@dataclass(frozen=True)
+class Done:
+    """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error."""
+
+    values: dict[str, Any]
+    shown: Sequence[Any] = ()
+    said: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Methods:
     """Every method, topology, codec and partition; or all about one of them."""
+
+    example: ClassVar[str] = "dure methods ssp"
 
     name: Positional[str] = ""
     """Which one; all if left out. Of gossip also a graph, as in gossip:graph=ring."""
@@ -50,19 +63,19 @@ class Methods:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> dict[str, Any]:
-        """Print the table and return what is in it."""
+    def execute(self) -> Done:
+        """Return the rows and their tables."""
         from dure.methods import described, tables
 
         rows = described(self.name, self.workers)
-        for table in tables(rows, details=bool(self.name)):
-            _show(table, to_error=self.json)
-        return {"methods": rows}
+        return Done({"methods": rows}, tables(rows, details=bool(self.name)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainConfig):
     """One run of a job under one strategy."""
+
+    example: ClassVar[str] = "dure train digits-mlp --sync ssp:bound=3 --on virtual --workers 8"
 
     job: Positional[str] = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
@@ -76,31 +89,32 @@ class Train(TrainConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self) -> dict[str, Any]:
-        """Run it, print its row and return its summary."""
+    def execute(self) -> Done:
+        """Run it; return its summary, and the same as a table."""
         config = _as(TrainConfig, self)
         if config.resume is None:  # a part of what a resumed run has may make no sense alone
             config.chosen()
         if self.print_config:
-            return _print_config(config, self.json)
+            return _configuration(config)
         _require_job(config)
         with _nursery(config.on or "local") as nursery:
             from dure.train import AtHand, run
 
             finished = run(config, AtHand(nursery=nursery))
-        if _speaks(self):
-            _show_run(finished, to_error=self.json)
-        return finished.summary()
+        return Done(finished.summary(), [_run_table(finished)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(CompareConfig):
     """The same job under several strategies: a table and a report."""
 
+    example: ClassVar[str] = "dure compare digits-mlp --strategy bsp --strategy ssp --on virtual"
+
     job: Positional[str] = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
     strategies: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="strategy")] = ()
-    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. Every method if left out."""
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
+    ssp:bound=3 and downpour."""
     on: UseAppendAction[tuple[str, ...]] = ()
     """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
     config: Path | None = None
@@ -113,49 +127,56 @@ class Compare(CompareConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self) -> dict[str, Any]:
-        """Run them, print the table and return the summaries."""
+    def execute(self) -> Done:
+        """Run them; return the summaries and the table."""
         config = _as(CompareConfig, self)
         if self.print_config:
-            return _print_config(config, self.json)
+            return _configuration(config)
         _require_job(config)
         with _nursery(*(config.on or ("local",))) as nursery:
             from dure.compare import run_all
+            from dure.report.table import comparison_table
 
             comparison = run_all(config, nursery=nursery)
-        _show_runs(comparison.runs, to_error=self.json, target=config.target)
-        _say(f"report: {comparison.report}")
-        return comparison.summary()
+        table = comparison_table(comparison.runs, target=goal(config.target, config.target_loss))
+        return Done(comparison.summary(), [table], _written(comparison.report, config.report))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A report of finished runs."""
 
+    example: ClassVar[str] = "dure report runs/demo --out demo.html"
+
     folders: Positional[tuple[Path, ...]]
     """Folders of runs, or folders that hold such."""
-    out: Path = Path("report.html")
-    """Where to write the report."""
-    target: float = 0.95
-    """Test accuracy whose time is compared."""
+    out: Path | None = None
+    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
+    target: float | None = None
+    """Test accuracy whose time is compared; 0.95 if left out."""
+    target_loss: float | None = None
+    """Loss whose time is compared, in place of an accuracy."""
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> dict[str, Any]:
-        """Write the report, print the table and return the summaries."""
-        from dure.report.html import write_report
+    def execute(self) -> Done:
+        """Write the report; return the summaries and the table."""
+        from dure.report.html import DEFAULT, free, write_report
         from dure.report.record import read_run
+        from dure.report.table import comparison_table
 
         runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
-        path = write_report(self.out, runs, title=f"{len(runs)} runs")
-        _show_runs(runs, to_error=self.json, target=self.target)
-        _say(f"report: {path}")
-        return {"runs": [run.summary() for run in runs], "report": str(path)}
+        target = goal(self.target, self.target_loss)
+        path = write_report(self.out or free(DEFAULT), runs, title=f"{len(runs)} runs", target=target)
+        values = {"runs": [run.summary() for run in runs], "report": str(path)}
+        return Done(values, [comparison_table(runs, target=target)], _written(path, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
     """A table or figure of a paper, made again."""
+
+    example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str]
     """What to reproduce: sharding, it-signsgd or byzantine. Each has some of the flags below."""
@@ -174,8 +195,8 @@ class Reproduce:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> dict[str, Any]:
-        """Make it, print its table and return its rows."""
+    def execute(self) -> Done:
+        """Make it; return its rows and its table."""
         from dure.reproduce import check, find
 
         module = find(self.name)
@@ -183,13 +204,14 @@ class Reproduce:
         flags = {name: value for name, value in asked if value is not None}
         check(self.name, module, flags)
         result: dict[str, Any] = module.reproduce(**flags)
-        _show(module.table(result), to_error=self.json)
-        return result
+        return Done(result, [module.table(result)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """Measure this machine, or under torchrun these hosts and their links, and write a cluster file."""
+
+    example: ClassVar[str] = "dure probe mnist-mlp --workers 8"
 
     job: Positional[str] = ""
     """A job whose steps are timed too; none if left out."""
@@ -209,8 +231,8 @@ class Probe:
         """Under torchrun every rank measures."""
         return "torchrun" if os.environ.get("RANK") else ""
 
-    def execute(self) -> dict[str, Any]:
-        """Measure, write the file, print the constants and return what they were made of."""
+    def execute(self) -> Done:
+        """Measure, write the file; return the constants, what they were made of, and their table."""
         import torch
 
         from dure.job import load_job
@@ -225,16 +247,15 @@ class Probe:
             try_out(job, self.job, rows=job.batch_size)
         found = probe(job, workers=self.workers, codecs=self.codec)
         if found is None:
-            return {}
+            return Done({})
         cluster = found.pop("cluster")
         text = cluster.to_yaml()
         try:
             self.out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {self.out}: {error.strerror}.") from error
-        _show(table(cluster, found), to_error=self.json)
-        _say(f"cluster: {self.out}")
-        return {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
+        values = {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
+        return Done(values, [table(cluster, found)], f"cluster: {self.out}")
 
 
 Command = Methods | Train | Compare | Report | Reproduce | Probe
@@ -243,18 +264,17 @@ COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what `arguments` (those of this process if None) say; the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    given, arguments = arguments, sys.argv[1:] if arguments is None else arguments
     if list(arguments) == ["--version"]:
         print(__version__)  # noqa: T201
         return 0
     try:
         command = parse(arguments, os.environ)
-        with _ended_by_sigterm(), blamed("your own code raised", DureError, only=True):
-            result = command.execute()
-        if command.json and _speaks(command):
-            from dure.report.files import to_json
-
-            print(to_json(result), flush=True)  # noqa: T201
+        with _results(for_good=given is None) as out:
+            with _ended_by_sigterm(), blamed("your own code raised", DureError, only=True):
+                done = command.execute()
+            if _speaks(command):
+                _tell(done, out, as_json=command.json)
     except DureError as error:
         _say(f"dure: {' '.join(str(error).split())}")
         return 2 if isinstance(error, UsageError) else 1
@@ -264,9 +284,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         _say("dure: terminated")
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # the reader has seen enough; nothing more may be written, also at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has seen enough
+        pass
     return 0
+
+
+@contextmanager
+def _results(*, for_good: bool) -> Iterator[TextIO]:
+    """Yield the stream of results. While open, all else that is printed, by C code too, goes to standard error.
+
+    With `for_good` this stays so until the process ends: what user code prints at exit is no result either.
+    """
+    flush()
+    before = os.dup(STDOUT)
+    standard = sys.stdout is sys.__stdout__
+    out = os.fdopen(before, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) if standard else sys.stdout
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield out
+    finally:
+        flush()
+        if not for_good:
+            os.dup2(before, STDOUT)
+        with suppress(BrokenPipeError):  # raised before, where it was written
+            out.close() if standard else os.close(before)
+
+
+def _tell(done: Done, out: TextIO, *, as_json: bool) -> None:
+    """Show a result to people, and with `as_json` write its JSON to `out`."""
+    for each in done.shown:
+        _show(each, sys.stderr if as_json else out)
+    if done.said:
+        _say(done.said)
+    if as_json:
+        from dure.report.files import to_json
+
+        out.write(f"{to_json(done.values)}\n")
+    out.flush()
 
 
 class _Terminated(BaseException):
@@ -305,6 +360,8 @@ def _nursery(*places: str) -> Iterator[Nursery | None]:
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     """The command in `arguments`, file and environment underneath. Wrong flags end the process with status 2."""
     name = arguments[0] if arguments else ""
+    if {"-h", "--help"} & {*arguments}:
+        sys.stdout.write(f"example: {COMMANDS.get(name, Train).example}\n\n")
     if name in COMMANDS:
         _check_numbers(COMMANDS[name], arguments[1:])
     train = layered(Train, TrainConfig, arguments, environ) if name == "train" else Train()
@@ -405,12 +462,17 @@ def _require_job(config: Options) -> None:
         raise UsageError("no job is named. Write, for example, dure train digits-mlp.")
 
 
-def _print_config(config: Options, as_json: bool) -> dict[str, Any]:
+def _configuration(config: Options) -> Done:
     import yaml
 
-    if not as_json:
-        sys.stdout.write(yaml.safe_dump(config.plain(), sort_keys=False))
-    return config.plain()
+    return Done(config.plain(), [yaml.safe_dump(config.plain(), sort_keys=False)])
+
+
+def _written(report: Path, asked: Path | None) -> str:
+    from dure.report.html import DEFAULT
+
+    kept = f" ({DEFAULT} was there already and stays)" if asked is None and report != DEFAULT else ""
+    return f"report: {report}{kept}"
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -421,32 +483,30 @@ def _runs_in(folder: Path) -> list[Path]:
     return inside if inside and not (folder / CONFIG).exists() else [folder]
 
 
-def _show_run(run: Run, *, to_error: bool) -> None:
+def _run_table(run: Run) -> Any:
     from rich.table import Table
 
     from dure.report.comparison import entries, lines
+    from dure.target import Target
 
-    found = entries([run], target=0.95)
+    found = entries([run], target=Target())
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("Strategy", " ".join(run.summary()["strategy"].values()))
-    for _, group in lines(found, target=0.95):
+    for _, group in lines(found, target=Target()):
         for line in group:
             table.add_row(line.name, line.cells[0])
-    _show(table, to_error=to_error)
+    return table
 
 
-def _show_runs(runs: Sequence[Run], *, to_error: bool, target: float = 0.95) -> None:
-    from dure.report.table import comparison_table
-
-    _show(comparison_table(runs, target=target), to_error=to_error)
-
-
-def _show(what: Any, *, to_error: bool) -> None:
+def _show(what: Any, stream: TextIO) -> None:
     from rich.console import Console
 
-    console = Console(stderr=to_error)
+    if isinstance(what, str):
+        stream.write(what)
+        return
+    console = Console(file=stream)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(stderr=to_error, width=WIDTH)
+        console = Console(file=stream, width=WIDTH)
     console.print(what)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.config import CompareConfig
+from dure.config import FEW, CompareConfig, goal
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from dure.report.record import Run
     from dure.runtime.cluster import Cluster
     from dure.runtime.launch.nursery import Nursery
+
+
+log = logging.getLogger("dure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ def compare(
 ) -> Comparison:
     """Train `job` under each of `strategies` in each place of `on`, and write a report.
 
-    Every method if no strategy is given, here or as the option of that name. `options` are those of
+    The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
     `config.CompareConfig`. Raises what `train` does.
     """
     named = options.pop("strategies", ())
@@ -53,12 +57,16 @@ def run_all(
     config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None, nursery: Nursery | None = None
 ) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts."""
-    from dure.report.html import write_report
+    from dure.report.html import DEFAULT, free, write_report
     from dure.train import AtHand, run
 
     configs = list(config.runs())
     for each in configs:
         each.chosen()
+    if not config.strategies:
+        log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
     runs = [run(each, AtHand(job, cluster, nursery=nursery)) for each in configs]
-    report = write_report(config.report, runs, title=f"{config.job}: {len(runs)} runs")
+    path = free(DEFAULT) if config.report is None else config.report
+    target = goal(config.target, config.target_loss)
+    report = write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
     return Comparison(runs, report)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dure.errors import UsageError
-from dure.strategy import AXES, Strategy, by_axis, catalogue
+from dure.strategy import AXES, Strategy, by_axis
+from dure.target import Target
 from dure.text import Call, nearest, typed
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 PLACES = ("local", "torchrun", "virtual")
+
+FEW = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
+"""Strategies that are compared if none is named: synchronous, periodic, bounded staleness, asynchronous."""
 _RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
 
 
@@ -188,13 +192,20 @@ class CompareConfig(Options):
     """One job under several strategies, in one or several places."""
 
     strategies: tuple[str, ...] = ()
-    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. Every method if left out."""
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
+    ssp:bound=3 and downpour."""
     on: tuple[str, ...] = ()
     """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
-    report: Path = Path("report.html")
-    """Where to write the report."""
-    target: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Test accuracy whose time is compared."""
+    report: Path | None = None
+    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
+    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Test accuracy whose time is compared; 0.95 if left out."""
+    target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Loss whose time is compared, in place of an accuracy."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        goal(self.target, self.target_loss)
 
     def runs(self) -> Iterator[TrainConfig]:
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
@@ -204,11 +215,18 @@ class CompareConfig(Options):
                 "--out DIR once per strategy, and dure report DIR DIR ..."
             )
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}
-        choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or tuple(catalogue("sync"))]
+        choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or FEW]
         for number, (on, text) in enumerate(choices, start=1):
             folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{number:02d} {Path(on).stem} {text}")
             out = None if self.out is None else self.out / folder
             yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
+
+
+def goal(target: float | None, target_loss: float | None) -> Target:
+    """The accuracy or the loss whose time is compared. Raises `UsageError` if both are given."""
+    if target is not None and target_loss is not None:
+        raise UsageError(f"target={target:g} and target_loss={target_loss:g} are two targets. Give one of them.")
+    return Target(0.95 if target is None else target) if target_loss is None else Target(target_loss, "loss")
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dure.report import Run, print_table
+from dure.report import Run, comparison_table, print_table
 from dure.report.comparison import (
     NOTHING,
     bytes_text,
@@ -17,6 +17,7 @@ from dure.report.comparison import (
     seconds_text,
     shared_strategy,
 )
+from dure.target import Target
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):
@@ -26,28 +27,28 @@ def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):
         made("bsp", seconds=100, time="real"),
         made("ssp:bound=3", seconds=200, time="real"),
     ]
-    found = entries(runs, target=0.95)
+    found = entries(runs, target=Target(0.95))
     assert [entry.reached for entry in found] == [10, 4, 100, 200]
     assert [entry.speedup for entry in found] == [1.0, 2.5, 1.0, 0.5]
     assert [entry.label for entry in found][::3] == ["bsp (virtual)", "ssp:bound=3 (real)"]
 
 
 def test_no_ratio_without_both_times(made):
-    found = entries([made("bsp", accuracy=False), made("ssp")], target=0.95)
+    found = entries([made("bsp", accuracy=False), made("ssp")], target=Target(0.95))
     assert [entry.speedup for entry in found] == [None, None]
 
 
 def test_labels_leave_out_what_all_share_and_are_unique(made):
     runs = [made("bsp"), made("bsp"), made("ssp:bound=3")]
-    assert [entry.label for entry in entries(runs, target=0.9)] == ["bsp #1", "bsp #2", "ssp:bound=3"]
+    assert [entry.label for entry in entries(runs, target=Target(0.9))] == ["bsp #1", "bsp #2", "ssp:bound=3"]
     assert shared_strategy(runs) == "ps:shards=2"
-    assert [entry.label for entry in entries(runs[:1], target=0.9)] == ["bsp ps:shards=2"]
+    assert [entry.label for entry in entries(runs[:1], target=Target(0.9))] == ["bsp ps:shards=2"]
 
 
 def test_a_run_that_did_not_finish_is_known_by_its_configuration(made):
     half = Run({"sync": "ssp:bound=3", "on": "local"}, made().history[:5], {}, Path("runs/half"))
     nameless = Run({}, [], {}, Path("runs/x"))
-    first, second = entries([half, nameless], target=0.95)
+    first, second = entries([half, nameless], target=Target(0.95))
     assert (first.label, first.time, first.finished) == ("ssp:bound=3 (real)", "real", False)
     assert first.figure("steps") == 40
     assert second.strategy == "x"
@@ -55,12 +56,12 @@ def test_a_run_that_did_not_finish_is_known_by_its_configuration(made):
 
 def test_divergence_is_seen_in_history_and_summary(made):
     runs = [made(), made(nan_from=5), Run({}, [], {"loss": math.inf}), Run({}, [], {"loss": None})]
-    assert [entry.diverged for entry in entries(runs, target=0.95)] == [False, True, True, False]
+    assert [entry.diverged for entry in entries(runs, target=Target(0.95))] == [False, True, True, False]
 
 
 def test_the_best_of_a_line_is_marked(made):
-    found = entries([made("bsp", seconds=10), made("ssp", seconds=4), made("easgd", nan_from=3)], target=0.95)
-    by_name = {line.name: line for _, group in lines(found, target=0.95) for line in group}
+    found = entries([made("bsp", seconds=10), made("ssp", seconds=4), made("easgd", nan_from=3)], target=Target(0.95))
+    by_name = {line.name: line for _, group in lines(found, target=Target(0.95)) for line in group}
     assert by_name["Time to 95 %"].best == {1}
     assert by_name["Loss"].cells[2] == "diverged"
     assert by_name["Loss"].best == frozenset()
@@ -100,19 +101,19 @@ def test_bandwidths_as_text():
 def test_compression_is_said_to_pay_or_not(made, coded):
     pays = "It pays on links below 16 Gbit/s"
     runs = [made("bsp"), coded("ssp"), coded("downpour", link=12.5e9), coded("backup", link=None, time="real")]
-    said = compression_verdicts(entries(runs, target=0.95))
+    said = compression_verdicts(entries(runs, target=Target(0.95)))
     assert len(said) == 3
     assert "compression pays on this cluster's links of 10 Gbit/s, where a step takes 14.8 ms with it and" in said[0]
     assert "compression does not pay on this cluster's links of 100 Gbit/s" in said[1]
     assert "encoding and decoding take 4.00 ms" in said[2]
     assert all(pays in sentence for sentence in said)
-    (never,) = compression_verdicts(entries([coded(saves=False)], target=0.95))
+    (never,) = compression_verdicts(entries([coded(saves=False)], target=Target(0.95)))
     assert "pays on no link" in never
 
 
 def test_compression_has_its_lines_where_there_is_any(made, coded):
-    found = entries([made("bsp"), coded("ssp", link=5e9)], target=0.95)
-    heading, rows = lines(found, target=0.95)[-1]
+    found = entries([made("bsp"), coded("ssp", link=5e9)], target=Target(0.95))
+    heading, rows = lines(found, target=Target(0.95))[-1]
     shown = {line.name: line.cells for line in rows}
     assert heading == "Compression (a model)"
     assert [name for name in shown if name.startswith("A step at")][-2:] == [
@@ -121,7 +122,7 @@ def test_compression_has_its_lines_where_there_is_any(made, coded):
     ]
     assert shown["A step at 100 Mbit/s"] == (NOTHING, "94.0 ms (fp32 730 ms)")
     assert shown["Pays on links below"] == (NOTHING, "16 Gbit/s")
-    assert "Compression (a model)" not in dict(lines(entries([made("bsp")], target=0.95), target=0.95))
+    assert "Compression (a model)" not in dict(lines(entries([made("bsp")], target=Target(0.95)), target=Target(0.95)))
 
 
 def test_the_terminal_says_whether_compression_pays(coded):
@@ -153,3 +154,25 @@ def test_an_empty_table_is_a_table():
     out = Console(file=io.StringIO(), width=160)
     print_table([], console=out)
     assert "strategy" in out.file.getvalue()
+
+
+def test_where_no_run_has_an_accuracy_there_is_no_line_of_one(made):
+    runs = [made("bsp", accuracy=False), made("ssp", accuracy=False)]
+    found = entries(runs, target=Target())
+    names = {line.name for _, group in lines(found, target=Target()) for line in group}
+    assert not {name for name in names if "ccuracy" in name or "Time to" in name or "Speed-up" in name}
+    heads = [column.header for column in comparison_table(runs).columns]
+    assert heads == ["strategy", "whole run", "loss", "sent", "stale", "compute", "comm.", "wait"]
+    assert "--target-loss" in str(comparison_table(runs).caption)
+    some = [made("bsp", accuracy=False), made("ssp")]
+    assert "accuracy" in [column.header for column in comparison_table(some).columns]
+
+
+def test_the_time_to_a_loss_is_told_for_all_jobs(made):
+    runs = [made("bsp", accuracy=False, seconds=10), made("ssp", accuracy=False, seconds=5)]
+    goal = Target(0.5, "loss")
+    first, second = entries(runs, target=goal)
+    assert (first.reached, second.reached, second.speedup) == (4.0, 2.0, 2.0)  # 2 exp(-4 x 0.4) = 0.40
+    heads = [column.header for column in comparison_table(runs, target=goal).columns]
+    assert heads[:3] == ["strategy", "to loss 0.5", "speed-up"]
+    assert "accuracy" not in heads

@@ -10,6 +10,7 @@ from dure.report import Run, write_report
 from dure.report.comparison import NOTHING, entries
 from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
+from dure.target import Target
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -45,7 +46,7 @@ class Outline(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def page(runs, *, title="Runs", target=0.95):
+def page(runs, *, title="Runs", target=Target()):  # noqa: B008
     return render(runs, title=title, target=target)
 
 
@@ -91,7 +92,7 @@ def test_the_page_says_which_time_it_is(made):
 def test_the_first_to_the_target_is_named(made):
     text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)])).text
     assert "ssp:bound=3 reached 95 % test accuracy after 4.00 s of virtual time, 2.5 times as fast as bsp." in text
-    text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)], target=0.45)).text
+    text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)], target=Target(0.45))).text
     assert "reached 45 % test accuracy after 2.00 s" in text
 
 
@@ -156,7 +157,7 @@ STAR = [[0, rank] for rank in range(1, 64)]
 
 
 def test_the_page_says_whether_compression_pays(made, coded):
-    page = render([made("bsp"), coded("ssp"), coded("backup", link=5e9)], title="t", target=0.95)
+    page = render([made("bsp"), coded("ssp"), coded("backup", link=5e9)], title="t", target=Target(0.95))
     words = " ".join(Outline(page).words)
     assert "Does compression pay?" in words
     assert "does not pay on this cluster" in words
@@ -164,7 +165,7 @@ def test_the_page_says_whether_compression_pays(made, coded):
     assert "the cluster file" in words
     assert words.count("94.0 ms") >= 2
     assert NOTHING in words  # the first has no step at the second's link
-    assert "Does compression pay?" not in " ".join(Outline(render([made("bsp")], title="t", target=0.95)).words)
+    assert "Does compression pay?" not in " ".join(Outline(render([made("bsp")], title="t", target=Target(0.95))).words)
 
 
 def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):
@@ -194,13 +195,13 @@ def test_a_long_graph_is_named_by_its_beginning(made):
     text = "gossip:graph=" + "/".join(f"0-{rank}" for rank in range(1, 40))
     run = made("ad-psgd")
     run = replace(run, figures={**run.figures, "strategy": {"sync": "ad-psgd", "topology": text}})
-    (entry,) = entries([run], target=0.95)
+    (entry,) = entries([run], target=Target(0.95))
     assert entry.label == "ad-psgd gossip:graph=0-1/0-2/0-3/..."
 
 
 def drawn(run, x="step", y="loss"):
-    found = entries([run], target=0.95)
-    return curves(found, looks(found), x=x, y=y, target=0.95)
+    found = entries([run], target=Target(0.95))
+    return curves(found, looks(found), x=x, y=y, target=Target(0.95))
 
 
 def line(svg):
@@ -211,7 +212,7 @@ def line(svg):
 
 def test_a_run_looks_the_same_everywhere_and_like_no_other(made):
     runs = [made(f"m{k % 12}", time="virtual" if k < 12 else "real") for k in range(20)]
-    given = looks(entries(runs, target=0.95))
+    given = looks(entries(runs, target=Target(0.95)))
     assert len(set(given)) == 20
     assert given[0].color == given[12].color
     assert given[0].dash != given[12].dash
@@ -233,5 +234,5 @@ def test_requests_that_make_no_sense_are_refused(tmp_path, made):
     with pytest.raises(UsageError, match="at least one run"):
         write_report(tmp_path / "r.html", [])
     with pytest.raises(UsageError, match=r"got 95.*write 0\.95"):
-        write_report(tmp_path / "r.html", [made()], target=95)
+        write_report(tmp_path / "r.html", [made()], target=Target(95))
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from dure.report import Counters, Staleness, TimeShare, time_to
+from dure.target import Target
 
 
 def test_merging_counters_adds_every_field():
@@ -69,12 +70,12 @@ def test_a_time_that_is_none_is_refused(seconds):
 def test_time_to_is_the_first_row_that_reaches_it():
     accuracies = [None, 0.5, 0.94, 0.95, 0.9, 0.99]
     history = [{"seconds": 2.0 * place, "accuracy": value} for place, value in enumerate(accuracies)]
-    assert time_to(history, 0.95) == 6.0
-    assert time_to(history, 0.945) == 6.0
-    assert time_to(history, 0.995) is None
-    assert time_to([{"seconds": 1.0}], 0.5) is None
+    assert time_to(history, Target(0.95)) == 6.0
+    assert time_to(history, Target(0.945)) == 6.0
+    assert time_to(history, Target(0.995)) is None
+    assert time_to([{"seconds": 1.0}], Target(0.5)) is None
 
 
 def test_time_to_refuses_per_cent():
     with pytest.raises(ValueError, match=r"write 0\.95"):
-        time_to([], 95)
+        time_to([], Target(95))

@@ -6,7 +6,7 @@
 | `figures`    | the report's figures, as SVG                                     |
 | `files`      | JSON that any reader can parse; files that are whole or absent   |
 | `html`       | the report: one HTML file that opens offline                     |
-| `metrics`    | counters, staleness, time shares, time to an accuracy            |
+| `metrics`    | counters, staleness, time shares, time to a target               |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `sinks`      | where a history goes besides: JSON Lines, TensorBoard            |
@@ -24,6 +24,7 @@ from dure.report.sinks import JsonLines, Sink, TensorBoard
 from dure.report.table import comparison_table, print_table
 from dure.report.trace import write_trace
 from dure.runtime.meter import Span
+from dure.target import Target
 
 __all__ = [
     "Counters",
@@ -34,6 +35,7 @@ __all__ = [
     "Sink",
     "Span",
     "Staleness",
+    "Target",
     "TensorBoard",
     "TimeShare",
     "comparison_table",

@@ -15,6 +15,7 @@ from typing import Any
 
 from dure.report.metrics import time_to
 from dure.report.record import Run
+from dure.target import Target
 
 NOTHING = "\N{EN DASH}"
 _AXES = ("sync", "topology", "codec", "partition")
@@ -67,8 +68,8 @@ class Entry:
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def entries(runs: Sequence[Run], *, target: float) -> list[Entry]:
-    """One entry per run, in order. `target` is the test accuracy (a fraction) whose time is taken."""
+def entries(runs: Sequence[Run], *, target: Target) -> list[Entry]:
+    """One entry per run, in order. `target` is the accuracy or loss whose time is taken."""
     figures = [run.summary() for run in runs]
     strategies = _strategies(runs, figures)
     times = [_kind_of_time(run, values) for run, values in zip(runs, figures, strict=True)]
@@ -83,6 +84,16 @@ def entries(runs: Sequence[Run], *, target: float) -> list[Entry]:
             runs, figures, labels, strategies, times, reached, strict=True
         )
     ]
+
+
+def graded(found: Sequence[Entry]) -> bool:
+    """Whether any run has an accuracy: a job may have no notion of one."""
+    return any(row.get("accuracy") is not None for entry in found for row in (*entry.run.history, entry.figures))
+
+
+def timed(found: Sequence[Entry], target: Target) -> bool:
+    """Whether the time to `target` can be told: the time to an accuracy, only where a run has one."""
+    return target.measure == "loss" or graded(found)
 
 
 def shared_strategy(runs: Sequence[Run]) -> str:
@@ -195,11 +206,6 @@ def loss_text(entry: Entry) -> str:
     return "diverged" if entry.diverged else number_text(entry.figure("loss"))
 
 
-def target_text(target: float) -> str:
-    """A fraction as "95 %"."""
-    return f"{100 * target:g} %"
-
-
 def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
@@ -216,7 +222,7 @@ class Line:
     best: frozenset[int] = frozenset()
 
 
-def lines(found: Sequence[Entry], *, target: float) -> list[tuple[str, list[Line]]]:
+def lines(found: Sequence[Entry], *, target: Target) -> list[tuple[str, list[Line]]]:
     """Every figure of the summaries, in groups: (heading, lines)."""
     shares = ("compute", "communicate", "wait")
     return [
@@ -307,16 +313,18 @@ def _line(
     return Line(name, tuple(text(entry.figure(key, part)) for entry in found), best)
 
 
-def _result(found: Sequence[Entry], target: float) -> list[Line]:
-    accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
-    reached = tuple(seconds_text(entry.reached) for entry in found)
-    return [
-        Line("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True)),
-        Line("Test accuracy", accuracies, _best(found, lambda e: _negative(e.figure("accuracy")), across=True)),
-        _line(found, "Best test accuracy", percent_text, "best_accuracy"),
-        Line(f"Time to {target_text(target)}", reached, _best(found, lambda entry: entry.reached)),
-        Line("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)),
-    ]
+def _result(found: Sequence[Entry], target: Target) -> list[Line]:
+    result = [Line("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True))]
+    if graded(found):
+        accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
+        best = _best(found, lambda e: _negative(e.figure("accuracy")), across=True)
+        result.append(Line("Test accuracy", accuracies, best))
+        result.append(_line(found, "Best test accuracy", percent_text, "best_accuracy"))
+    if timed(found, target):
+        reached = tuple(seconds_text(entry.reached) for entry in found)
+        result.append(Line(f"Time to {target.short}", reached, _best(found, lambda entry: entry.reached)))
+        result.append(Line("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)))
+    return result
 
 
 def _work(found: Sequence[Entry]) -> list[Line]:
@@ -324,6 +332,7 @@ def _work(found: Sequence[Entry]) -> list[Line]:
     return [
         Line("Kind of time", tuple(entry.time for entry in found)),
         _line(found, "Whole run", seconds_text, "seconds"),
+        _line(found, "Evaluation, real and apart", seconds_text, "evaluation_seconds"),
         _line(found, "Workers", count_text, "workers"),
         _line(found, "Mini-batches per worker", count_text, "steps"),
         _line(found, "Learning rate", number_text, "lr"),

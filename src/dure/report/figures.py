@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dure.report.comparison import Entry, target_text
+from dure.report.comparison import Entry
 from dure.report.metrics import Staleness
+from dure.target import Target
 from dure.topology.graph import pairwise_mixing
 
 if TYPE_CHECKING:
@@ -90,10 +91,10 @@ def looks(found: Sequence[Entry]) -> list[Look]:
     return given
 
 
-def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: float) -> str | None:
+def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: Target) -> str | None:
     """`y` ("loss", "consensus" or "accuracy") over `x` ("seconds", "step" or "bytes"); None when nothing is to draw.
 
-    A run whose loss is no number any more ends in a cross.
+    A run whose loss is no number any more ends in a cross. `target` is drawn in the figure of its measure.
     """
     drawn = [(entry, look, _points(entry, x, y)) for entry, look in zip(found, given, strict=True)]
     drawn = [item for item in drawn if any(math.isfinite(value) for _, value in item[2])]
@@ -110,7 +111,10 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
         if y in _LOSSES:
             _scale_loss(axes, _LOSSES[y], [[value for _, value in points] for _, _, points in drawn])
         else:
-            _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], target)
+            mark = target.value if target.measure == "accuracy" else None
+            _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], mark)
+        if y == target.measure:
+            _mark(axes, target)
         for entry, look, points in drawn:
             if entry.diverged:
                 _cross(axes, [(place / unit[1], value) for place, value in points if math.isfinite(value)][-1], look)
@@ -304,10 +308,11 @@ def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> No
         axes.set_ylim(lowest - margin, highest + margin)
 
 
-def _scale_accuracy(axes: Axes, values: Sequence[float], target: float) -> None:
+def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -> None:
     """Where accuracies are high, what counts is the error: it is drawn on a logarithmic scale, labelled as accuracy."""
     finite = [value for value in values if math.isfinite(value)]
     lowest, highest = min(finite), max(finite)
+    target = highest if target is None else target
     if highest >= 0.9 <= target:
         axes.set_ylabel("test accuracy (error on a log scale)")
         _scale_error(axes, lowest, max(highest, target))
@@ -315,9 +320,16 @@ def _scale_accuracy(axes: Axes, values: Sequence[float], target: float) -> None:
         axes.set_ylabel("test accuracy")
         axes.set_ylim(max(0.0, min(lowest, target) - 0.04), min(1.0, max(highest, target) + 0.04))
     axes.yaxis.set_major_formatter(_plain(" %", factor=100))
-    axes.axhline(target, color=_FAINT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+
+
+def _mark(axes: Axes, target: Target) -> None:
+    """A line at the target, where the axis has that value."""
+    lowest, highest = axes.get_ylim()
+    if not lowest <= target.value <= highest:
+        return
+    axes.axhline(target.value, color=_FAINT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
-        target_text(target), (1, target), xycoords=("axes fraction", "data"), xytext=(4, 0),
+        target.short.removeprefix("loss "), (1, target.value), xycoords=("axes fraction", "data"), xytext=(4, 0),
         textcoords="offset points", va="center", fontsize=9, color=_FAINT, annotation_clip=False,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
 from dure.report.record import Run
+from dure.target import Target
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -31,6 +33,16 @@ _SENTENCES = {
 }
 
 
+DEFAULT = Path("report.html")
+"""The report's file, if none is named and this one is free."""
+
+
+def free(path: Path) -> Path:
+    """`path`, or if such a file exists the first of path-2, path-3, ... that does not."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One figure of the page: what it shows, in words, and its SVG."""
@@ -40,23 +52,25 @@ class Panel:
 
 
 def write_report(
-    path: str | Path, runs: Sequence[Run], *, title: str = "Comparison of strategies", target: float = 0.95
+    path: str | Path,
+    runs: Sequence[Run],
+    *,
+    title: str = "Comparison of strategies",
+    target: Target = Target(),  # noqa: B008
 ) -> Path:
     """Write the report of `runs` to `path`, whole or not at all; returns the path.
 
-    Runs are compared with the first one. `target` is the test accuracy (a fraction) whose time is compared.
+    Runs are compared with the first one. `target` is the accuracy or loss whose time is compared.
     """
     if not runs:
         raise UsageError("a report needs at least one run, got none. Name the folders of finished runs.")
-    if not 0 < target <= 1:
-        raise UsageError(f"target is a test accuracy above 0 and at most 1, got {target}. For 95 % write 0.95.")
     page = render(runs, title=title, target=target)
     with replacing(Path(path)) as file:
         file.write(page)
     return Path(path)
 
 
-def render(runs: Sequence[Run], *, title: str, target: float) -> str:
+def render(runs: Sequence[Run], *, title: str, target: Target) -> str:
     """The page as text. The same runs give the same text."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -73,7 +87,9 @@ def render(runs: Sequence[Run], *, title: str, target: float) -> str:
         subtitle=_subtitle(runs),
         notices=_notices(found),
         verdict=_verdict(found, target),
-        target=comparison.target_text(target),
+        target=str(target),
+        timed=comparison.timed(found, target),
+        graded=comparison.graded(found),
         rows=list(zip(found, given, _bars(found), strict=True)),
         curves=_curves(found, given, target),
         staleness=_staleness(found, given),
@@ -129,7 +145,7 @@ def _sentence(kind: str) -> str:
     return _SENTENCES.get(kind, _SENTENCES["unknown"])
 
 
-def _verdict(found: Sequence[Entry], target: float) -> list[str]:
+def _verdict(found: Sequence[Entry], target: Target) -> list[str]:
     """Who reached the target first, one sentence for each kind of time."""
     sentences = []
     for kind in dict.fromkeys(entry.time for entry in found):
@@ -137,14 +153,14 @@ def _verdict(found: Sequence[Entry], target: float) -> list[str]:
         arrived = sorted((entry for entry in among if entry.reached is not None), key=lambda e: e.reached or 0.0)
         if arrived:
             sentences.append(_first_arrival(arrived[0], among[0], len(among), target))
-    if not sentences and any(entry.figure("accuracy") is not None for entry in found):
-        sentences.append(f"No run reached {comparison.target_text(target)} test accuracy.")
+    if not sentences and comparison.timed(found, target):
+        sentences.append(f"No run reached {target}.")
     return sentences
 
 
-def _first_arrival(best: Entry, first: Entry, among: int, target: float) -> str:
+def _first_arrival(best: Entry, first: Entry, among: int, target: Target) -> str:
     kind = f"{best.time} " if best.time != "unknown" else ""
-    when = f"{comparison.target_text(target)} test accuracy after {comparison.seconds_text(best.reached)} of {kind}time"
+    when = f"{target} after {comparison.seconds_text(best.reached)} of {kind}time"
     if among == 1:
         return f"{best.strategy} reached {when}."
     if best is first or best.speedup is None:
@@ -160,7 +176,7 @@ def _bars(found: Sequence[Entry]) -> list[float]:
     return [100 * (entry.reached or 0.0) / (slowest[entry.time] or 1.0) for entry in found]
 
 
-def _curves(found: Sequence[Entry], given: Sequence[Look], target: float) -> list[tuple[str, list[Panel]]]:
+def _curves(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
     """Rows of panels, loss and accuracy: one row for each kind of time, then steps, then bytes."""
     rows: list[tuple[str, str, list[int]]] = []
     for kind in dict.fromkeys(entry.time for entry in found):
@@ -203,7 +219,7 @@ def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
     return panels
 
 
-def _consensus(found: Sequence[Entry], given: Sequence[Look], target: float) -> list[Panel]:
+def _consensus(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[Panel]:
     """How far models were apart, where a run recorded that: for each kind of time, and over steps."""
     panels = []
     for kind in dict.fromkeys(entry.time for entry in found):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from dure.errors import UsageError
+from dure.target import Target
 
 Activity = Literal["compute", "communicate", "wait"]
 
@@ -100,15 +100,13 @@ class TimeShare:
         return {name: seconds / total if total else 0.0 for name, seconds in asdict(self).items()}
 
 
-def time_to(history: Iterable[Mapping[str, Any]], accuracy: float) -> float | None:
-    """Seconds of the first row whose test accuracy is at least `accuracy`; None where none is.
+def time_to(history: Iterable[Mapping[str, Any]], target: Target) -> float | None:
+    """Seconds of the first row that reaches `target`; None where none does.
 
     Rows are not interpolated: what was not measured is not claimed.
     """
-    if not 0 <= accuracy <= 1:
-        raise UsageError(f"accuracy is a fraction between 0 and 1, got {accuracy}. For 95 % write 0.95.")
     for row in history:
-        reached = row.get("accuracy")
-        if reached is not None and reached >= accuracy:
+        value = row.get(target.measure)
+        if value is not None and (value >= target.value if target.measure == "accuracy" else value <= target.value):
             return float(row["seconds"])
     return None

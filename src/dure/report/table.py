@@ -12,39 +12,47 @@ from rich.text import Text
 from dure.report import comparison
 from dure.report.comparison import Entry, bytes_text, loss_text, mean_text, percent_text, ratio_text, seconds_text
 from dure.report.record import Run
+from dure.target import Target
 
 
-def print_table(runs: Sequence[Run], *, console: Console, target: float = 0.95) -> None:
-    """Print the comparison of `runs` to `console`; `target` is the test accuracy whose time is shown."""
+def print_table(runs: Sequence[Run], *, console: Console, target: Target = Target()) -> None:  # noqa: B008
+    """Print the comparison of `runs` to `console`, with the time to `target`."""
     console.print(comparison_table(runs, target=target))
 
 
-def comparison_table(runs: Sequence[Run], *, target: float = 0.95) -> Table:
-    """The same as a rich table. An empty sequence gives a table without rows."""
+def comparison_table(runs: Sequence[Run], *, target: Target = Target()) -> Table:  # noqa: B008
+    """The same as a rich table. An empty sequence gives a table without rows.
+
+    Columns of accuracies are there where a run has one, and so is the time to an accuracy.
+    """
     found = comparison.entries(runs, target=target)
-    table = Table(caption=_caption(found), caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(caption=_caption(found, target), caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold")
-    table.add_column(f"to {comparison.target_text(target)}", justify="right", no_wrap=True)
-    for name in ("speed-up", "whole run", "loss", "accuracy", "sent", "stale", "compute", "comm.", "wait"):
+    columns = _columns(found, target)
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for entry in found:
-        table.add_row(*_cells(entry))
+    for place, entry in enumerate(found):
+        label = entry.label if entry.finished else f"{entry.label} (unfinished)"
+        cells = [label, *(texts[place] for texts in columns.values())]
+        table.add_row(*(Text(text, style="bold red" if text == "diverged" else "") for text in cells))
     return table
 
 
-def _cells(entry: Entry) -> list[Text]:
-    texts = [
-        entry.label if entry.finished else f"{entry.label} (unfinished)",
-        seconds_text(entry.reached),
-        ratio_text(entry.speedup),
-        seconds_text(entry.figure("seconds")),
-        loss_text(entry),
-        percent_text(entry.figure("accuracy")),
-        bytes_text(entry.figure("bytes_sent")),
-        mean_text(entry.figure("staleness", "mean")),
-        *(_share(entry, part) for part in ("compute", "communicate", "wait")),
-    ]
-    return [Text(text, style="bold red" if text == "diverged" else "") for text in texts]
+def _columns(found: Sequence[Entry], target: Target) -> dict[str, list[str]]:
+    """The cells of each column, by its name."""
+    columns: dict[str, list[str]] = {}
+    if comparison.timed(found, target) or not found:
+        columns[f"to {target.short}"] = [seconds_text(entry.reached) for entry in found]
+        columns["speed-up"] = [ratio_text(entry.speedup) for entry in found]
+    columns["whole run"] = [seconds_text(entry.figure("seconds")) for entry in found]
+    columns["loss"] = [loss_text(entry) for entry in found]
+    if comparison.graded(found) or not found:
+        columns["accuracy"] = [percent_text(entry.figure("accuracy")) for entry in found]
+    columns["sent"] = [bytes_text(entry.figure("bytes_sent")) for entry in found]
+    columns["stale"] = [mean_text(entry.figure("staleness", "mean")) for entry in found]
+    for name, part in (("compute", "compute"), ("comm.", "communicate"), ("wait", "wait")):
+        columns[name] = [_share(entry, part) for entry in found]
+    return columns
 
 
 def _share(entry: Entry, part: str) -> str:
@@ -52,11 +60,13 @@ def _share(entry: Entry, part: str) -> str:
     return comparison.NOTHING if share is None else f"{100 * share:.0f} %"
 
 
-def _caption(found: Sequence[Entry]) -> str | None:
+def _caption(found: Sequence[Entry], target: Target) -> str | None:
     kinds = {entry.time for entry in found}
     said = comparison.compression_verdicts(found)
     if kinds == {"virtual"}:
         said = ["time is virtual: a model of machines and network", *said]
     if kinds == {"virtual", "real"}:
         said = ["speed-up is within virtual runs and within real runs", *said]
+    if found and not comparison.timed(found, target):
+        said = [*said, "the job has no accuracy: --target-loss compares the times to a loss"]
     return "\n".join(said) or None
