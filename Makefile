@@ -1,12 +1,13 @@
 # make demo   train the digits job under four methods, for real and in virtual time
 # make test   everything that must hold
+# make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test lint format demo bench clean
+.PHONY: setup test quick lint format demo bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +27,12 @@ lint: setup
 test: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone"
 	$(BIN)/pytest -m alone
+
+# lint; the catalogues, codecs and optimizers; oracles in virtual time; a run on processes per topology; documentation
+QUICK := tests/test_tree.py tests/test_strategy.py tests/test_optim.py tests/codec/test_laws.py tests/report \
+  tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
+quick: lint
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone" $(QUICK)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,37 @@
+"""One short run on processes for each topology: the loss falls, and every worker makes its steps."""
+
+from __future__ import annotations
+
+import pytest
+from support import sparse_jobs
+from support.runs import local
+
+from dure.runtime.launch.nursery import Nursery
+from dure.strategy import catalogue
+
+SPARSE = f"{sparse_jobs.__file__}:sparse"
+RUNS = {
+    "collective": ("digits-mlp", "bsp collective"),
+    "ps": ("digits-mlp", "ssp:bound=2 ps:shards=2"),
+    "hybrid": (SPARSE, "bsp hybrid:servers=all"),
+    "shared": (SPARSE, "hogwild shared"),
+    "gossip": ("digits-mlp", "ad-psgd gossip"),
+}
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as one:
+        yield one
+
+
+def test_every_topology_is_here():
+    assert RUNS.keys() == catalogue("topology").keys()
+
+
+@pytest.mark.parametrize("topology", RUNS)
+def test_a_run_on_processes(topology, nursery):
+    job, strategy = RUNS[topology]
+    run = local(job, strategy, workers=2, steps=40, eval_every=10, nursery=nursery)
+    assert run.rows[-1]["loss"] < 0.95 * run.rows[0]["loss"]
+    assert run.summary["samples"] == 2 * 40 * run.task.job.batch_size
