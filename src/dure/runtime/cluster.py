@@ -80,6 +80,26 @@ class Servers(Described):
     link: Link | None = None
 
 
+class Round(Described):
+    """A round between neighbors in the engine's ring takes `start` seconds, and `byte` seconds per byte sent."""
+
+    start: Seconds = 1e-4
+    byte: PerByte = 0.1e-9
+
+
+class Host(Described):
+    """One machine whose `cores` all workers and servers share: each of them is a process on it.
+
+    Processes at work share the cores equally. A message costs its sender's process and then its receiver's process
+    `alpha + bytes * beta` of a core; between the two passes the link's latency. `all_reduce` is a round of the engine's
+    collectives, `gradient` a round of the sum of gradients that leaves during backward.
+    """
+
+    cores: int = Field(default=2, ge=1)
+    all_reduce: Round = Round()
+    gradient: Round = Round()
+
+
 class Event(Described):
     """What happens to a worker, and when.
 
@@ -124,12 +144,14 @@ class Cluster(Described):
     of memory that a server works through to apply an update. A message has `header` bytes more than its tensors and
     `field` bytes more for each plain value; up to `small` bytes in all it does not queue. A crash is noticed after
     `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed. `codecs`
-    is what codecs cost, by name; those left out cost what `runtime.coding` has measured.
+    is what codecs cost, by name; those left out cost what `runtime.coding` has measured. With a `host`, all machines
+    are processes of it.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
     servers: Servers = Servers()
     link: Link = Link()
+    host: Host | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
     gamma: PerByte = 0.3e-9
@@ -202,8 +224,14 @@ class Cluster(Described):
         return frozenset(worker for worker, kind in first.items() if kind == "join")
 
     def hosts(self, servers: int = 0, *, colocated: bool = False) -> dict[str, int]:
-        """The machine of each node: "worker i" on machine i, "server j" on one of its own, or beside a worker."""
+        """The machine of each node: "worker i" on machine i, "server j" on one of its own, or beside a worker.
+
+        All on machine 0 where the cluster is one `host`.
+        """
         workers = self.workers
+        if self.host is not None:
+            names = [*(f"worker {i}" for i in range(workers)), *(f"server {j}" for j in range(servers))]
+            return dict.fromkeys(names, 0)
         machines = {f"worker {i}": i for i in range(workers)}
         return machines | {f"server {j}": j % workers if colocated else workers + j for j in range(servers)}
 

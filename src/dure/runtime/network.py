@@ -17,6 +17,8 @@ Rules, all of them:
   wire, as on one connection, so a pair of nodes is one share of a queue whatever it has to say;
 - nodes on one machine do not use the card: alpha + bytes / memory bandwidth, one after another per pair.
   Such bytes are counted apart, as `bytes_local`;
+- where the cluster is one `host`, nodes are processes that share its cores (`runtime.cores`): a message takes
+  alpha + bytes * beta of its sender's process, then the link's latency, then as much of its receiver's process;
 - what a crashed node had sent arrives if it had left the node's card entirely, else it is lost; what was on its
   way to it vanishes.
 
@@ -37,6 +39,7 @@ from typing import Protocol
 
 from dure.runtime.cluster import Cluster
 from dure.runtime.collectives import COLLECTIVES, Cost, Path
+from dure.runtime.cores import Cores, Process
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 
@@ -48,6 +51,10 @@ class Kernel(Protocol):
     def now(self) -> float: ...
 
     def at(self, time: float, callback: Callable[[], None], /) -> None: ...
+
+    def timer(self, time: float, callback: Callable[[], None], /) -> int: ...
+
+    def void(self, timer: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +252,8 @@ class Network:
             )
             self._processors[machine] = Processor(cluster.cores_of(machine))
         self._pairs: dict[tuple[int, int], Pair] = {}
+        shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
+        self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
         self._gone: set[int] = set()
         self._life = [0] * len(hosts)  # rises when a node crashes: what was sent to the one before vanishes
         self.bytes_sent = [0] * len(hosts)
@@ -267,7 +276,9 @@ class Network:
         (self.bytes_local if pair.local else self.bytes_sent)[node] += wire
         if self._gone and pair.dst in self._gone:
             return
-        if pair.local:
+        if self.processes is not None:
+            self._hand_over(self.processes, pair, wire, deliver)
+        elif pair.local:
             now = max(self.kernel.now, pair.arrived)
             self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
         elif pair.current is not None:
@@ -297,6 +308,8 @@ class Network:
         index = self.node(node)
         self._gone.add(index)
         self._life[index] += 1
+        if self.processes is not None:
+            self.processes[index].clear()
         for pair in self._pairs.values():
             if index in (pair.src, pair.dst):
                 pair.backlog.clear()
@@ -342,12 +355,18 @@ class Network:
             self.messages[i] += messages
         return cost
 
-    def cost(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
-        """As `collective`, and nothing is counted."""
-        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes), itemsize)
+    def cost(
+        self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
+    ) -> Cost:
+        """As `collective`, and nothing is counted. `gradient`: of one that leaves during backward."""
+        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes, gradient=gradient), itemsize)
 
-    def path(self, nodes: Sequence[str | int]) -> Path:
+    def path(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Path:
         """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""
+        host = self.cluster.host
+        if host is not None:
+            round_ = host.gradient if gradient else host.all_reduce
+            return Path(0.0, round_.start, math.inf, round_.byte)
         links = [self.cluster.link_of(machine) for machine in {self._machine[self.node(node)] for node in nodes}]
         latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
         return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma, self._header, self._small)
@@ -369,6 +388,20 @@ class Network:
                 pair.start = pair.latency + self._alpha
                 pair.stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
         return pair
+
+    def _hand_over(self, processes: Sequence[Process], pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+        """Carry a message from one process of the host to another."""
+        seconds, life = self._alpha + wire * self._beta, self._life[pair.dst]
+
+        def receive() -> None:
+            if life == self._life[pair.dst]:
+                processes[pair.dst].run(seconds, partial(self._arrive, pair, life, wire, deliver))
+
+        def sent() -> None:
+            pair.arrived = self.kernel.now + self.cluster.link.latency
+            self.kernel.at(pair.arrived, receive)
+
+        processes[pair.src].run(seconds, sent)
 
     def _left(self, transfer: Transfer) -> None:
         """Both sides of `transfer` are done: the cores handle it, and the pair's next one follows."""

@@ -114,16 +114,17 @@ class Kernel(Loop):
 class Computation(Operation[Any]):
     """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
 
-    __slots__ = ("evaluated", "finish", "node", "timer", "value", "work")
+    __slots__ = ("demand", "evaluated", "finish", "node", "timer", "value", "work")
 
-    def __init__(self, node: VirtualNode, work: Work, finish: float) -> None:
+    def __init__(self, node: VirtualNode, work: Work, begin: float, seconds: float) -> None:
         Operation.__init__(self, node.kernel, "its computation")
         self.node = node
         self.work = work
-        self.finish = finish
-        self.timer = node.kernel.timer(finish, self.due)
+        self.finish = begin + seconds
         self.evaluated = False
         self.value: Any = None
+        self.demand = None if node.process is None else node.process.run(seconds, self.due)
+        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else 0
 
     def move(self, finish: float) -> None:
         """Finish at another time than was said."""
@@ -135,7 +136,10 @@ class Computation(Operation[Any]):
     def abandon(self) -> None:
         """The node crashed, or gave up."""
         self.node.runtime.pending.pop(self, None)
-        self.node.runtime.kernel.void(self.timer)
+        if self.demand is None:
+            self.node.runtime.kernel.void(self.timer)
+        elif self.node.process is not None:
+            self.node.process.drop(self.demand)
 
     def due(self) -> None:
         """Called by the kernel at the finish."""
@@ -163,6 +167,8 @@ class VirtualNode:
         self.rank = rank
         self.routes: dict[str, Pair] = {}  # to those whom it has met
         self.carry = runtime.network.carry
+        processes = runtime.network.processes  # where the cluster is one host
+        self.process = None if processes is None else processes[runtime.network.node(name)]
         self.calls = runtime.in_flight
         self.rng = np.random.default_rng([runtime.seed, rank, 7])
         self.meter = Meter(name, [] if runtime.trace else None)
@@ -184,7 +190,7 @@ class VirtualNode:
         begin = self.kernel.now
         if begin < self.paused_until:
             begin = self.paused_until
-        operation = Computation(self, work, begin + runtime.seconds_of(self, work))
+        operation = Computation(self, work, begin, runtime.seconds_of(self, work))
         if runtime.evaluator is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
@@ -288,8 +294,16 @@ class VirtualNode:
         now = self.runtime.kernel.now
         before = max(now, self.paused_until)
         self.paused_until = max(before, now + seconds)
+        if self.process is not None:
+            self.process.pause()
+            self.kernel.at(self.paused_until, self._go_on)
+            return
         for computation in self.running:
             computation.move(computation.finish + self.paused_until - before)
+
+    def _go_on(self) -> None:
+        if self.process is not None and not self.is_paused():
+            self.process.go_on()
 
     def slow_down(self, factor: float) -> None:
         """From now on everything takes `factor` times as long as the cluster says."""
@@ -297,7 +311,10 @@ class VirtualNode:
         change = factor / self.slowness
         self.slowness = factor
         for computation in self.running:
-            computation.move(begin + (computation.finish - begin) * change)
+            if computation.demand is None:
+                computation.move(begin + (computation.finish - begin) * change)
+            elif self.process is not None:
+                self.process.stretch(computation.demand, change)
 
     def is_paused(self) -> bool:
         return self.paused_until > self.runtime.kernel.now

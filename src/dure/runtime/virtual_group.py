@@ -188,7 +188,8 @@ class VirtualGroup:
         itemsize, free = _itemsize(gradient), 0.0
         for numel, left in self.node.runtime.slices or [(gradient.numel(), 0.0)]:
             there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in self.ranks)
-            free = max(free, there) + network.cost("all_reduce", numel * itemsize, names, itemsize).seconds
+            cost = network.cost("all_reduce", numel * itemsize, names, itemsize, gradient=True)
+            free = max(free, there) + cost.seconds
         return free
 
     @property

@@ -1,0 +1,209 @@
+"""How well virtual time predicts a run on one machine: time to a target and time per step, predicted against measured.
+
+    python bench/one_machine.py                         what is missing of the rows, then the table
+    python bench/one_machine.py --only ssp --jobs mnist-mlp
+    python bench/one_machine.py --stage real            one stage of "probe", "real", "virtual", "table"
+
+`dure probe JOB --workers 2` measures this machine and writes a cluster file per job. Each method then trains with two
+workers for real (`--on local`) and in virtual time (on that file), with SEEDS seeds each. Every run is a row of
+`--rows`, which is kept: a call that is interrupted continues where it stopped. The options of a method, its number of
+steps and its target are those of `METHODS`.
+
+The data is MNIST's: `DURE_DATA` names a folder with the published files; without it they are downloaded to the user's
+cache on first use. Leave the machine idle.
+
+Time to the target is interpolated between the two evaluations around it. Evaluation itself runs in the launcher's
+process at the lowest priority, and its seconds are part of neither time: a row carries the time at which the model
+existed. Time per step is the seconds of the run over its steps. It does not depend on where the accuracy crosses the
+target, so its error is the error of the model of time; the rest of the error of the time to the target is statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dure
+from dure.job import load_job
+from dure.probe import probe
+
+WORKERS, SEEDS = 2, 3
+STAGES = ("probe", "real", "virtual", "table")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A strategy, its steps for each job, and its options of a run."""
+
+    strategy: str
+    steps: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The test accuracy whose time is compared; evaluations come every `every` steps."""
+
+    target: float
+    every: int
+
+
+GOALS = {"mnist-mlp": Goal(0.93, 50), "mnist-cnn": Goal(0.90, 5)}
+
+
+def _steps(mlp: int, cnn: int) -> dict[str, int]:
+    return {"mnist-mlp": mlp, "mnist-cnn": cnn}
+
+
+METHODS = {
+    "bsp": Method("bsp", _steps(2000, 150), {"lr": 0.1}),
+    "bsp ps": Method("bsp ps", _steps(2000, 150), {"lr": 0.1}),
+    "averaging": Method("averaging:period=8", _steps(2500, 150), {"lr": 0.1}),
+    "bmuf": Method("bmuf:period=8", _steps(2500, 150), {"lr": 0.1}),
+    "easgd": Method("easgd:period=8", _steps(2500, 150), {"lr": 0.1}),
+    "ssp": Method("ssp:bound=3", _steps(2000, 150), {"lr": 0.05}),
+    "downpour": Method("downpour", _steps(2000, 150), {"lr": 0.05}),
+    "ad-psgd": Method("ad-psgd", _steps(2000, 150), {"lr": 0.1}),
+    "hogwild": Method("hogwild", _steps(2500, 150), {"lr": 0.05}),
+    "k-async": Method("k-async:k=2", _steps(2000, 150), {"lr": 0.1}),
+    "k-sync": Method("k-sync:k=1", _steps(2000, 150), {"lr": 0.1}),
+    "diloco": Method("diloco:period=8", _steps(2500, 150)),
+}
+
+
+def crossed(history: Iterable[Mapping[str, Any]], target: float) -> float | None:
+    """Seconds at which the accuracy crosses `target`, on the line between two evaluations; None if it never does."""
+    before: Mapping[str, Any] | None = None
+    for row in history:
+        if row["accuracy"] >= target:
+            if before is None:
+                return float(row["seconds"])
+            share = (target - before["accuracy"]) / (row["accuracy"] - before["accuracy"])
+            return float(before["seconds"] + share * (row["seconds"] - before["seconds"]))
+        before = row
+    return None
+
+
+def trained(job: str, method: Method, seed: int, on: str) -> Row:
+    """One run: its seconds to the target, and per step."""
+    goal, steps = GOALS[job], method.steps[job]
+    run = dure.train(
+        job,
+        strategy=method.strategy,
+        on=on,
+        workers=WORKERS,
+        steps=steps,
+        seed=seed,
+        eval_every=goal.every,
+        **method.options,
+    )
+    figures = run.summary()
+    return {
+        "to_target": crossed(run.history, goal.target),
+        "per_step": figures["seconds"] / steps,
+        "seconds": figures["seconds"],
+        "accuracy": figures["best_accuracy"],
+    }
+
+
+def probed(job: str, folder: Path) -> str:
+    """The cluster file of `job` on this machine, written on the first call."""
+    path = folder / f"one_machine.{job}.yaml"
+    if not path.exists():
+        found = probe(load_job(job), workers=WORKERS)
+        assert found is not None
+        path.write_text(found["cluster"].to_yaml(), encoding="utf-8")
+    return str(path)
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fill(given: argparse.Namespace, place: str) -> None:
+    """Make the runs of `place` that have no row."""
+    for job in given.jobs:
+        on = probed(job, given.rows.parent) if place == "virtual" else "local"
+        for name in given.only:
+            for seed in range(given.seeds):
+                key = {"place": place, "job": job, "method": name, "seed": seed}
+                if any(key.items() <= row.items() for row in read(given.rows)):
+                    continue
+                row = key | trained(job, METHODS[name], seed, on)
+                print(json.dumps(row), flush=True)
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def summed(rows: Sequence[Row], figure: str) -> tuple[float, float] | None:
+    """The median of `figure` over seeds, and the spread: half of the range over the median."""
+    values = [row[figure] for row in rows if row[figure] is not None]
+    if len(values) <= len(rows) / 2:
+        return None
+    middle = statistics.median(values)
+    return middle, (max(values) - min(values)) / 2 / middle
+
+
+def cells(real: Sequence[Row], virtual: Sequence[Row], figure: str, digits: str) -> str:
+    measured, predicted = summed(real, figure), summed(virtual, figure)
+    if measured is None or predicted is None:
+        return "- | - | -"
+    shown = [f"{value:{digits}} ±{spread:.0%}" for value, spread in (measured, predicted)]
+    return f"{shown[0]} | {shown[1]} | {predicted[0] / measured[0]:.2f}"
+
+
+def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str:
+    """In Markdown: real, virtual and virtual / real, for the time to the target and the time per step."""
+    lines = []
+    for job in jobs:
+        head = f"`{job}`: seconds to {GOALS[job].target:.0%}, real | virtual | ratio"
+        lines += [f"| {head} | ms per step, real | virtual | ratio |", "|---|" + "---:|" * 6]
+        lines[-2] = lines[-2].replace(": seconds", " | seconds")
+        for name in names:
+            real, virtual = (
+                [
+                    {**row, "per_step": 1e3 * row["per_step"]}
+                    for row in rows
+                    if (row["place"], row["job"], row["method"]) == (place, job, name)
+                ]
+                for place in ("real", "virtual")
+            )
+            if real and virtual:
+                parts = [cells(real, virtual, "to_target", ".3g"), cells(real, virtual, "per_step", ".3g")]
+                lines.append(f"| `{METHODS[name].strategy}` | {' | '.join(parts)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--jobs", nargs="*", choices=GOALS, default=list(GOALS))
+    parser.add_argument("--stage", nargs="*", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--rows", type=Path, default=Path("one_machine.jsonl"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if "probe" in given.stage:
+        for job in given.jobs:
+            probed(job, given.rows.parent)
+    for place in ("real", "virtual"):
+        if place in given.stage:
+            fill(given, place)
+    if "table" in given.stage:
+        print(table(read(given.rows), given.jobs, given.only))
+        print(f"load average {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

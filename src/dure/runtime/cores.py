@@ -1,0 +1,183 @@
+"""How processes of one machine share its cores in virtual time.
+
+`Cores` is a processor-sharing queue: of n processes that are at work, each gets min(1, cores / n) of a core at every
+moment. A `Process` does one thing after another, as the one thread of a real process does: what it is asked for while
+it is at work waits, in the order of the requests.
+
+    one process, s seconds of work            s
+    n processes at once, s seconds each       s * max(1, n / cores)
+    one process asked twice, s and t          s, then s + t
+
+The queue is kept in its own virtual time, the seconds of a core that a process at work since the last idle moment
+would have got: the end of a demand is then a constant, and each change costs O(log n).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+
+class Kernel(Protocol):
+    """The part of a discrete-event kernel that cores use."""
+
+    @property
+    def now(self) -> float: ...
+
+    def timer(self, time: float, callback: Callable[[], None], /) -> int: ...
+
+    def void(self, timer: int, /) -> None: ...
+
+
+class Demand:
+    """`seconds` of a core that a process needs; `done` is called at its end. `tag` is that end in the cores' time."""
+
+    __slots__ = ("done", "dropped", "seconds", "tag")
+
+    def __init__(self, seconds: float, done: Callable[[], None]) -> None:
+        self.seconds = seconds
+        self.done = done
+        self.dropped = False
+        self.tag = 0.0
+
+
+class Cores:
+    """The cores of one machine, shared equally by the demands that are `begin`-ed on them."""
+
+    def __init__(self, kernel: Kernel, cores: int) -> None:
+        self.kernel = kernel
+        self.cores = cores
+        self._heap: list[tuple[float, int, Demand, Callable[[], None]]] = []
+        self._present: set[Demand] = set()
+        self._sequence = 0
+        self._virtual = 0.0  # seconds of a core per demand, as of `_last`
+        self._last = 0.0
+        self._timer: int | None = None
+
+    @property
+    def rate(self) -> float:
+        """The share of a core that each demand gets now."""
+        return min(1.0, self.cores / max(len(self._present), 1))
+
+    def begin(self, demand: Demand, ended: Callable[[], None]) -> None:
+        """Serve `demand` from now on; `ended` is called once it has had its seconds."""
+        self._advance()
+        if not self._present:
+            self._heap.clear()
+            self._virtual = 0.0
+        self._present.add(demand)
+        self._sequence += 1
+        demand.tag = self._virtual + demand.seconds
+        heappush(self._heap, (demand.tag, self._sequence, demand, ended))
+        self._schedule()
+
+    def end(self, demand: Demand) -> float:
+        """Stop serving `demand`; the seconds that it still needs."""
+        self._advance()
+        self._present.discard(demand)
+        self._schedule()
+        return max(demand.tag - self._virtual, 0.0)
+
+    def _advance(self) -> None:
+        now = self.kernel.now
+        self._virtual += (now - self._last) * self.rate
+        self._last = now
+
+    def _first(self) -> Demand | None:
+        heap = self._heap
+        while heap and (heap[0][2] not in self._present or heap[0][0] != heap[0][2].tag):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self.kernel.void(self._timer)
+            self._timer = None
+        first = self._first()
+        if first is not None:
+            due = self._last + max(first.tag - self._virtual, 0.0) / self.rate
+            self._timer = self.kernel.timer(due, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._advance()
+        first = self._first()
+        assert first is not None
+        self._virtual = max(self._virtual, first.tag)
+        _, _, demand, ended = heappop(self._heap)
+        self._present.discard(demand)
+        self._schedule()
+        ended()
+
+
+class Process:
+    """One process on `cores`: it does what it is asked for, one demand after another.
+
+    While it is paused it does nothing, and keeps what it was asked for.
+    """
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
+        self._queue: deque[Demand] = deque()
+        self._current: Demand | None = None
+        self._paused = False
+
+    def run(self, seconds: float, done: Callable[[], None]) -> Demand:
+        """Ask for `seconds` of a core; `done` is called at their end, after all that was asked for before."""
+        demand = Demand(seconds, done)
+        self._queue.append(demand)
+        self._next()
+        return demand
+
+    def drop(self, demand: Demand) -> None:
+        """Forget a demand that has not ended: its `done` is never called."""
+        demand.dropped = True
+        if demand is self._current:
+            if not self._paused:
+                self._cores.end(demand)
+            self._current = None
+            self._next()
+
+    def clear(self) -> None:
+        """Forget all demands: the process has crashed."""
+        self._queue.clear()
+        self._paused = False
+        if self._current is not None:
+            self.drop(self._current)
+
+    def pause(self) -> None:
+        """Do nothing until `go_on`."""
+        if not self._paused and self._current is not None:
+            self._current.seconds = self._cores.end(self._current)
+        self._paused = True
+
+    def go_on(self) -> None:
+        """End a pause."""
+        if self._paused:
+            self._paused = False
+            if self._current is not None:
+                self._cores.begin(self._current, self._ended)
+            self._next()
+
+    def stretch(self, demand: Demand, factor: float) -> None:
+        """From now on what is left of `demand` takes `factor` times as long."""
+        if demand is self._current and not self._paused:
+            demand.seconds = self._cores.end(demand) * factor
+            self._cores.begin(demand, self._ended)
+        else:
+            demand.seconds *= factor
+
+    def _next(self) -> None:
+        while self._current is None and not self._paused and self._queue:
+            demand = self._queue.popleft()
+            if not demand.dropped:
+                self._current = demand
+                self._cores.begin(demand, self._ended)
+
+    def _ended(self) -> None:
+        demand, self._current = self._current, None
+        assert demand is not None
+        self._next()  # a callback that asks for more comes after what waits already
+        demand.done()
