@@ -2,7 +2,7 @@
 
     python bench/one_machine.py                         what is missing of the rows, then the table
     python bench/one_machine.py --only ssp --jobs mnist-mlp
-    python bench/one_machine.py --stage real            one stage of "probe", "real", "virtual", "table"
+    python bench/one_machine.py --stage real            one stage of "real", "virtual", "table"
 
 `dure probe JOB --workers 2` measures this machine and writes a cluster file per job. Each method then trains with two
 workers for real (`--on local`) and in virtual time (on that file), with SEEDS seeds each. Every run is a row of
@@ -36,7 +36,7 @@ from dure.job import load_job
 from dure.probe import probe
 
 WORKERS, SEEDS = 2, 3
-STAGES = ("probe", "real", "virtual", "table")
+STAGES = ("real", "virtual", "table")
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ class Goal:
     every: int
 
 
-GOALS = {"mnist-mlp": Goal(0.93, 50), "mnist-cnn": Goal(0.90, 5)}
+GOALS = {"mnist-mlp": Goal(0.93, 25), "mnist-cnn": Goal(0.90, 5)}
 
 
 def _steps(mlp: int, cnn: int) -> dict[str, int]:
@@ -66,18 +66,18 @@ def _steps(mlp: int, cnn: int) -> dict[str, int]:
 
 
 METHODS = {
-    "bsp": Method("bsp", _steps(2000, 150), {"lr": 0.1}),
-    "bsp ps": Method("bsp ps", _steps(2000, 150), {"lr": 0.1}),
-    "averaging": Method("averaging:period=8", _steps(2500, 150), {"lr": 0.1}),
-    "bmuf": Method("bmuf:period=8", _steps(2500, 150), {"lr": 0.1}),
-    "easgd": Method("easgd:period=8", _steps(2500, 150), {"lr": 0.1}),
-    "ssp": Method("ssp:bound=3", _steps(2000, 150), {"lr": 0.05}),
-    "downpour": Method("downpour", _steps(2000, 150), {"lr": 0.05}),
-    "ad-psgd": Method("ad-psgd", _steps(2000, 150), {"lr": 0.1}),
-    "hogwild": Method("hogwild", _steps(2500, 150), {"lr": 0.05}),
-    "k-async": Method("k-async:k=2", _steps(2000, 150), {"lr": 0.1}),
-    "k-sync": Method("k-sync:k=1", _steps(2000, 150), {"lr": 0.1}),
-    "diloco": Method("diloco:period=8", _steps(2500, 150)),
+    "bsp": Method("bsp", _steps(1000, 150), {"lr": 0.1}),
+    "bsp ps": Method("bsp ps", _steps(1000, 150), {"lr": 0.1}),
+    "averaging": Method("averaging:period=8", _steps(1000, 150), {"lr": 0.1}),
+    "bmuf": Method("bmuf:period=8", _steps(1000, 150), {"lr": 0.1}),
+    "easgd": Method("easgd:period=8", _steps(1000, 150), {"lr": 0.1}),
+    "ssp": Method("ssp:bound=3", _steps(1000, 150), {"lr": 0.05}),
+    "downpour": Method("downpour", _steps(1000, 150), {"lr": 0.05}),
+    "ad-psgd": Method("ad-psgd", _steps(1000, 150), {"lr": 0.1}),
+    "hogwild": Method("hogwild", _steps(1000, 150), {"lr": 0.05}),
+    "k-async": Method("k-async:k=2", _steps(1000, 150), {"lr": 0.1}),
+    "k-sync": Method("k-sync:k=1", _steps(1000, 150), {"lr": 0.1}),
+    "diloco": Method("diloco:period=8", _steps(1000, 150)),
 }
 
 
@@ -110,19 +110,20 @@ def trained(job: str, method: Method, seed: int, on: str) -> Row:
     figures = run.summary()
     return {
         "to_target": crossed(run.history, goal.target),
-        "per_step": figures["seconds"] / steps,
+        "ms_per_step": 1e3 * figures["seconds"] / steps,
         "seconds": figures["seconds"],
         "accuracy": figures["best_accuracy"],
     }
 
 
-def probed(job: str, folder: Path) -> str:
-    """The cluster file of `job` on this machine, written on the first call."""
-    path = folder / f"one_machine.{job}.yaml"
+def probed(job: str, seed: int, folder: Path) -> str:
+    """The cluster file of `job` on this machine, written on the first call for this `seed`."""
+    path = folder / f"one_machine.{job}.{seed}.yaml"
     if not path.exists():
-        found = probe(load_job(job), workers=WORKERS)
+        found = probe(load_job(job), workers=WORKERS, name=job)
         assert found is not None
-        path.write_text(found["cluster"].to_yaml(), encoding="utf-8")
+        path.write_text(found.pop("cluster").to_yaml(), encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
     return str(path)
 
 
@@ -131,18 +132,18 @@ def read(path: Path) -> list[Row]:
 
 
 def fill(given: argparse.Namespace, place: str) -> None:
-    """Make the runs of `place` that have no row."""
-    for job in given.jobs:
-        on = probed(job, given.rows.parent) if place == "virtual" else "local"
-        for name in given.only:
-            for seed in range(given.seeds):
+    """Make the runs of `place` that have no row. Each seed has a probe of its own, just before its real runs."""
+    for seed in range(given.seeds):
+        for job in given.jobs:
+            file = probed(job, seed, given.rows.parent)
+            for name in given.only:
                 key = {"place": place, "job": job, "method": name, "seed": seed}
                 if any(key.items() <= row.items() for row in read(given.rows)):
                     continue
-                row = key | trained(job, METHODS[name], seed, on)
+                row = key | trained(job, METHODS[name], seed, file if place == "virtual" else "local")
                 print(json.dumps(row), flush=True)
-                with given.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                with given.rows.open("a") as rows:
+                    rows.write(json.dumps(row) + "\n")
 
 
 def summed(rows: Sequence[Row], figure: str) -> tuple[float, float] | None:
@@ -166,9 +167,8 @@ def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str
     """In Markdown: real, virtual and virtual / real, for the time to the target and the time per step."""
     lines = []
     for job in jobs:
-        head = f"`{job}`: seconds to {GOALS[job].target:.0%}, real | virtual | ratio"
+        head = f"`{job}` | seconds to {GOALS[job].target:.0%}, real | virtual | ratio"
         lines += [f"| {head} | ms per step, real | virtual | ratio |", "|---|" + "---:|" * 6]
-        lines[-2] = lines[-2].replace(": seconds", " | seconds")
         for name in names:
             real, virtual = (
                 [
@@ -179,7 +179,7 @@ def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str
                 for place in ("real", "virtual")
             )
             if real and virtual:
-                parts = [cells(real, virtual, "to_target", ".3g"), cells(real, virtual, "per_step", ".3g")]
+                parts = [cells(real, virtual, "to_target", ".3g"), cells(real, virtual, "ms_per_step", ".3g")]
                 lines.append(f"| `{METHODS[name].strategy}` | {' | '.join(parts)} |")
         lines.append("")
     return "\n".join(lines)
@@ -194,9 +194,6 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("one_machine.jsonl"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if "probe" in given.stage:
-        for job in given.jobs:
-            probed(job, given.rows.parent)
     for place in ("real", "virtual"):
         if place in given.stage:
             fill(given, place)

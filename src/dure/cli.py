@@ -216,7 +216,7 @@ class Probe:
     job: Positional[str] = ""
     """A job whose steps are timed too; none if left out."""
     workers: int = 4
-    """How many machines like this one to describe, where it is alone."""
+    """How many workers share this machine, where it is alone."""
     codec: UseAppendAction[tuple[str, ...]] = ()
     """What a codec costs is measured too, on the job's gradients; once for each."""
     data: Path | None = None
@@ -245,7 +245,7 @@ class Probe:
         job = load_job(self.job, self.data) if self.job else None
         if job is not None:
             try_out(job, self.job, rows=job.batch_size)
-        found = probe(job, workers=self.workers, codecs=self.codec)
+        found = probe(job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data)
         if found is None:
             return Done({})
         cluster = found.pop("cluster")

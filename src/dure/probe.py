@@ -19,20 +19,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dure.errors import PeerLost, UsageError
+from dure.replica import Replica
 from dure.runtime.base import Address
-from dure.runtime.cluster import Cluster, Link, Machines, Servers
+from dure.runtime.cluster import Cluster, Link, Machines, Round, Servers
+from dure.runtime.cluster import Host as SharedHost
 from dure.runtime.coding import CodecCost, Line
-from dure.runtime.compute import Compute, Constant
+from dure.runtime.compute import Compute, Constant, LogNormal
 from dure.runtime.launch.helper import Helper
 from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.sounding import SERVICE, Figures, Sounder
 from dure.runtime.wire import Identity, Loss
+from dure.short_runs import described as described_steps
+from dure.short_runs import short_runs
 from dure.strategy import codec_name, make
 
 if TYPE_CHECKING:
@@ -49,6 +54,9 @@ LEAST_WIRE = 0.05
 
 NOTHING = 1e-9
 """Seconds below which the largest message's part is none at all."""
+
+BAD_FIT = 0.1
+"""Residual of a link from which on its constants are not to be trusted."""
 
 PAIR_SECONDS = 600.0
 """How long the measurements of one pair, or of one host's steps, may take."""
@@ -145,7 +153,7 @@ def described(found: Figures, workers: int) -> Cluster:
         for count, kind, link in zip(counts, kinds, links, strict=True)
     ]
     link = links[counts.index(max(counts))]
-    return Cluster(
+    cluster = Cluster(
         machines=machines,
         servers=Servers(cores=cores),
         link=link,
@@ -155,6 +163,57 @@ def described(found: Figures, workers: int) -> Cluster:
         memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
         codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
     )
+    return one_host(cluster, found, workers) if "hand_over" in found else cluster
+
+
+def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
+    """`cluster` as processes of one machine that share its cores, by what they cost each other (`hand_over`, `runs`).
+
+    Workers that are more than the cores wait for each other: a step's own time is so much shorter.
+    """
+    cores = min(found["cores"])
+    alpha, beta, wake = hand_over(found["hand_over"])
+    byte = statistics.median(sum(wire_of(each).slopes) for each in found["local"])
+    runs = found.get("runs")
+    more: dict[str, Any] = {}
+    if runs is not None:
+        steps = described_steps(runs["steps"])
+        own = steps.seconds * min(1.0, cores / workers)
+        more["machines"] = (
+            Machines(count=workers, cores=cores, compute=LogNormal(seconds=_rounded(own), sigma=_rounded(steps.sigma))),
+        )
+    rounds = {
+        name: _round(runs[name], found["numel"], workers, byte)
+        for name in ("all_reduce", "gradient")
+        if runs is not None and runs[name] is not None
+    }
+    host = SharedHost(cores=cores, **rounds)
+    link = cluster.link.model_copy(update={"latency": _rounded(wake)})
+    return cluster.model_copy(
+        update={**more, "host": host, "link": link, "alpha": _rounded(alpha), "beta": _rounded(beta)}
+    )
+
+
+def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """What a message costs each of its two processes, alpha and beta, and the latency between them.
+
+    Of `points` (bytes, seconds by the clock, of the caller's cores, of the host's cores) the first is of a step alone.
+    The others are of a step, a push and an answer of as many bytes: two messages, each of which costs both processes.
+    """
+    (_, alone, own, _), *others = points
+    costs = [(nbytes, (here - own + there) / 4) for nbytes, _, here, there in others]
+    (few, least), (many, most) = costs[0], costs[-1]
+    beta = max((most - least) / (many - few), 0.0) if many > few else 0.0
+    alpha = max(statistics.mean(cost - nbytes * beta for nbytes, cost in costs), 0.0)
+    idle = [(clock - alone - (here - own) - there) / 2 for _, clock, here, there in others]
+    return alpha, beta, max(min(idle), 0.0)
+
+
+def _round(seconds: float, numel: int, workers: int, byte: float) -> Round:
+    """A round of an all_reduce that took `seconds`; its bytes cost what they do between two processes, at most all."""
+    rounds = 2 * (workers - 1)
+    byte = min(byte, seconds / rounds / (4 * numel / workers))
+    return Round(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
 
 
 def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:
@@ -212,12 +271,23 @@ def _rounded(value: float, digits: int = 4) -> float:
 # ---- measuring
 
 
-def probe(job: Job | None = None, *, workers: int = 4, codecs: Sequence[str] = ()) -> Figures | None:
+def probe(
+    job: Job | None = None,
+    *,
+    workers: int = 4,
+    codecs: Sequence[str] = (),
+    name: str = "",
+    data: Path | None = None,
+) -> Figures | None:
     """Measure; every rank calls this where torchrun has started several. None on all but the first.
 
+    On one machine short real runs of `workers` workers are made of the job called `name` (as `dure train` takes it,
+    with its `data`); without a name a step is measured in this process alone.
+
     `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `apply`,
-    `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, and `residual`, the worst fit of
-    a link.
+    `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst fit of
+    a link, and `advice` where that is bad. Of one machine also `hand_over` (`hand_over`), `numel` and `runs`
+    (`short_runs`).
 
     Raises `PeerLost` where a host goes away.
     """
@@ -246,11 +316,18 @@ def probe(job: Job | None = None, *, workers: int = 4, codecs: Sequence[str] = (
             found = None
         else:
             found = node.loop.run_until(node.spawn(_conduct(node, here.world_size, list(named)), "the measurements"))
-            found["cluster"] = described(found, workers)
             sounder.over.resolve()
         node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
         beside.until_gone()
         meeting.part()
+    if found is None:
+        return None
+    if here.world_size == 1 and job is not None:
+        found["numel"] = Replica(job.build(0)).numel
+        found["runs"] = None
+        if name:
+            found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
+    found["cluster"] = described(found, workers)
     return found
 
 
@@ -293,6 +370,9 @@ async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figu
         found["pairs"].append({"hosts": [one, other], **reply.fields})
     computing = [node.call(host, "compute", timeout=PAIR_SECONDS) for host in hosts]
     found["compute"] = [(await each).fields["seconds"] for each in computing]
+    if world == 1:
+        reply = await node.call(hosts[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
+        found["hand_over"] = reply.fields["points"]
     found["codecs"] = {}
     for codec in codecs:
         coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
@@ -300,7 +380,24 @@ async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figu
     for host in hosts[1:]:
         await node.call(host, "over")
     found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
+    found["advice"] = advice(found["residual"], one_machine=world == 1)
     return found
+
+
+def advice(residual: float, *, one_machine: bool) -> str:
+    """What to do about a bad fit of a link; empty if it is good."""
+    if residual <= BAD_FIT:
+        return ""
+    if one_machine:
+        return (
+            f"The line of the loopback is off by {residual:.0%}: two processes share cores and caches. On one machine "
+            "predictions use the hand-overs instead. Leave the machine idle and probe again if other programs ran."
+        )
+    return (
+        f"The line of a link is off by {residual:.0%}: something else used it or its hosts. Probe again when they are "
+        "idle; if it stays, write the link's bandwidth and latency into the file by hand, and expect predictions to be "
+        "off by as much."
+    )
 
 
 def partners(world: int) -> Iterator[tuple[int, int]]:
@@ -342,5 +439,12 @@ def table(cluster: Cluster, found: Figures) -> Table:
     for name, cost in cluster.codecs.items():
         million = {each: getattr(cost, each).value * 1e6 for each in ("encode", "decode", "combine")}
         shown.add_row(f"{name}, a million values", ", ".join(f"{key} {1e3 * s:.3g} ms" for key, s in million.items()))
+    host = cluster.host
+    if host is not None:
+        shown.add_row("Cores that all processes share", str(host.cores))
+        shown.add_row("A round of an all_reduce", units.as_seconds(host.all_reduce.start))
+        shown.add_row("A round of gradients' sum", units.as_seconds(host.gradient.start))
     shown.add_row("Residual of the links", f"{found['residual']:.1%}")
+    if found.get("advice"):
+        shown.add_row("", found["advice"])
     return shown

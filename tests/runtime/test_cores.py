@@ -122,7 +122,7 @@ def test_a_gradient_s_sum_costs_its_own_rounds() -> None:
 
 
 def test_one_worker_and_one_server_hand_over() -> None:
-    """A first pull and a farewell apart, a step is its gradient, a pull and a push: four messages of two alphas and a latency."""
+    """Beside its gradient a step is a pull and a push: four messages, each of two alphas and a latency."""
     cluster = one_host(1, 2)
     longer, shorter = (seconds("downpour", cluster, steps) for steps in (20, 10))
     assert (longer - shorter) / 10 == pytest.approx(STEP + 4 * (2 * ALPHA + WAKE))

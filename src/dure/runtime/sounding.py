@@ -12,16 +12,19 @@ A host that is to measure is told so (`measure`), and answers with its figures: 
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.errors import Refused
-from dure.optim import OptimizerSpec
+from dure.optim import FlatOptimizer, OptimizerSpec
+from dure.replica import Replica
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
@@ -56,6 +59,12 @@ APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
 
 STEPS = 20
 
+HAND_OVERS = 100
+"""Pushes to a process beside, each after a step, over which what they cost is averaged."""
+
+MODEL = 25_000
+"""Values that are pushed where no job says how many."""
+
 Figures = dict[str, Any]
 
 
@@ -71,6 +80,8 @@ class Sounder:
     | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
     | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
     | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
+    | `host N`     |        | from here on a shard of N values is there, to be pushed to                |
+    | `hand over`  | peer   | `points`: what a push to the peer's shard, and the answer, cost           |
     | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
     | `over`       |        | this host is not needed any more                                          |
     """
@@ -100,6 +111,11 @@ class Sounder:
             return self._apply()
         if kind == "compute":
             return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
+        if kind == "host":
+            self._node.serve("shard", Shard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
+            return Reply()
+        if kind == "hand":
+            return self._hand_over(call.fields["peer"])
         if kind == "code":
             slices = random_slices() if self._job is None else slices_of(self._job)
             return Reply(timed(self._codecs[call.fields["codec"]], slices))
@@ -170,23 +186,70 @@ class Sounder:
             points.append([nbytes, statistics.median(times[1:])])
         return Reply({"points": points, "cores": cores()})
 
+    async def _hand_over(self, peer: str) -> Reply:
+        """Pushes from a loop of steps to a shard of a process beside, which answers with the values.
+
+        A point has the bytes of a push, and seconds of a loop with one: by the clock, of this process's cores, of the
+        peer's. The first has no push at all.
+        """
+        there = Address(peer, SERVICE)
+        step = None if self._job is None else begin_steps(self._job)
+        sizes = [1, MODEL if self._job is None else Replica(self._job.build(0)).numel]
+        points = [[0, *await self._looped(there, step, None)]]
+        for size in sizes:
+            await self._node.call(there, f"host {size}")
+            servers = Servers([Address(peer, "shard")], [[(0, size)]], ordered=False)
+            client, update = ServerClient(self._node, 0, servers), torch.zeros(size)
+            points.append(
+                [4 * size, *await self._looped(there, step, partial(client.exchange, update, update.clone()))]
+            )
+        return Reply({"points": points})
+
+    async def _looped(
+        self, there: Address, step: Callable[[], object] | None, exchange: Callable[[], Awaitable[object]] | None
+    ) -> tuple[float, float, float]:
+        """Seconds of a loop of `step` and `exchange`: by the clock, of this process's cores, of the peer's."""
+        mine = theirs = began = 0.0
+        for loop in range(-HAND_OVERS // 10, HAND_OVERS):
+            if loop == 0:
+                mine, theirs = await self._spent(there)
+                began = time.perf_counter()
+            if step is not None:
+                step()
+            if exchange is not None:
+                await exchange()
+        lasted = time.perf_counter() - began
+        here, beside = await self._spent(there)
+        return lasted / HAND_OVERS, (here - mine) / HAND_OVERS, (beside - theirs) / HAND_OVERS
+
     async def _pushed(self, client: ServerClient, update: torch.Tensor) -> float:
         began = time.perf_counter()
         await client.push(update)
         return time.perf_counter() - began
 
 
-def step_seconds(job: Job) -> list[float]:
-    """Seconds of STEPS steps of `job`, one after another, after one that is not counted."""
+def begin_steps(job: Job) -> Callable[[], object]:
+    """What does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
     evaluator = Evaluator(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     values = evaluator.initial_values(0)
-    times = []
-    for step in range(STEPS + 1):
+    optimizer = FlatOptimizer(job.optimizer, values.numel(), values.dtype)
+    number = itertools.count()
+
+    def step() -> None:
         inputs, targets = job.train.batch(sampler.next())
-        work = GradientWork(0, step, values, inputs, targets, seed=0, flops=0.0)
+        work = GradientWork(0, next(number), values, inputs, targets, seed=0, flops=0.0)
+        optimizer.apply(values, evaluator.one(work).values, values, lr=0.0)
+
+    return step
+
+
+def step_seconds(job: Job) -> list[float]:
+    """Seconds of STEPS whole steps of `job`, one after another, after one that is not counted."""
+    step, times = begin_steps(job), []
+    for _ in range(STEPS + 1):
         began = time.perf_counter()
-        evaluator.one(work)
+        step()
         times.append(time.perf_counter() - began)
     return times[1:]
 
