@@ -14,7 +14,7 @@ import dure
 from dure.cli import main
 from dure.errors import UsageError
 from dure.job import load_job
-from dure.probe import codec_cost, described, fit, partners, probe, wire_of
+from dure.probe import advice, codec_cost, described, fit, hand_over, partners, probe, table, wire_of
 from dure.reproduce import namespaces
 from dure.runtime import sounding
 from dure.runtime.cluster import Cluster
@@ -178,6 +178,56 @@ def test_a_machine_alone_is_described_as_often_as_asked() -> None:
     assert cluster.link.bandwidth == pytest.approx(2e9, rel=1e-3)
 
 
+def test_hand_overs_tell_a_message_s_costs_at_both_processes_from_the_latency() -> None:
+    """A step of 3 ms; a push and its answer cost each process twice alpha + bytes * beta, and pass two latencies."""
+    alpha, beta, wake = 2e-4, 1e-9, 5e-5
+    points = [[0, 3e-3, 2.9e-3, 0.0]]
+    for nbytes in (4, 400_000):
+        end = 2 * (alpha + nbytes * beta)
+        points.append([nbytes, 3e-3 + 2 * end + 2 * wake, 2.9e-3 + end, end])
+    assert hand_over(points) == pytest.approx((alpha, beta, wake))
+
+
+def test_hand_overs_that_cost_nothing_are_not_negative() -> None:
+    assert hand_over([[0, 1e-3, 1e-3, 0.0], [4, 9e-4, 9e-4, 0.0], [400, 8e-4, 8e-4, 0.0]]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("workers", "share"), [(2, 1.0), (6, 0.5)])
+def test_a_machine_alone_is_a_host_whose_workers_share_its_cores(workers: int, share: float) -> None:
+    """Six workers on three cores have half of one each: a step's own time is half of what it took beside the others."""
+    figures = found([1e9], [[0.02]])
+    rounds = 2 * (workers - 1)
+    runs = {"steps": [[0.01] * 20] * workers, "all_reduce": rounds * 2e-3, "gradient": rounds * 1e-3}
+    spent = [[0, 0.02, 0.02, 0.0], [4, 0.0206, 0.0202, 0.0002], [4004, 0.021, 0.0203, 0.0003]]
+    cluster = described(figures | {"runs": runs, "hand_over": spent, "numel": 1000}, workers)
+    (kind,), host = cluster.machines, cluster.host
+    assert (kind.count, host.cores) == (workers, 3)
+    assert kind.compute.mean(0.0) == pytest.approx(0.01 * share)
+    chunk = 4000 / workers
+    assert host.all_reduce.start + chunk * host.all_reduce.byte == pytest.approx(2e-3, rel=1e-3)
+    assert host.gradient.start + chunk * host.gradient.byte == pytest.approx(1e-3, rel=1e-3)
+    assert (cluster.alpha, cluster.beta) == pytest.approx((1e-4, 1.25e-8), rel=0.01)
+
+
+def test_hosts_that_are_several_share_no_cores() -> None:
+    assert described(found([1e9, 1e9]), workers=2).host is None
+
+
+def test_a_bad_fit_of_a_link_says_what_to_do() -> None:
+    assert advice(0.1, one_machine=True) == advice(0.02, one_machine=False) == ""
+    assert "off by 39%" in advice(0.39, one_machine=True)
+    assert "hand-overs" in advice(0.39, one_machine=True)
+    assert "by hand" in advice(0.39, one_machine=False)
+
+
+def test_the_table_shows_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    figures = found([1e9]) | {"residual": 0.39, "advice": advice(0.39, one_machine=True)}
+    Console(width=300).print(table(described(figures, 2), figures))
+    assert "off by 39%" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 64])
 def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
     pairs = list(partners(world))
@@ -202,6 +252,12 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
         assert min(line.start + 4810 * line.value for _, line in cost) > 0
     assert told["pairs"] == []
     assert len(told["compute"][0]) == 20
+    assert len(told["runs"]["steps"]) == 3
+    assert min(told["runs"]["all_reduce"], told["runs"]["gradient"]) >= 0
+    assert [point[0] for point in told["hand_over"]] == [0, 4, 4 * told["numel"]]
+    assert cluster.host is not None
+    assert cluster.host.cores == told["cores"][0]
+    assert (told["advice"] != "") == (told["residual"] > 0.1)
     assert told["residual"] >= 0
     run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
     assert run.summary()["workers"] == 3

@@ -159,6 +159,20 @@ def test_a_worker_of_a_host_crashes_and_returns() -> None:
     assert run.summary()["failures_survived"] == 1
 
 
+TWELVE = (
+    "bsp", "bsp ps", "averaging:period=2", "bmuf:period=2", "easgd:period=2", "ssp:bound=3", "downpour", "ad-psgd",
+    "hogwild", "k-async:k=2", "k-sync:k=1", "diloco:period=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", TWELVE)
+def test_every_method_takes_longer_on_fewer_cores(strategy: str) -> None:
+    """Three workers, and servers where there are some, on one core take at least as long as their steps together."""
+    many, one = (seconds(strategy, one_host(3, cores), 6) for cores in (8, 1))
+    assert many >= 4 * STEP  # k-sync's fast worker makes less than others
+    assert one > max(many, 12 * STEP)
+
+
 def test_the_same_host_gives_the_same_run() -> None:
     cluster = one_host(3, 2)
     runs = [dure.train("digits-mlp", strategy="downpour", on=cluster, steps=20, seed=3) for _ in range(2)]
