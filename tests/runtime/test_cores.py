@@ -65,6 +65,22 @@ def test_a_process_does_one_thing_after_another() -> None:
     assert bench.ends == pytest.approx({"a": 1.0, "b": 3.0, "c": 3.0})
 
 
+def test_what_follows_comes_before_what_waits() -> None:
+    """The reply to a message leaves before the next message is looked at; a turn (`last`) lets all that waits pass."""
+    bench = Bench(1, 1)
+    process = bench.processes[0]
+
+    def ended() -> None:
+        bench._end("first")
+        process.run(1.0, partial(bench._end, "turn"), last=True)
+        process.run(1.0, partial(bench._end, "reply"))
+
+    process.run(1.0, ended)
+    bench.ask(0, 1.0, "waits", at=0.5)
+    bench.kernel.run()
+    assert bench.ends == pytest.approx({"first": 1.0, "reply": 2.0, "waits": 3.0, "turn": 4.0})
+
+
 def test_a_paused_process_leaves_its_core_to_others() -> None:
     bench = Bench(1, 2)
     bench.ask(0, 1.0, "paused")

@@ -2,7 +2,8 @@
 
 `Cores` is a processor-sharing queue: of n processes that are at work, each gets min(1, cores / n) of a core at every
 moment. A `Process` does one thing after another, as the one thread of a real process does: what it is asked for while
-it is at work waits, in the order of the requests.
+it is at work waits, in the order of the requests. What follows from something that has just ended (the reply to a
+message, the step after a gradient) comes before what waits.
 
     one process, s seconds of work            s
     n processes at once, s seconds each       s * max(1, n / cores)
@@ -122,12 +123,16 @@ class Process:
         self._cores = cores
         self._queue: deque[Demand] = deque()
         self._current: Demand | None = None
+        self._following: list[Demand] | None = None  # asked for since the last demand ended, at the same moment
         self._paused = False
 
-    def run(self, seconds: float, done: Callable[[], None]) -> Demand:
-        """Ask for `seconds` of a core; `done` is called at their end, after all that was asked for before."""
+    def run(self, seconds: float, done: Callable[[], None], *, last: bool = False) -> Demand:
+        """Ask for `seconds` of a core; `done` is called at their end. `last`: all that waits comes before."""
         demand = Demand(seconds, done)
-        self._queue.append(demand)
+        if self._following is None or last:
+            self._queue.append(demand)
+        else:
+            self._following.append(demand)
         self._next()
         return demand
 
@@ -143,6 +148,7 @@ class Process:
     def clear(self) -> None:
         """Forget all demands: the process has crashed."""
         self._queue.clear()
+        self._following = None
         self._paused = False
         if self._current is not None:
             self.drop(self._current)
@@ -170,7 +176,7 @@ class Process:
             demand.seconds *= factor
 
     def _next(self) -> None:
-        while self._current is None and not self._paused and self._queue:
+        while self._current is None and self._following is None and not self._paused and self._queue:
             demand = self._queue.popleft()
             if not demand.dropped:
                 self._current = demand
@@ -179,5 +185,12 @@ class Process:
     def _ended(self) -> None:
         demand, self._current = self._current, None
         assert demand is not None
-        self._next()  # a callback that asks for more comes after what waits already
+        self._following = []
+        kernel = self._cores.kernel
+        kernel.timer(kernel.now, self._followed)  # once the coroutines that `done` resumes have run
         demand.done()
+
+    def _followed(self) -> None:
+        self._queue.extendleft(reversed(self._following or ()))
+        self._following = None
+        self._next()

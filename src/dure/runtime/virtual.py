@@ -241,6 +241,9 @@ class VirtualNode:
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
         kernel = self.runtime.kernel
         operation: Operation[None] = Operation(kernel, f"{seconds:g} s to pass")
+        if self.process is not None and not seconds:
+            self.process.run(0.0, operation.resolve, last=True)  # a turn for all that waits
+            return operation
         (kernel.weather if background else kernel.at)(kernel.now + seconds, operation.resolve)
         return operation
 
