@@ -15,12 +15,15 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dure.config import TrainConfig
+from dure.runtime.launch.nursery import Nursery
 from dure.runtime.sounding import Figures
 
 PERIOD = 8
@@ -50,12 +53,15 @@ def short_runs(job: str, data: Path | None, workers: int, step: float) -> Figure
     `step` is what a step takes about, in seconds.
     """
     steps = max(FEWEST, min(STEPS, round(LONGEST / step)))
-    apart = _begun(job, data, workers, "one-shot", steps)
-    found: Figures = {"steps": [_gaps(each) for each in apart], "all_reduce": None, "gradient": None}
-    if workers > 1:
+    shared = {"job": job, "data": data, "workers": workers, "steps": steps, "on": "local"}
+    found: Figures = {"all_reduce": None, "gradient": None}
+    with Nursery() as nursery:
+        found["steps"] = [_gaps(each) for each in _begun(shared | {"strategy": "one-shot"}, nursery)]
         alone = described(found["steps"])
         for name, strategy, period in (("all_reduce", f"averaging:period={PERIOD}", PERIOD), ("gradient", "bsp", 1)):
-            begun = _begun(job, data, workers, strategy, steps)
+            if workers == 1:
+                break
+            begun = _begun(shared | {"strategy": strategy}, nursery)
             rounds = (len(begun[0]) - 1 - WARM) // period
             cycle = statistics.median((each[WARM + rounds * period] - each[WARM]) / rounds for each in begun)
             found[name] = max(cycle - slowest(alone, workers, period), 0.0)
@@ -81,14 +87,13 @@ def _gaps(begun: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in zip(begun[WARM:], begun[WARM + 1 :], strict=False)]
 
 
-def _begun(job: str, data: Path | None, workers: int, strategy: str, steps: int) -> list[list[float]]:
-    """When each worker began each of its steps, in seconds."""
-    from dure.train import train
+def _begun(options: Mapping[str, Any], nursery: Nursery) -> list[list[float]]:
+    """When each worker of a real run began each of its steps, in seconds."""
+    from dure.train import AtHand, run  # which itself uses the probe's fits
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        rest = {"eval_every": 10**9, "trace": True, "out": out, "data": data}
-        train(job, strategy=strategy, on="local", workers=workers, steps=steps, **rest)
+        run(TrainConfig.of({**options, "eval_every": 10**9, "trace": True, "out": out}), AtHand(nursery=nursery))
         events = json.loads((out / "trace.json").read_text())["traceEvents"]
     begun: dict[int, list[float]] = {}
     for event in events:
