@@ -245,6 +245,7 @@ class WorkerLife(Life):
         self.snapshots = Snapshots(task, node, self._bytes_sent)
         self.counted = dict.fromkeys(COUNTED, 0)
         self._said = 0.0
+        self._began = 0
         self._role: Strand[None] | None = None
 
     def _control(self) -> Control:
@@ -273,6 +274,7 @@ class WorkerLife(Life):
         self.snapshots.resume(worker.clock)
         if not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
+        self._began = worker.clock
         go = await node.call(HUB, "ready")
         node.begin(go.fields["seconds"])
         self.snapshots.evaluates = go.fields["evaluates"]
@@ -353,7 +355,7 @@ class WorkerLife(Life):
     def _on_boundary(self, worker: Worker) -> None:
         """Another step is behind this worker. Where rows may be due, all hear how far it is."""
         self.snapshots.at_boundary(worker)
-        if worker.clock % self.task.eval_every == 0 and self._said:
+        if worker.clock % self.task.eval_every == 0 and worker.clock > self._began:
             self._report(self.node.now())
 
     def _report(self, now: float) -> None:
