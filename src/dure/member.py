@@ -353,13 +353,13 @@ class WorkerLife(Life):
         self.snapshots.at_step(worker)
 
     def _on_boundary(self, worker: Worker) -> None:
-        """Another step is behind this worker. Where rows may be due, all hear how far it is."""
+        """Take the snapshots that are due, and report this worker's steps to the hub."""
         self.snapshots.at_boundary(worker)
         if worker.clock % self.task.eval_every == 0 and worker.clock > self._began:
             self._report(self.node.now())
 
     def _report(self, now: float) -> None:
-        """Tell how far this worker is."""
+        """Report this worker's steps to the hub."""
         worker, self._said = self.worker, now
         done, at = worker.clock - worker.entered, self.snapshots.at
         self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())

@@ -301,7 +301,7 @@ class Hub:
         return Reply()
 
     def _row(self, seconds: float, step: int, updates: int, nbytes: int = 0) -> Row:
-        """What is known of a snapshot before it is graded."""
+        """The row of a snapshot, without its grade."""
         sent = sum(int(said["bytes"]) for said in self.progress.values())
         self._last_row = max(step, self._last_row)  # also where a newcomer has just begun
         return {
@@ -315,12 +315,12 @@ class Hub:
         }
 
     def _slowest(self) -> int:
-        """The step that every worker has told of, those apart that are gone or have stopped."""
+        """The last step that every worker has reported; dead and evicted workers are left out."""
         living = [self.at.get(name, 0) for name in self._living()]
         return min([*living, *(int(said["steps"]) for said in self.finished.values())], default=0)
 
     def _part_of_mean(self, call: Call) -> Reply:
-        """A worker's model at a step where all have models of their own."""
+        """Add a worker's model to the mean of all workers' models at its step."""
         fields, (values, *buffers) = call.fields, call.tensors
         step, rank = fields["steps"], _number(call.caller)
         if step > self._last_row:
@@ -332,7 +332,7 @@ class Hub:
         return Reply()
 
     def _grade_means(self) -> None:
-        """Grade the means of all steps that every worker has made by now."""
+        """Grade the means of all steps that every worker has made."""
         if self.gathering:
             for found in self.gathering.complete(self._slowest()):
                 updates = found.updates + self._at_servers.pop(found.step)

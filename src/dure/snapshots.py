@@ -26,8 +26,8 @@ class Snapshots:
     | method                                 | sent by              | what                                             |
     |----------------------------------------|----------------------|--------------------------------------------------|
     | synchronous, all have the same model   | one that `evaluates` | its own model                                    |
-    | synchronous, models differ, or buffers | everybody            | its own model, as a part of the mean             |
-    | any other                              | one that `evaluates` | what servers have, or the mean of all it reaches |
+    | synchronous, models differ, or buffers | every worker         | its own model, as a part of the mean             |
+    | any other                              | one that `evaluates` | the servers' model, or the mean of all peers'    |
 
     `bytes_sent` says what this worker has sent so far.
     """
@@ -44,7 +44,7 @@ class Snapshots:
 
     @property
     def at(self) -> int:
-        """The step that this worker has made, and up to which it has sent its parts of means."""
+        """The last step that this worker has made, and up to which all its parts of means have been sent."""
         return min(self._parts) - 1 if self._parts else self._clock
 
     def resume(self, clock: int) -> None:
@@ -61,7 +61,7 @@ class Snapshots:
             await strand
 
     def at_boundary(self, worker: Worker) -> None:
-        """The worker's model holds all of its gradients up to its clock."""
+        """Take what is due at a step boundary: the worker's model holds all of its gradients up to its clock."""
         task, self._clock = self.task, worker.clock
         if worker.rows is not None:
             self._buffers = _copied(worker.buffers)
@@ -73,10 +73,10 @@ class Snapshots:
             self._send_part(worker)
 
     def at_step(self, worker: Worker) -> None:
-        """The worker has computed a gradient, and made no use of it yet."""
+        """Take what is due when a gradient has been computed and not yet been used."""
         done = worker.clock - 1
         if self.task.coordinated:
-            self._clock = worker.clock  # its workers stand at no boundaries
+            self._clock = worker.clock  # the coordinator hands out the work: there are no step boundaries
             self._take_of_others(worker)
         elif worker.rows is not None and self.is_due(done):  # then all rows have been read for this step
             self._send(worker.params, self._buffers, done, worker.world_size * done)
@@ -136,7 +136,7 @@ class Snapshots:
             self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
 
     async def _asking_others(self, worker: Worker) -> None:
-        """What servers or peers have as they send it holds at least what every worker was at before it was asked."""
+        """Send what servers or peers have now. It holds at least the steps that the hub knew of before."""
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
             slowest = (await self.node.call(HUB, "slowest")).fields["steps"]

@@ -273,7 +273,7 @@ class Segment:
         self.done += 1
         self.steps[worker.rank] += 1
         self.totals.steps = max(self.totals.steps, worker.clock)
-        if self.task.coordinated:  # its workers have no boundaries: others say what they do
+        if self.task.coordinated:  # the coordinator hands out the work: there are no step boundaries
             self.at[worker.rank] = worker.clock
             self._count_passed()
 
@@ -354,7 +354,7 @@ class Segment:
         self._grade_means()
 
     def _without(self, rank: int) -> None:
-        """A worker is gone: nobody waits for the steps that it has not made."""
+        """Leave a crashed worker out of `_slowest`, and grade the means that waited for it."""
         self.at.pop(rank, None)
         self.away.discard(rank)
         self._grade_means()
@@ -380,7 +380,7 @@ class Segment:
     # ---- rows of the history
 
     def _at_boundary(self, worker: Worker) -> None:
-        """A worker goes on to its next step. It stands at the same boundary again if a checkpoint is taken there."""
+        """Called when a worker begins its next step; a boundary at which a checkpoint is taken counts once."""
         rank, clock = worker.rank, worker.clock
         before = self.at.get(rank)
         self.at[rank] = clock
@@ -393,7 +393,7 @@ class Segment:
         due = clock % self.task.eval_every == 0 and clock > self._last_row
         if self.row_shards:
             if due and self._slowest() == clock:
-                self._row_of_now()  # servers have made this step, and nobody has begun the next
+                self._row_of_now()  # the last worker is here: servers have applied this step, and no later gradient
         elif due and worker.buffers is None and self.task.is_common(worker, clock):
             updates = self._updates() if self.shards else self.task.gradients_in_common(worker)
             self._row(self.task.shown(worker), None, clock, updates)
@@ -407,7 +407,7 @@ class Segment:
         return self.whole.history[-1]["step"] if self.whole.history else 0
 
     def _slowest(self) -> int:
-        """The step that every worker has made, those apart that are gone or have stopped."""
+        """The step that every worker has made; crashed and evicted workers are left out."""
         return min((clock for rank, clock in self.at.items() if rank not in self.away), default=self._last_row)
 
     def _count_passed(self) -> None:
@@ -417,7 +417,7 @@ class Segment:
             self._row_of_now()
 
     def _gather(self, worker: Worker) -> None:
-        """Keep what a worker would deliver after this step, for the mean of all."""
+        """Add a worker's model after this step to the mean that is graded."""
         task = self.task
         updates = worker.clock - worker.given if self.shards else task.gradients_in(worker)
         self.gathering.add(
@@ -430,7 +430,7 @@ class Segment:
         )
 
     def _grade_means(self) -> None:
-        """Grade the steps that all have made by now."""
+        """Grade the means of all steps that every worker has made."""
         if self.gathering:
             for found in self.gathering.complete(self._slowest()):
                 at_servers = self._updates() if self.shards else 0
