@@ -56,7 +56,8 @@ def test_every_way_gives_the_same_bits(strategy, sizes):
 
 def test_rows_on_the_way_are_those_of_all_reduce():
     around, through = (virtual(bags(), s, workers=4, steps=9, eval_every=3) for s in ("bsp collective", "bsp hybrid"))
-    assert [(row["step"], row["loss"]) for row in around.rows] == [(row["step"], row["loss"]) for row in through.rows]
+    for key in ("step", "updates", "loss"):
+        assert [row[key] for row in around.rows] == [row[key] for row in through.rows], key
     assert len(around.rows) == 3
 
 
@@ -73,6 +74,7 @@ def test_on_processes_it_is_the_same(strategy):
     real, modelled = (run(f"{FILE}:bags", strategy, **options) for run in (local, virtual))
     assert float((real.params - modelled.params).abs().max()) < 1e-12
     assert [row["step"] for row in real.rows] == [row["step"] for row in modelled.rows] == [3, 6, 7]
+    assert [row["updates"] for row in real.rows] == [row["updates"] for row in modelled.rows] == [6, 12, 14]
     for ours, theirs in zip(real.rows, modelled.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     for key in ("samples", "updates_applied"):
