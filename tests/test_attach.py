@@ -88,6 +88,16 @@ def close(one, other):
 # ---- two ranks
 
 
+@pytest.mark.parametrize("strategy", attached.SKIPPING)
+def test_a_step_that_all_ranks_skip_moves_nothing(ranks, strategy):
+    for rank in ranks:
+        before, skipped, after, clock = rank["skipped"][strategy]
+        assert skipped == before
+        assert distance(after, skipped) > 1e-4, "one rank gave a gradient"
+        assert clock == 5
+    assert ranks[0]["skipped"][strategy] == ranks[1]["skipped"][strategy]
+
+
 @pytest.mark.parametrize("strategy", attached.WHOLE)
 def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
     for rank in ranks:
@@ -446,19 +456,30 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     replica.close()
 
 
-def test_servers_take_a_skipped_step_with_a_gradient_of_zero():
-    """Their momentum goes on, as for a parameter that no gradient came for; a plain optimizer would stand still."""
-    alone, (module, optimizer, replica) = attached.model(), attached_alone(topology="ps", momentum=0.9)
+@pytest.mark.parametrize(
+    ("sync", "topology", "skipped"),
+    [("bsp", "ps", "skip"), ("downpour+dc-asgd", "ps:shards=2", "overflow"), ("downpour:n_push=2", "ps", "skip")],
+)
+def test_a_skipped_step_does_not_move_the_momentum_of_servers(sync, topology, skipped):
+    """A step, two that are skipped, two steps: the plain optimizer makes three, or two if one push has the last."""
+    alone, (module, optimizer, replica) = attached.model(), attached_alone(sync=sync, topology=topology, momentum=0.9)
     plainly = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    batch = next(attached.batches(1))
-    attached.loss_of(alone, batch).backward()
-    attached.loss_of(module, batch).backward()
-    plainly.step()
-    replica.step()
-    plainly.zero_grad(set_to_none=False)
-    plainly.step()
-    replica.skip()
+    for step, batch in enumerate([*attached.batches(1)] * 5):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(attached.loss_of(module, batch)).backward()
+        if step not in (1, 2):
+            replica.step()
+            attached.loss_of(alone, batch).backward()
+            if not (step == 3 and "n_push" in sync):
+                plainly.step()
+                plainly.zero_grad()
+        elif skipped == "skip":
+            replica.skip()
+        else:
+            module[0].weight.grad[0, 0] = torch.inf
+            replica.step(scaler)
     replica.close()
+    assert replica.clock == 5
     assert close(attached.flat(module), attached.flat(alone))
     assert not optimizer.state
 

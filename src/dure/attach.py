@@ -265,8 +265,8 @@ class Attached:
     def step(self, scaler: GradScaler | None = None) -> bool:
         """Go on with the gradients that `backward()` left, and zero them. Whether the training goes on.
 
-        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped;
-        servers that step by the optimizer's rule get a gradient of zero for it.
+        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped,
+        as by `skip`.
 
         False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
         nothing.
@@ -288,7 +288,8 @@ class Attached:
         """A step without a gradient: the clock advances, and what this rank gives to the others is zero.
 
         The local optimizer does not step; only where others have given something to the mean (BSP over collectives) it
-        steps as theirs do. Servers that step by the optimizer's rule do so, with zero. As `step`, False once the
+        steps as theirs do. Servers that step by the optimizer's rule count a zero in a mean with others, and do not
+        step where nobody gave more: momentum, moments and weight decay stay as they are. As `step`, False once the
         training has ended.
         """
         if not self._may("skip"):
@@ -297,10 +298,10 @@ class Attached:
             self._replica.check()
             meets = self._source.exchanges and not self._source.is_exchanged
             self._replica.zero_grad()
-            if not self._ties.intend("step"):
+            if not self._ties.intend("skip"):
                 self._finish()
                 return False
-            self._advance(skipping=not meets)
+            self._advance(skipping=not meets or self._source.all_skip)
             return True
 
     @contextmanager
@@ -394,7 +395,8 @@ class Attached:
         if skipping:
             self._replica.zero_grad()
         self._optimizer.begin_step(pausing=skipping)
-        self._worker.lr = self._ties.rates()
+        rates = self._worker.lr = self._ties.rates()
+        self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule
         self._source.give()
         self._go()
         self._optimizer.end_step()

@@ -148,6 +148,7 @@ class Worker:
     matter of the method's `period`. `heard` is what the members of the last group said with their updates (`push`).
     `given` is the clock up to which this worker's gradients are in what it has given to others. `on_boundary` is called
     at every step boundary after which the work goes on: then the model holds this worker's gradients up to its clock.
+    `pausing`: the step is skipped, and an update of zeros makes no server step.
     """
 
     node: Node
@@ -181,6 +182,7 @@ class Worker:
     loss: float = 0.0
     met: int | None = None
     heard: list[Note] = field(default_factory=list)
+    pausing: bool = False
     _spare: torch.Tensor | None = None
     _lent: tuple[Pulled, int] | None = None
     _admitted: int | None = None
@@ -577,6 +579,7 @@ class Worker:
         base = self.versions
         room = self._room_unless_lent()
         more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
+        more["void"] = self._is_void(update)
         pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **more)
         self._meter_exchange(started)
         if servers.ordered:
@@ -643,6 +646,7 @@ class Worker:
         base = self.versions if base is None else base
         share = self.source.batch_size if weight is None else weight
         more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
+        more["void"] = self._is_void(update)
         try:
             await self.server.push(update, weight=share, exponent=exponent, note=note, **more)
             return True
@@ -655,6 +659,10 @@ class Worker:
     def _pushed_lr(self) -> float | Sequence[float] | None:
         return self.lr if self.pushes_rates else None
 
+    def _is_void(self, update: torch.Tensor) -> bool:
+        """Whether `update` holds nothing but skipped steps."""
+        return self.pausing and not bool(update.any())
+
     async def pull_beside(self) -> None:
         """Start a pull and go on; `finished("pull")` has it."""
         assert self.server is not None
@@ -665,6 +673,7 @@ class Worker:
         assert self.server is not None
         await self.finished("push")
         more: dict[str, Any] = {"base": self.versions, "lr": self._pushed_lr, "gradients": self.give()}
+        more["void"] = self._is_void(update)
         work = self.server.push(update, weight=self.source.batch_size, **more)
         await self._begin("push", work)
 

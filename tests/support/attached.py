@@ -26,6 +26,7 @@ REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
 PINNED = ("bsp", RING, "averaging:period=2 ps", "downpour", "ssp ps:shards=2")
+SKIPPING = ("bsp", "bsp ps")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 
@@ -272,6 +273,28 @@ def case_leaves_during_backward_with_ddp():
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     found = accumulated(model, optimizer.step, lambda last: contextlib.nullcontext() if last else model.no_sync())
     torch.distributed.destroy_process_group()
+    return found
+
+
+def case_skipped():
+    """The model before and after a step that both ranks skip, and after one that only rank 0 skips."""
+    found = {}
+    for strategy in SKIPPING:
+        module = model(RANK)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        with attach(module, optimizer, strategy) as replica:
+            for batch in mine(3):
+                loss_of(module, batch).backward()
+                replica.step()
+            seen = [flat(module)]
+            replica.skip()
+            seen.append(flat(module))
+            if RANK == 0:
+                replica.skip()
+            else:
+                loss_of(module, next(mine(1))).backward()
+                replica.step()
+            found[strategy] = [*seen, flat(module), replica.clock]
     return found
 
 

@@ -1,8 +1,9 @@
 """Before each step, ranks that need each other say what they are about to do.
 
-One tiny all_reduce of three counts: how many take a step, how many have no more work, how many want to see the
-model that the method would deliver. Whoever has no more work ends the training for all, at the same step; a rank that
-looks at the model while others take a step would wait for ever, so that is an error at once, and at every rank.
+One tiny all_reduce of four counts: how many take a step, how many have no more work, how many want to see the
+model that the method would deliver, how many skip a step. Whoever has no more work ends the training for all, at the
+same step; a rank that looks at the model while others take a step would wait for ever, so that is an error at once,
+and at every rank.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.runtime.base import Group, Operation
 
-Intention = Literal["step", "end", "evaluate"]
-_INTENTIONS: tuple[Intention, ...] = ("step", "end", "evaluate")
+Intention = Literal["step", "end", "evaluate", "skip"]
+_INTENTIONS: tuple[Intention, ...] = ("step", "end", "evaluate", "skip")
 
 
 class Agreement:
@@ -35,12 +36,19 @@ class Agreement:
 
 
 def going_on(counts: torch.Tensor) -> bool:
-    """Whether everybody does the same, and it is not the end. Raises `UsageError` if some only look."""
-    stepping, ending, evaluating = counts.tolist()
-    if evaluating and (stepping or ending):
+    """Whether everybody steps or skips, or all only look. Raises `UsageError` if some only look."""
+    counted: list[int] = counts.tolist()
+    _, ending, evaluating, _ = counted
+    if 0 < evaluating < sum(counted):
         raise UsageError(
-            f"{evaluating} of {stepping + ending + evaluating} ranks entered replica.evaluation() and the others did "
+            f"{evaluating} of {sum(counted)} ranks entered replica.evaluation() and the others did "
             "not. Over collectives the mean of all replicas is shown: let every rank enter it after the same step, and "
             "print on one of them."
         )
     return not ending
+
+
+def all_skip(counts: torch.Tensor) -> bool:
+    """Whether no rank takes the step, so that no optimizer may step."""
+    stepping, ending, evaluating, _ = counts.tolist()
+    return not (stepping or ending or evaluating)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.errors import UsageError
-from dure.runtime.agreement import Agreement, Intention, going_on
+from dure.runtime.agreement import Agreement, Intention, all_skip, going_on
 from dure.runtime.overlap import Overlap
 
 if TYPE_CHECKING:
@@ -55,9 +55,13 @@ class Exchange:
         self._overlap = Overlap(replica)
         self._said: Operation[torch.Tensor] | None = None
         self.going: bool | None = None
+        self.skipped = False
 
     def arm(self) -> None:
-        """The next backward is exchanged. `going` says, once it is over, whether everybody went on."""
+        """The next backward is exchanged. `going` says, once it is over, whether everybody went on.
+
+        `skipped` then says whether every rank skipped the step.
+        """
         self.going = None
         self._said = None
         self._overlap.arm(self._launch, self._begin)
@@ -104,7 +108,7 @@ class Exchange:
         assert self._said is not None
         operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
         self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
-        self.going = going_on(self._said.result())
+        self.going, self.skipped = going_on(self._said.result()), all_skip(self._said.result())
 
 
 async def _all(operations: Sequence[Operation[Any]]) -> None:

@@ -232,13 +232,14 @@ class ServerClient:
         lr: float | Sequence[float] | None = None,
         note: Mapping[str, float] | None = None,
         gradients: int = 1,
+        void: bool = False,
     ) -> list[int]:
         """Give `update`, made of `gradients`, to the servers; returns once they have it, with each version.
 
         `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted mean
         or, times e to the `exponent`, what may be too small for a number, `lr` a rate in place of the servers'. Ordered
-        updates have it staged when this returns, others applied. The `note`s of a group's members are `heard` by all
-        who are admitted on the version that the group makes.
+        updates have it staged when this returns, others applied. A `void` one, of zeros, makes no step by itself. The
+        `note`s of a group's members are `heard` by all who are admitted on the version that the group makes.
 
         Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
         nowhere, but for updates without order, which the other shards may have applied.
@@ -247,6 +248,7 @@ class ServerClient:
         servers = self.servers
         said: dict[str, Any] = {} if note is None else {"note": note}
         counts: dict[str, Any] = {"gradients": gradients} | ({"exponent": exponent} if exponent else {})
+        counts |= {"void": True} if void else {}
         if servers.clocked is not None:
             clocked = [servers.clocked]
             start = await self._pushing(update, weight, base, lr, clocked, "push", group=group, **said, **counts)
@@ -287,6 +289,7 @@ class ServerClient:
         base: Sequence[int] | None = None,
         lr: float | Sequence[float] | None = None,
         gradients: int = 1,
+        void: bool = False,
     ) -> Pulled:
         """Push and go on from what the servers have then.
 
@@ -297,18 +300,18 @@ class ServerClient:
         (`lends`). The next updates are computed on it.
         """
         clocked, place = self.servers.clocked, partial(self._place, into)
+        counts: dict[str, Any] = {"gradients": gradients} | ({"void": True} if void else {})
         if clocked is not None:
-            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place, gradients=gradients)
+            start = await self._pushing(update, weight, base, lr, [clocked], "exchange", place, **counts)
             return await self._once_admitted(start, into)
         if self.servers.ordered:
-            await self._push_to_shards(update, weight, base, lr, gradients=gradients)
+            await self._push_to_shards(update, weight, base, lr, **counts)
             asked = self.node.now()
             version = await self._until_admitted("next", group=None, seq=self.seq)
             self.held = self.node.now() - asked
             pulling = self.borrow(version, to_work=True) if into is None else self.pull(into, version, to_work=True)
             return await pulling
-        to, more = self.servers.shards, {"pull": True, "gradients": gradients}
-        start = await self._pushing(update, weight, base, lr, to, "push", place, **more)
+        start = await self._pushing(update, weight, base, lr, self.servers.shards, "push", place, pull=True, **counts)
         replies = await self._every(start)
         return self._brought([reply.fields["version"] for reply in replies], replies[0], into)
 

@@ -35,7 +35,7 @@ import torch
 from dure.codec.exchange import tallying
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
-from dure.runtime.base import Apply, Call, Coding, Node, Operation, Reply, TensorSpec, nothing, taking
+from dure.runtime.base import Apply, Call, Coding, Ghost, Node, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.admission import ClockService
 from dure.topology.buffers import Buffer, Pool
 from dure.topology.client import Joined, Pulled, ServerClient, Servers
@@ -67,6 +67,7 @@ class _Staged(NamedTuple):
     incarnation: int
     exponent: float
     gradients: int
+    void: bool = False
 
 
 class Shard:
@@ -84,7 +85,8 @@ class Shard:
     | `push`   | worker, incarnation, seq, base, weight, ordered,        | slice   | version; once staged or applied |
     |          | gradients, (lr),                                        |         |                               |
     |          | (exponent: of e, which multiplies the weight), pull: in |         |                               |
-    |          | the same call, if not ordered                           |         | and slice                     |
+    |          | the same call, if not ordered; void: zeros that make no |         | and slice                     |
+    |          | step by themselves                                      |         |                               |
     | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
     | `pull`   | (version), (worker, incarnation: it works on that),     |         | version and slice; once there |
     |          | (counted)                                               |         | (and gradients)               |
@@ -263,6 +265,7 @@ class Shard:
             fields["incarnation"],
             exponent,
             fields.get("gradients", 1),
+            bool(fields.get("void")),
         )
         if self.corrections is not None:
             self.corrections.pushed(worker, seq, base)
@@ -326,11 +329,13 @@ class Shard:
         """An update's step and its version, as one piece of work: in place where nobody reads what it is made from."""
 
         def land() -> None:
-            correct()
             optimizer, current = self.optimizer, self.current
             alone = optimizer is not None and current.holders == 1
             fresh = current if alone else self.pool.take()
-            if optimizer is not None:
+            if fields.get("void"):
+                _stay(current, fresh)
+            elif optimizer is not None:
+                correct()
                 optimizer.apply(current.tensor, gradient, fresh.tensor, lr=fields.get("lr"))
             gradients = fields.get("gradients", 1)
             self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"), gradients)
@@ -377,7 +382,8 @@ class Shard:
             fresh = self.pool.take()
             correct = nothing
             if self.corrections is not None:
-                correct = self._correcting([(w, seq, each.base, each.buffer.tensor) for w, seq, each in members])
+                updates = [(w, seq, each.base, each.buffer.tensor) for w, seq, each in members if not each.void]
+                correct = self._correcting(updates)
             await self._apply_group(members, fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base, staged.gradients)
@@ -403,6 +409,8 @@ class Shard:
     ) -> Operation[None]:
         """Start the step from the current version to `fresh` by what the members' updates, corrected, come to."""
         first = members[0][2]
+        if all(staged.void for _, _, staged in members):
+            return self.node.compute(Apply(partial(_stay, self.current, fresh), self._apply_one.nbytes))
         if len(members) == 1 and self._vote is None:
             return self.node.compute(self._step(first.buffer.tensor, fresh, first.lr, prepare=correct))
         total = self.pool.take()
@@ -698,6 +706,12 @@ class Shard:
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Exact, but in one cheap pass for all tensors that are finite and whose sum is."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
+def _stay(current: Buffer, fresh: Buffer) -> None:
+    """The next version is as the current one."""
+    if fresh is not current and not isinstance(current.tensor, Ghost):
+        fresh.tensor.copy_(current.tensor)
 
 
 def _combine(members: Sequence[_Staged], reduce: str, total: Buffer) -> None:

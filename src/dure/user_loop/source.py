@@ -48,6 +48,11 @@ class LoopSource:
         """Whether the pending gradient has been made the group's mean already."""
         return self.exchange is not None and self.wants_mean and self.exchange.going is not None
 
+    @property
+    def all_skip(self) -> bool:
+        """Whether every rank skipped the step whose gradients were exchanged last."""
+        return self.exchange is not None and self.exchange.skipped
+
     def hold(self) -> None:
         """Let the gradients of more than one backward gather."""
         if self.exchange is not None:
