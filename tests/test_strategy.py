@@ -6,8 +6,11 @@ from typing import ClassVar
 
 import pytest
 
+import dure
+from dure.codec.feedback import Momentum
+from dure.codec.floats import Float16
 from dure.errors import StrategyError
-from dure.strategy import AXES, REMEDY, Strategy, by_axis, catalogue, make, member_text
+from dure.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
 from dure.sync.ssp import SSP
@@ -146,6 +149,60 @@ def test_reasons_of_collectives_are_given_for_collectives():
         with pytest.raises(StrategyError, match="its workers are at different clocks") as caught:
             Strategy.parse(f"ssp {topology}")
         assert ("a collective needs" in str(caught.value)) is said
+
+
+PARAMETERS = {"strom": "strom:threshold=0.1", "sign+ef": "sign:scaled=true+ef"}
+"""Of codecs that need some."""
+
+
+def is_made(text: str, axis: str) -> bool:
+    try:
+        made = make(text, axis)
+    except StrategyError:
+        return False
+    return made is not None
+
+
+@pytest.mark.parametrize("wrapper", catalogue(WRAPPER))
+@pytest.mark.parametrize("codec", catalogue("codec"))
+def test_a_codec_and_what_joins_it_are_made_if_the_catalogue_says_so(codec, wrapper):
+    """By whatever way a codec is given: a strategy, a hook, a probe, a cluster file."""
+    listed = codec in catalogue(WRAPPER)[wrapper].combines
+    text = PARAMETERS.get(f"{codec}+{wrapper}", f"{PARAMETERS.get(codec, codec)}+{wrapper}")
+    assert is_made(text, "codec") == listed
+    if listed:
+        assert Strategy.parse(f"bsp {text}").codec == make(text)
+        check_codec_name(f"{codec}+{wrapper}")
+    else:
+        for refused in (lambda: Strategy.parse(f"bsp {text}"), lambda: check_codec_name(f"{codec}+{wrapper}")):
+            with pytest.raises(StrategyError):
+                refused()
+    for again in catalogue(WRAPPER):
+        assert not is_made(f"{text}+{again}", "codec"), "codecs remember one thing"
+
+
+def test_a_hook_takes_no_object_that_the_catalogue_has_not():
+    with pytest.raises(StrategyError, match='"momentum" joins sign, ternary, it-sign, not fp16'):
+        dure.hook(Momentum(Float16()))
+
+
+@pytest.mark.parametrize("remedy", catalogue(REMEDY))
+@pytest.mark.parametrize("sync", catalogue("sync"))
+def test_a_method_and_a_remedy_are_made_if_the_catalogue_says_so(sync, remedy):
+    assert is_made(f"{sync}+{remedy}", "sync") == (sync in catalogue(REMEDY)[remedy].combines)
+    for other in catalogue(REMEDY):
+        both = is_made(f"{sync}+{remedy}+{other}", "sync")
+        assert both == (other != remedy and sync in catalogue(REMEDY)[remedy].combines)
+
+
+@pytest.mark.parametrize("joined", [*catalogue(WRAPPER), *catalogue(REMEDY), *catalogue("codec"), *catalogue("sync")])
+def test_nothing_else_is_joined(joined):
+    """Wrappers join no method, remedies no codec, and nothing joins a topology, a partition or what is no wrapper."""
+    wrapper, remedy = joined in catalogue(WRAPPER), joined in catalogue(REMEDY)
+    axes = ("topology", "partition", *(() if remedy else ("sync",)), *(() if wrapper else ("codec",)))
+    for axis in axes:
+        for member in catalogue(axis):
+            assert not is_made(f"{PARAMETERS.get(member, member)}+{joined}", axis)
 
 
 @pytest.mark.parametrize(

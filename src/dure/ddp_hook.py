@@ -26,7 +26,7 @@ from dure.codec.base import Codec
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.errors import CheckpointError, UsageError
-from dure.strategy import make, member_text
+from dure.strategy import check_joins, make, member_text
 from dure.topology.sharding import equal_ranges
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -37,10 +37,12 @@ def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
 
     All ranks of `group` (of all there are, if None) call this, in the same order where they make several hooks, once
-    `torch.distributed` has been initialised. Raises `StrategyError` for a text that names no codec, `UsageError` before
-    there are ranks.
+    `torch.distributed` has been initialised. Raises `StrategyError` for what is no codec of the catalogue, `UsageError`
+    before there are ranks.
     """
-    return Hook(make(codec, "codec") if isinstance(codec, str) else codec, group)
+    made = make(codec, "codec") if isinstance(codec, str) else codec
+    check_joins(made)
+    return Hook(made, group)
 
 
 class Span(NamedTuple):

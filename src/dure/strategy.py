@@ -84,7 +84,7 @@ class Strategy:
     def _check_codec(self, topology: str) -> None:
         """Raise `StrategyError` if what travels cannot be encoded so."""
         codec, sync = codec_name(self.codec), name_of("sync", self.sync)
-        _check_joins(self.codec)
+        check_joins(self.codec)
         if topology not in getattr(self.sync, "encodes", ()):
             because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
             raise StrategyError(
@@ -223,6 +223,8 @@ def make(text: str, axis: str | None = None) -> Any:
             made = made + _make(wrapper, REMEDY)
         else:
             raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
+    if isinstance(made, Codec):
+        check_joins(made)
     return made
 
 
@@ -273,11 +275,15 @@ def check_codec_name(name: str) -> None:
     """Raises `StrategyError` for what no `codec_name` is."""
     for position, part in enumerate(name.split("+")):
         find(part, WRAPPER if position else "codec")
+    _check_joined(*name.split("+"))
 
 
-def _check_joins(codec: Codec) -> None:
+def check_joins(codec: Codec) -> None:
     """Raise `StrategyError` where a wrapper joins a codec that it is not for; a codec of one's own is for all."""
-    inner, *wrappers = (name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec)))
+    _check_joined(*(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec))))
+
+
+def _check_joined(inner: str, *wrappers: str) -> None:
     for wrapper in wrappers:
         joins = catalogue(WRAPPER)[wrapper].combines if wrapper in catalogue(WRAPPER) else ()
         if joins and inner in catalogue("codec") and inner not in joins:
