@@ -21,6 +21,7 @@ from dure.data import load_digits
 from dure.errors import ReplicaError, StrategyError, UsageError
 from dure.optim import OptimizerSpec
 from dure.replica import Replica
+from dure.runtime.launch.room import HELPER_NBYTES, check_memory
 from dure.runtime.launch.torchrun import Place, place
 from dure.torchrun_run import after_restart
 from dure.user_loop.optimizer import ServerRule
@@ -564,7 +565,23 @@ def test_bad_requests_are_refused_before_anything_starts():
     tiny = nn.Linear(1, 1)
     with pytest.raises(StrategyError, match="3 are more than the model has parameters, 2"):
         dure.attach(tiny, torch.optim.SGD(tiny.parameters(), lr=0.1), topology="ps:shards=3")
+    for shards in (65, 5000):
+        with pytest.raises(UsageError, match=f"{shards} helper processes on one machine, and at most 64 .*ps:shards=1"):
+            dure.attach(module, optimizer, topology=f"ps:shards={shards}")
     optimizer.step()  # a failed attempt leaves nothing behind
+
+
+def test_servers_that_fit_into_no_memory_are_refused(monkeypatch):
+    """As on a machine of 4 GB: a server takes 0.15 GB and its part of the model, and 64 take 9.6."""
+    monkeypatch.setattr("dure.user_loop.servers.physical_memory", lambda: 4_000_000_000)
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="64 processes take 10 GB at least, and this machine has 4: take fewer shards"):
+        dure.attach(module, optimizer, topology="ps:shards=64")
+    optimizer.step()
+    check_memory(26, 8_000, 4_000_000_000, own=HELPER_NBYTES)
+    with pytest.raises(UsageError, match="take fewer workers"):
+        check_memory(2, 1_000_000_000, 4_000_000_000)
 
 
 @pytest.mark.parametrize("topology", ["collective", "ps"])

@@ -26,6 +26,7 @@ from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.room import check_memory, physical_memory
 from dure.runtime.meter import Span
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
@@ -39,12 +40,6 @@ START_SECONDS = 120.0
 
 CLOSE_SECONDS = 2.0
 """How long processes may take to say goodbye."""
-
-PROCESS_NBYTES = 20_000_000
-"""What a process takes for itself, its models apart: of a worker of `mnist-mlp`, 18 MB in /proc/PID/smaps_rollup."""
-
-MODELS = 4
-"""Vectors of the model's size that a process has at least: parameters, a gradient, and room for what comes and goes."""
 
 log = logging.getLogger("dure")
 
@@ -660,21 +655,6 @@ def run_processes(
         stack.callback(nursery.clear)
         restarts = Restarts(task, folder)
         return keep_running(lambda: Hub(task, watch, nursery, folder=folder, restarts=restarts), nursery, resume)
-
-
-def physical_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def check_memory(processes: int, nbytes: int, memory: int) -> None:
-    """Raise `UsageError` if so many processes, with a model of `nbytes` bytes each, cannot fit in `memory` bytes."""
-    needed = processes * (PROCESS_NBYTES + MODELS * nbytes)
-    if needed > memory:
-        raise UsageError(
-            f"{processes} processes take {needed / 1e9:.0f} GB at least, and this machine has {memory / 1e9:.0f}: take "
-            'fewer workers and shards, or simulate them (on="virtual").'
-        )
 
 
 def keep_running(make: Callable[[], Hub], nursery: Nursery, resume: Path | None) -> Outcome:

@@ -15,6 +15,7 @@ from dure.optim import OptimizerSpec, Segment
 from dure.replica import as_bytes, copy_bytes
 from dure.runtime.base import Address, Reply
 from dure.runtime.launch.helper import Helper
+from dure.runtime.launch.room import HELPER_NBYTES, check_memory, physical_memory
 from dure.strategy import catalogue, member_text, name_of
 from dure.sync.remedied import compares, server_rule
 from dure.topology.client import ServerClient, Servers
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.source import LoopSource
     from dure.worker import Worker
+
+
+MOST_SHARDS = 64
+"""Servers of an attached model on one machine: each is a process of its own."""
 
 
 class Hosts:
@@ -69,6 +74,20 @@ class Hosts:
         self._world_size = meeting.place.world_size
         self._spec = server_rule(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
         self._helpers: list[Helper] = []
+        self._check_room()
+
+    def _check_room(self) -> None:
+        """Raise `UsageError` where this machine has no room for the servers of its ranks."""
+        shards, place = len(self._ranges), self._meeting.place
+        here = -(-shards * place.local_size // place.world_size)
+        if here > MOST_SHARDS:
+            raise UsageError(
+                f"{shards} shards make {here} helper processes on one machine, and at most {MOST_SHARDS} are started: "
+                f'more servers than ranks rarely help. Write topology="ps:shards={place.world_size}".'
+            )
+        nbytes = self._replica.params.nbytes // shards
+        instead = "take fewer shards, or a method over collectives"
+        check_memory(here, nbytes, physical_memory(), own=HELPER_NBYTES, instead=instead)
 
     def rates(self) -> list[float] | None:
         """What travels with the next update: the present rate of each parameter group."""

@@ -42,7 +42,8 @@ _SIOCGIFADDR = 0x8915  # Linux; elsewhere the engine is left to itself
 class Place:
     """Where this process stands among those that were started together. `master` is None in a world of one.
 
-    `restarts` counts how often the elastic agent has started all of them again, under the same `launch`.
+    `restarts` counts how often the elastic agent has started all of them again, under the same `launch`. `local_size`
+    processes are on this machine, as far as is known.
     """
 
     rank: int = 0
@@ -50,6 +51,7 @@ class Place:
     master: str | None = None
     restarts: int = 0
     launch: str = ""
+    local_size: int = 1
 
     @property
     def interface(self) -> str:
@@ -81,7 +83,8 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
         raise UsageError(f"RANK must be from 0 to {world_size - 1} (WORLD_SIZE is {world_size}), it is {rank}.")
     master = environ["MASTER_ADDR"] if world_size > 1 else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    return Place(rank, world_size, master, restarts, _launch(environ))
+    local_size = int(environ.get("LOCAL_WORLD_SIZE") or world_size)
+    return Place(rank, world_size, master, restarts, _launch(environ), local_size)
 
 
 def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
