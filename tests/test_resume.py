@@ -60,6 +60,7 @@ def unchanged(folder: Path) -> bytes:
         ({"lr": 0.5}, "lr left out", "lr=0.5"),
         ({"batch_sizes": (8, 16)}, "batch_sizes=", "batch_sizes=8/16"),
         ({"seed": 2}, "seed=1", "seed=2"),
+        ({"seed": 0}, "seed=1", "seed=0"),
         ({"dtype": "float64"}, "dtype=float32", "dtype=float64"),
         ({"timing_only": True}, "timing_only=false", "timing_only=true"),
         ({"eval_every": 3}, "eval_every left out", "eval_every=3"),
@@ -85,6 +86,7 @@ def test_the_command_line_refuses_before_anything_is_touched(folder, capsys, mon
         ["digits-mlp", "--sync", "ssp", "--workers", "3"],
         ["--on", "local"],
         ["--codec=sign"],
+        ["--seed", "0"],
     ):
         assert main(["train", *words, "--resume", str(folder), "--steps", "10", "--json"]) == 2
         said = capsys.readouterr()

@@ -60,8 +60,8 @@ class Options:
     """Passes over the training data, all workers together."""
     seconds: Seconds | None = None
     """Seconds, virtual or real as the run is."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides initial values, data order and, in virtual time, everything else."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Decides initial values, data order and, in virtual time, everything else; 0 if left out."""
     data: Path | None = None
     """Folder of data sets; else DURE_DATA, else the user's cache."""
     split: str | None = None
@@ -105,6 +105,11 @@ class Options:
             if name not in known:
                 raise UsageError(f'there is no option "{name}".{nearest(str(name), known)}')
         return cls(**values)
+
+    @property
+    def seeded(self) -> int:
+        """`seed`, and 0 where it is left out."""
+        return self.seed or 0
 
     def plain(self) -> dict[str, Any]:
         """As values that JSON and YAML have, `of` reads them back."""
@@ -152,6 +157,8 @@ class TrainConfig(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
+        if self.seed is None and self.resume is None:  # a run that is resumed has its seed
+            object.__setattr__(self, "seed", 0)
         if not self.on:
             if self.resume is not None:
                 return  # a run that is resumed has its place

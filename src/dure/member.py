@@ -96,7 +96,7 @@ def main(task: Task, start: Start) -> None:
     evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     if evaluator is not None:
         task.set_apart(evaluator)
-    node = ProcessNode(identity, seed=config.seed, trace=config.trace, evaluator=evaluator)
+    node = ProcessNode(identity, seed=config.seeded, trace=config.trace, evaluator=evaluator)
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
     life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)

@@ -111,7 +111,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "time_share": share.as_dict(),
         "failures_survived": totals.failures_survived,
         "params_sha256": "" if outcome.params is None else digest(outcome.params),
-        "seed": task.config.seed,
+        "seed": task.config.seeded,
         "per_worker": totals.per_worker,
         "per_shard": totals.per_shard,
         **_graph(task),

@@ -148,7 +148,7 @@ class Hub:
         self.restarts = restarts or Restarts(task, None)
         self.terms = replace(terms, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
-        self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seed)
+        self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seeded)
         self.node.on_lost = self._lost
         self.address = (interface, self.node.wire.listen(interface))
         self.node.serve("hub", self)

@@ -211,7 +211,7 @@ class Task:
     @cached_property
     def replica(self) -> Replica:
         """A replica with the run's initial values."""
-        return Replica(self.job.build(self.config.seed))
+        return Replica(self.job.build(self.config.seeded))
 
     @property
     def initial(self) -> Any:
@@ -246,7 +246,7 @@ class Task:
         job = self.job
         if self.config.split is None and isinstance(job.split, IID):
             job = replace(job, split=getattr(self.sync, "sampling", job.split))
-        return list(job.samplers(self.batch_sizes, seed=self.config.seed))
+        return list(job.samplers(self.batch_sizes, seed=self.config.seeded))
 
     def source(self, rank: int) -> JobSource:
         """Where the gradients of worker `rank` come from, from its first batch on."""
@@ -254,7 +254,7 @@ class Task:
         sampler = None if self.config.timing_only else copy(self._samplers[rank])
         share = size / sum(self.batch_sizes)
         flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
-        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seed, flops=flops)
+        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seeded, flops=flops)
 
     @cached_property
     def rates(self) -> Rates:
@@ -317,7 +317,7 @@ class Task:
             worker.pushes_rates = not self.servers_have_own_rule
             worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
         elif self.graph is not None:
-            seed, lives = self.config.seed, node.incarnation
+            seed, lives = self.config.seeded, node.incarnation
             worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
             node.serve("peer", worker.peer)
         return worker
@@ -434,7 +434,7 @@ class Task:
     def batches(self) -> Batches:
         """What a coordinator hands out; a portion is a mini-batch of the job."""
         job, sync = self.job, self.sync
-        return Batches(len(job.train), portion=job.batch_size, size=sync.batch, seed=self.config.seed)
+        return Batches(len(job.train), portion=job.batch_size, size=sync.batch, seed=self.config.seeded)
 
     def coordinator(self, clock: ClockService, evict_seconds: float = EVICT_SECONDS) -> Coordinator | None:
         """The coordinator beside `clock`, where the method is led by one."""

@@ -155,7 +155,7 @@ def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
             raise
         record = meeting.get("record", RUN_SECONDS)
         meeting.part()
-    return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seed)
+    return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
 
 
 def _start_servers(task: Task, meeting: Meeting, stack: ExitStack) -> None:

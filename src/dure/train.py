@@ -112,7 +112,7 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         try_to_count(task.job, name)
     else:
         sizes = task.batch_sizes
-        try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seed)
+        try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if isinstance(task.strategy.topology, ParameterServer):
         _ = task.ranges  # said now, not once processes are there
     with _recording(task) as (folder, watch, progress):
@@ -219,7 +219,7 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
-            folder.write_config(config.plain(), seed=config.seed)
+            folder.write_config(config.plain(), seed=config.seeded)
             if config.tensorboard:
                 sinks.append(TensorBoard(folder.path / "tensorboard"))
                 stack.callback(sinks[0].close)
@@ -283,4 +283,4 @@ def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Clu
         if config.trace:
             write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
     path = folder.path if folder is not None else None
-    return Run(config.plain(), outcome.history, figures, path, versions(), config.seed)
+    return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded)

@@ -163,7 +163,7 @@ class Segment:
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts),
             run.evaluator,
-            seed=task.config.seed,
+            seed=task.config.seeded,
             start=self.started,
             trace=task.config.trace,
             codec=cost_of(codec_name(task.strategy.codec), run.cluster.codecs),
@@ -209,7 +209,7 @@ class Segment:
         node.serve("shard", shard)
 
     def _draw_durations(self, rank: int) -> None:
-        durations = self.whole.cluster.durations(rank, self.task.config.seed)
+        durations = self.whole.cluster.durations(rank, self.task.config.seeded)
         self.durations[rank] = durations
         self.runtime.durations[f"worker {rank}"] = durations
 
