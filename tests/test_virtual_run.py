@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.runs import Finished, virtual
+from support.runs import Finished, bowls, virtual
 from torch import nn
 
 import dure
 from dure.errors import DeadlockError, DivergedError, DureError, StrategyError, UsageError
 from dure.job import Job, load_job
+from dure.optim import OptimizerSpec
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.collectives import chunk_bytes
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential
@@ -425,6 +426,27 @@ def test_a_trace_shows_everybody_and_nothing_twice(strategy, tmp_path):
         assert all(ts + duration <= end + 1e-3 for ts, duration, _ in row)
         assert all(a[0] + a[1] <= b[0] + 1e-3 for a, b in pairwise(row)), "spans overlap"
     assert computing == 27
+
+
+# ---- the optimizer that is asked for
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_sgd_on_a_job_with_momentum_is_sgd_without_it(topology):
+    """Two steps of w^2 / 2 with decay: the rate and the weight decay stay the job's, the momentum goes."""
+    job = replace(
+        bowls([(1.0, 0.0)], lr=0.1, start=1.0),
+        optimizer=OptimizerSpec("momentum", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.25),
+    )
+
+    def after(optimizer: str | None) -> float:
+        return float(virtual(job, f"bsp {topology}", workers=1, steps=2, optimizer=optimizer).params)
+
+    assert after("sgd") == pytest.approx((1 - 0.1 * 1.25) ** 2, rel=1e-12)
+    assert after("sgd:lr=0.2,weight_decay=0") == pytest.approx(0.8**2, rel=1e-12)
+    kept = after("sgd:momentum=0.5")  # v = g, then g + v / 2
+    assert kept == pytest.approx(0.875 - 0.1 * (0.875 * 1.25 + 0.5 * 1.25), rel=1e-12)
+    assert len({after(None), after("momentum"), after("sgd"), kept}) == 3, "what names no other momentum has the job's"
 
 
 # ---- bytes: what a model twice as large adds, since headers do not grow with it

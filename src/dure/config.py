@@ -53,7 +53,8 @@ class Options:
     """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
     as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
     optimizer: str | None = None
-    """sgd, momentum, adagrad, adam or adamw, with parameters as in momentum:momentum=0.9; the job's if left out."""
+    """sgd, momentum, adagrad, adam or adamw, with parameters as in momentum:momentum=0.9; the job's if left out. sgd is
+    without momentum unless it gives one; other parameters are the job's where they are not given."""
     steps: Count | None = None
     """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
     epochs: Seconds | None = None
@@ -118,8 +119,9 @@ class Options:
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The job's optimizer with what is asked for here in its place.
 
-        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. `averaged`
-        says of how many workers an update is the mean, for `scale_lr`.
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. sgd has the
+        momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the job's.
+        `averaged` says of how many workers an update is the mean, for `scale_lr`.
         """
         from dure.optim import optimizer_call  # it imports torch
 
@@ -127,6 +129,8 @@ class Options:
         changes: dict[str, Any] = {"name": asked.name}
         if asked.name != base.name and asked.name in _RATES:
             changes["lr"] = _RATES[asked.name]
+        if self.optimizer and asked.name == "sgd":
+            changes |= {"momentum": 0.0, "nesterov": False}
         changes |= typed(asked, type(base))
         if self.lr is not None:
             changes["lr"] = self.lr
