@@ -119,9 +119,9 @@ class Options:
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The job's optimizer with what is asked for here in its place.
 
-        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. sgd has the
-        momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the job's.
-        `averaged` says of how many workers an update is the mean, for `scale_lr`.
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. sgd has
+        the momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the
+        job's. `averaged` says of how many workers an update is the mean, for `scale_lr`.
         """
         from dure.optim import optimizer_call  # it imports torch
 

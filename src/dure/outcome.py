@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dure.errors import DureError
 from dure.replica import digest
 from dure.report.metrics import Staleness, TimeShare
 from dure.topology.graph import mixing
@@ -117,6 +118,20 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         **_graph(task),
         **outcome.notes,
     }
+
+
+def check_applied(totals: Totals) -> None:
+    """Raise `DureError` for a run in which no update was applied: its result is the initial model."""
+    counts = totals.counts
+    if counts["updates_applied"]:
+        return
+    why = "it ended before the first update. Give it more steps or more seconds"
+    if counts["updates_refused"]:
+        why = (
+            f"{counts['updates_refused']} updates were refused, as are those that hold NaN or infinity, are damaged or "
+            "come too late. Try a smaller rate, another codec or fewer workers"
+        )
+    raise DureError(f"no update was applied, so the model is the one that the run began with: {why}.")
 
 
 def _graph(task: Task) -> dict[str, Any]:

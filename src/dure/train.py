@@ -15,7 +15,7 @@ from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
 from dure.groups import scaled
 from dure.job import Job, load_job
-from dure.outcome import Outcome, summary
+from dure.outcome import Outcome, check_applied, summary
 from dure.own_file import blamed
 from dure.payoff import payoff
 from dure.report.progress import Progress
@@ -58,6 +58,7 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
         UsageError: what was asked makes no sense; the message says what would.
         DivergedError: the loss is no longer a number.
         DeadlockError: nobody can go on.
+        DureError: no update was applied; or another reason that the message names.
     """
     options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
@@ -282,5 +283,6 @@ def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Clu
         folder.write_summary(figures)
         if config.trace:
             write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
+    check_applied(outcome.totals)
     path = folder.path if folder is not None else None
     return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded)
