@@ -1,5 +1,7 @@
 """What holds for every codec, whatever is encoded."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,6 +150,30 @@ def test_enormous_numbers_stay_numbers(name):
     for _ in range(3):
         coder.decode(coder.encode(values), decoded)
         assert decoded.isfinite().all()
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("signs", ["positive", "alternating", "turning", "one"])
+def test_numbers_near_the_largest_are_decoded_as_numbers_or_refused(name, dtype, signs):
+    """What a sender encodes, its receivers accept; sums, means, scales and residuals may not overflow on the way."""
+    wider = dtype == torch.float64  # than what codecs send, as are residuals of such values
+    for magnitude in {torch.finfo(dtype).max, LARGEST, LARGEST * (1 - 2**-24), LARGEST / 2}:
+        values = torch.full((1_000,), magnitude, dtype=dtype)
+        if signs == "alternating":
+            values[::2] *= -1
+        if signs == "one":
+            values[1:] = 0.0
+        coder, decoded = CODECS[name].coder(layout_of(1_000)), torch.empty(1_000, dtype=dtype)
+        may_refuse = magnitude > LARGEST or name == "signum" or (wider and name in FED_BACK)
+        with suppress(*((DivergedError,) if may_refuse else ())):
+            for _ in range(3):
+                coder.decode(coder.encode(values), decoded)
+                assert decoded.isfinite().all()
+                values = -values if signs == "turning" else values
 
 
 def test_a_sum_that_overflows_is_still_of_numbers():

@@ -57,6 +57,17 @@ def no_number() -> DivergedError:
     return DivergedError("an update holds NaN or infinity, so it was not encoded: the training diverged.")
 
 
+def require_in_float32(values: torch.Tensor) -> None:
+    """Raises `DivergedError` for a number that float32, in which it is to travel, does not reach."""
+    most = torch.finfo(torch.float32).max
+    if values.dtype == torch.float64 and values.numel() and float(values.abs().max()) > most:
+        raise DivergedError(
+            f"an update holds {float(values.abs().max()):.3g}, beyond {most:.3g}, the largest number of the float32 in "
+            "which its codec sends, so it was not encoded: the training diverged, or needs fp32, which sends float64 "
+            "as it is."
+        )
+
+
 def empty(numel: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Memory for `numel` elements of `dtype` on the device of `like`.
 

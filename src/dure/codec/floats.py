@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dure.codec.base import Codec
-from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, scratch, viewed
+from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, require_in_float32, scratch, viewed
 from dure.codec.cast import CastCoder
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.errors import DamagedMessage
 
 _NEIGHBORS = 256  # elements that share a scale
+_MOST = torch.finfo(torch.float32).max
+_MOST_SCALE = float(np.nextafter(np.float32(_MOST / 127), np.float32(0)))  # 127 times this is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class _Int8Coder(DenseCoder):
             steps[where] = found.view(-1)[: block.numel()]
             if not is_finite(scale):  # nor is an element
                 require_finite(values[where])
+                require_in_float32(values[where])
         message[self.numel :] = scales.view(torch.uint8)
         return message
 
@@ -94,7 +98,9 @@ class _Int8Coder(DenseCoder):
 
 def _to_steps(values: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor) -> None:
     """`values` (rows of 256) in steps of their row's `scale`; both are written."""
-    torch.div(torch.abs(values, out=steps).amax(dim=1), 127, out=scale)
+    largest = torch.abs(values, out=steps).amax(dim=1)
+    torch.div(largest, 127, out=scale)
+    scale[(scale > _MOST_SCALE) & (largest <= _MOST)] = _MOST_SCALE
     torch.div(values, scale[:, None], out=steps)
     if not bool(scale.all()):
         steps[scale == 0] = 0.0

@@ -20,7 +20,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec
-from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, viewed
+from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
@@ -87,15 +87,19 @@ class _TwoMeansCoder(DenseCoder):
         plain = empty(self._plain, values, torch.float32)
         halves = empty(self._most, values, torch.float32)
         for piece in self._pieces.values():
+            require_finite(values[piece.where])
+            require_in_float32(values[piece.where])
             block = values[piece.where].float()
-            require_finite(block)
             if not piece.width:
                 plain[piece.first : piece.first + block.numel()] = block
                 continue
             mask = positive[piece.bit : piece.bit + block.numel()]
             bits.positive_into(block, mask)
             half = halves[: block.numel()]
-            low[piece.columns], high[piece.columns] = _means(block, mask.view(-1, piece.width), half)
+            means = _means(block, mask.view(-1, piece.width), half)
+            if not (all_finite(means[0]) and all_finite(means[1])):  # a sum of floats overflows, a mean does not
+                means = _means(block.double(), mask.view(-1, piece.width), half.double())
+            low[piece.columns], high[piece.columns] = means
         floats = torch.cat([low, high, plain]).view(torch.uint8)
         return torch.cat([bits.pack_mask(positive), floats])
 

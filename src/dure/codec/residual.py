@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dure.codec.blocks import all_finite
 from dure.codec.coder import Coder
 
 
@@ -23,6 +24,9 @@ class FeedbackCoder(Coder):
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         self.residual = values.clone() if self.residual is None else self.residual.add_(values)
+        if not all_finite(self.residual):  # two numbers near the largest of their type
+            most = torch.finfo(values.dtype).max
+            self.residual.clamp_(-most, most)
         message = self.inner._encode(self.residual)
         self.inner.accumulate(message, self.residual, -1.0)
         return message

@@ -18,7 +18,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.blocks import require_finite, viewed
+from dure.codec.blocks import require_finite, require_in_float32, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.errors import DamagedMessage
@@ -71,6 +71,9 @@ class _SignCoder(DenseCoder):
         if not self.scaled:
             return packed
         scale = values.abs().mean(dtype=torch.float32) if self.numel else values.new_zeros((), dtype=torch.float32)
+        if not scale.isfinite():  # the sum overflows, the mean may not
+            require_in_float32(values)
+            scale = values.abs().mean(dtype=torch.float64).float()
         return torch.cat([packed, scale.reshape(1).view(torch.uint8)])
 
     def _without_zeros(self, values: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dure.codec import gaps
 from dure.codec.base import Codec, Way
+from dure.codec.blocks import require_in_float32
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.errors import DamagedMessage
@@ -59,6 +60,7 @@ class _LargestCoder(Coder):
         where = torch.from_numpy(gaps.encode(positions, self.numel, "range")).to(values.device)
         length = torch.tensor([where.numel()], dtype=torch.int32).view(torch.uint8).to(values.device)
         sent = values[torch.from_numpy(positions).to(values.device)]
+        require_in_float32(sent)
         return torch.cat([length, where, sent.float().view(torch.uint8)])
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
