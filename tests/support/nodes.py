@@ -106,6 +106,12 @@ class TestNode:
         """No time passes here."""
         return Operation(self.world, "the end of time")
 
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        """No time passes here: no time-out ends it."""
+        winner: Operation[Any] = Operation(self.world, " or ".join(each.label for each in operations))
+        winner.resolve_with_first(operations)
+        return winner
+
     def now(self) -> float:
         return 0.0
 

@@ -25,7 +25,7 @@ from dure.errors import StrategyError, UsageError
 from dure.runtime.cluster import Cluster, Event, Link, Machines
 from dure.runtime.compute import Constant, LogNormal, ShiftedExponential, Trace
 from dure.strategy import Strategy
-from dure.topology.gossip import PATIENCE
+from dure.topology.gossip import LEAVE_SECONDS, PATIENCE, Peer
 from dure.topology.graph import build, pairwise_mixing
 from dure.topology.spec import Gossip
 
@@ -248,3 +248,25 @@ def test_a_graph_that_does_not_fit_is_refused_before_anything_starts(tmp_path: P
         dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=4, on="virtual")
     run = dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=5, on="virtual", steps=20)
     assert run.summary()["samples"] == 5 * 20 * 32
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("frozen", [0.1905, 0.1915, 0.1925, 0.1935, 0.195])
+def test_at_its_end_a_worker_does_not_wait_for_a_frozen_neighbor(frozen, worker, monkeypatch):
+    """Of two, one stands still for ten minutes near the end of the other, whatever they are in the middle of."""
+    left: dict[int, float] = {}
+    leave = Peer.leave
+
+    async def timed(peer: Peer) -> None:
+        await leave(peer)
+        left[peer.rank] = peer.node.now()
+
+    monkeypatch.setattr(Peer, "leave", timed)
+    cluster = Cluster(
+        machines=(Machines(count=2, compute=Constant(seconds=0.01)),),
+        link=Link(latency=1e-3),
+        events=(Event(at=frozen, kind="pause", worker=worker, duration=600.0),),
+    )
+    virtual("quadratic", "ad-psgd gossip:graph=complete", cluster, steps=20)
+    assert left[1 - worker] < 0.2 + 2 * LEAVE_SECONDS + 0.1
+    assert left[worker] > 600

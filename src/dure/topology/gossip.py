@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 PATIENCE = 100
 """Steps of one's own after which an averaging that is still not answered is given up."""
 
+LEAVE_SECONDS = 5.0
+"""How long a worker at its end waits for a neighbor's answer at least, before the neighbor is taken for frozen."""
+
+LEAVE_STEPS = 10
+"""The same in its own longest steps, where these are long: a neighbor answers between two of its gradients."""
+
 _STREAM = 8
 
 
@@ -129,6 +135,7 @@ class Peer:
         self._leaving = False
         self._asked = False
         self._begun = 0
+        self._step: tuple[float, float] = node.now(), 0.0  # when the last began, seconds of the longest
         self._averaging: Operation[None] | None = None
         self._meeting: Operation[Reply] | None = None
         self._settling: list[Operation[None]] = []
@@ -150,6 +157,8 @@ class Peer:
 
         Not while the last averaging is under way, nor where a neighbor has averaged with this worker since last time.
         """
+        now = self.node.now()
+        self._step = now, max(self._step[1], now - self._step[0])
         asked, self._asked = self._asked, False
         if self._averaging is None or self._averaging.done:
             neighbors = [] if asked else self._neighbors()
@@ -182,15 +191,26 @@ class Peer:
             await settling
 
     async def leave(self) -> None:
-        """Average no more: from now on the model stays as it is."""
+        """Average no more: from now on the model stays as it is.
+
+        A neighbor that gives no answer in time is taken for frozen. What this worker asked of it is withdrawn, what
+        it has not settled never was, and what this worker has confirmed to it counts.
+        """
         self._leaving = True
         for _, promise in self._waiting:
             promise.fail(self._refusal())
         self._waiting.clear()
-        await self.settled()
+        patience = max(LEAVE_SECONDS, LEAVE_STEPS * self._step[1])
+        settling = self.node.spawn(self.settled(), f"worker {self.rank} leaving")
+        if await self.node.first(settling, timeout=patience) is None and self._meeting is not None:
+            self._meeting.cancel()
+            assert self._averaging is not None
+            await self._averaging
         if self._met:
             self._all_settled = self.node.promise(f"those who have averaged with worker {self.rank} to settle")
-            await self._all_settled
+            await self.node.first(self._all_settled, timeout=patience)
+            for rank in list(self._met):
+                self._end(rank, stands=False)
 
     async def look(self) -> tuple[torch.Tensor, int]:
         """The mean of the models of all who can be reached, one's own too, and how many gradients they have made."""
@@ -229,7 +249,7 @@ class Peer:
     async def _average_with_one_of(self, neighbors: Sequence[int], first: _Question) -> None:
         if not await self._is_answered(first):
             for neighbor in neighbors[1:]:
-                if await self._is_answered(self._ask(neighbor)):
+                if self._leaving or await self._is_answered(self._ask(neighbor)):
                     return
 
     async def _is_answered(self, question: _Question) -> bool:
