@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.errors import UsageError
+from dure.errors import StrategyError
 
 SCRIPT = """
 import json, sys
@@ -254,6 +254,58 @@ dist.destroy_process_group()
 """
 
 
-def test_a_hook_needs_ranks():
-    with pytest.raises(UsageError, match=r"init_process_group before dure\.hook"):
-        dure.hook("sign")
+EARLY = """
+import copy, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec = sys.argv[1]
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+hooks = {"early": dure.hook(codec), "first": dure.hook(codec)}
+errors = []
+for use in (hooks["early"].state_dict, lambda: hooks["early"].group):
+    try:
+        use()
+    except dure.DureError as error:
+        errors.append(str(error))
+dist.init_process_group("gloo")
+hooks["late"] = dure.hook(codec)
+models = {}
+for name in ("early", "late", "first"):  # groups are made in the order of first backwards
+    models[name] = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.002)
+    models[name].register_comm_hook(None, hooks[name])
+state = hooks["first"].state_dict()
+batches = torch.randn(5, 16, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+gradients = {}
+for name, model in models.items():
+    for x in batches:
+        model.zero_grad()
+        model(x).square().mean().backward()
+    gradients[name] = torch.cat([each.grad.view(-1) for each in model.parameters()])
+if dist.get_rank() == 0:
+    print(json.dumps({
+        "same": all(torch.equal(each, gradients["late"]) for each in gradients.values()),
+        "sent": [hook.bytes_sent for hook in hooks.values()],
+        "rank": state["rank"],
+        "errors": errors,
+    }))
+dist.destroy_process_group()
+"""
+
+
+def test_a_hook_that_was_made_before_the_ranks_is_the_same(tmp_path):
+    found = run(tmp_path, "1bit", script=EARLY)
+    assert found["same"]
+    assert found["rank"] == 0
+    assert min(found["sent"]) == max(found["sent"]) > 0
+    assert all("init_process_group before the first backward" in error for error in found["errors"])
+    assert len(found["errors"]) == 2
+
+
+def test_a_hook_is_made_without_ranks_and_names_of_codecs_are_checked_at_once():
+    assert dure.hook("sign").codec is not None
+    with pytest.raises(StrategyError, match="nothing"):
+        dure.hook("nothing")

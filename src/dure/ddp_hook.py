@@ -8,7 +8,9 @@ coders of its own, whose residuals stay with its parameters. They are each rank'
 
     torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
-A hook has a process group of its own, since DDP and other hooks use theirs at the same moments.
+A hook can be made before the ranks are there, as Lightning's `DDPStrategy(ddp_comm_hook=...)` needs it. It has a
+process group of its own, since DDP and other hooks use theirs at the same moments; where `torch.distributed` was not
+yet initialized, the first bucket makes that group.
 
 DDP reads a hook's annotations, so here they are objects and not text.
 """
@@ -36,13 +38,29 @@ _NARROW = (torch.float16, torch.bfloat16)
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
 
-    All ranks of `group` (of all there are, if None) call this, in the same order where they make several hooks, once
-    `torch.distributed` has been initialised. Raises `StrategyError` for what is no codec of the catalogue, `UsageError`
-    before there are ranks.
+    All ranks of `group` (of all there are, if None) call this; where they make several hooks, all make them, and
+    register them with their models, in the same order. `torch.distributed` may be initialized later: the hook then
+    finds the ranks at its first bucket, or at `state_dict()`.
+
+    Raises `StrategyError` for what is no codec of the catalogue; `UsageError`, at the first bucket, where there are no ranks.
     """
     made = make(codec, "codec") if isinstance(codec, str) else codec
     check_joins(made)
     return Hook(made, group)
+
+
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new group of the ranks of `group`, or of all; every rank takes part. Raises `UsageError` without ranks."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "a hook needs the other ranks: call torch.distributed.init_process_group before the first backward, or "
+            "before state_dict() and load_state_dict()."
+        )
+    return dist.new_group(
+        dist.get_process_group_ranks(group or dist.group.WORLD),
+        backend=None if group is None else dist.get_backend(group),
+        use_local_synchronization=group is not None,
+    )
 
 
 class Span(NamedTuple):
@@ -61,16 +79,11 @@ class Hook:
     """
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_initialized():
-            raise UsageError(
-                "a hook needs the other ranks: call torch.distributed.init_process_group before dure.hook."
-            )
         self.codec = codec
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(group or dist.group.WORLD),
-            backend=None if group is None else dist.get_backend(group),
-            use_local_synchronization=group is not None,
-        )
+        self._given = group
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            self._group = _own_group(group)
         self.bytes_sent = 0
         self._exchanges: dict[int, Stripes | Gather] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
@@ -78,8 +91,16 @@ class Hook:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dure hook")
         self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The hook's own process group. Raises `UsageError` before `torch.distributed` is initialized."""
+        if self._group is None:
+            self._group = _own_group(self._given)
+        return self._group
+
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls for each bucket."""
+        _ = self.group  # made on DDP's thread: on the hook's, the order of groups could differ between ranks
         if self._first_step:
             self._first_step = not bucket.is_last()
             return self._start(self._mean, bucket.buffer())
