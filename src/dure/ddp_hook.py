@@ -42,7 +42,8 @@ def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     register them with their models, in the same order. `torch.distributed` may be initialized later: the hook then
     finds the ranks at its first bucket, or at `state_dict()`.
 
-    Raises `StrategyError` for what is no codec of the catalogue; `UsageError`, at the first bucket, where there are no ranks.
+    Raises `StrategyError` for what is no codec of the catalogue; `UsageError`, at the first bucket, where there are no
+    ranks.
     """
     made = make(codec, "codec") if isinstance(codec, str) else codec
     check_joins(made)
@@ -56,11 +57,12 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "a hook needs the other ranks: call torch.distributed.init_process_group before the first backward, or "
             "before state_dict() and load_state_dict()."
         )
-    return dist.new_group(
+    own: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group or dist.group.WORLD),
         backend=None if group is None else dist.get_backend(group),
         use_local_synchronization=group is not None,
     )
+    return own
 
 
 class Span(NamedTuple):
