@@ -332,7 +332,7 @@ def _work(found: Sequence[Entry]) -> list[Line]:
     return [
         Line("Kind of time", tuple(entry.time for entry in found)),
         _line(found, "Whole run", seconds_text, "seconds"),
-        _line(found, "Evaluation, real and apart", seconds_text, "evaluation_seconds"),
+        _line(found, "Evaluations, in real time", seconds_text, "evaluation_seconds"),
         _line(found, "Workers", count_text, "workers"),
         _line(found, "Mini-batches per worker", count_text, "steps"),
         _line(found, "Learning rate", number_text, "lr"),
