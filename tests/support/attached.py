@@ -26,7 +26,7 @@ REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
 PINNED = ("bsp", RING, "averaging:period=2 ps", "downpour", "ssp ps:shards=2")
-SKIPPING = ("bsp", "bsp ps")
+SKIPPING = ("bsp",)
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 

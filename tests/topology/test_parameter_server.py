@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nodes import World
+from support.stale import Bench
 
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment, restrict
@@ -747,3 +748,19 @@ def test_what_the_dead_have_staged_counts_after_a_restart_too() -> None:
     assert torch.equal(again.model(), saved.model())
     assert [shard.log for shard in again.shards] == [shard.log for shard in saved.shards]
     assert again.shards[0].version == 2
+
+
+@pytest.mark.parametrize("voids", [(True, True), (True, False)])
+def test_a_group_of_void_updates_alone_makes_no_step(voids):
+    """Momentum 0.5, rate 0.1, from 1: a void member of a group with others counts as a zero in its mean."""
+    bench = Bench("k-async:k=2", 2, [1.0], lambda w: w, lr=0.1, momentum=0.5)
+    for worker in range(2):
+        bench.push(worker, ordered=True)
+    bench.close([(0, 1), (1, 1)])
+    for worker, void in enumerate(voids):
+        gradient = torch.tensor([0.0 if void else 1.0], dtype=torch.float64)
+        how = {"seq": 2, "base": 1, "weight": 1.0, "ordered": True, "lr": None, "void": void}
+        bench.call(worker, "push", gradient, **how)
+    bench.close([(0, 2), (1, 2)])
+    assert bench.shard.version == 2
+    assert float(bench.values) == pytest.approx(0.9 if all(voids) else 0.9 - 0.1 * (0.5 * 1.0 + 0.5), rel=1e-12)
