@@ -58,6 +58,9 @@ NOTHING = 1e-9
 BAD_FIT = 0.1
 """Residual of a link from which on its constants are not to be trusted."""
 
+WIDEST = 0.8
+"""Standard deviation of the logarithms of steps that points to other programs; idle cores showed 0.5."""
+
 PAIR_SECONDS = 600.0
 """How long the measurements of one pair, or of one host's steps, may take."""
 
@@ -326,7 +329,8 @@ def probe(
         found["numel"] = Replica(job.build(0)).numel
         found["runs"] = None
         if name:
-            found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
+            found["runs"] = runs = short_runs(name, data, workers, statistics.median(found["compute"][0]))
+            found["advice"] = " ".join(filter(None, [found["advice"], disturbance(runs)]))
     found["cluster"] = described(found, workers)
     return found
 
@@ -398,6 +402,16 @@ def advice(residual: float, *, one_machine: bool) -> str:
         "idle; if it stays, write the link's bandwidth and latency into the file by hand, and expect predictions to be "
         "off by as much."
     )
+
+
+def disturbance(runs: Figures) -> str:
+    """What shows in the short runs of one machine that other programs disturbed them; empty if nothing does."""
+    sigma = described_steps(runs["steps"]).sigma
+    lost = [name for name in ("all_reduce", "gradient") if runs[name] == 0]
+    if sigma <= WIDEST and not lost:
+        return ""
+    seen = f"the meeting {lost[0]} cost nothing" if lost else f"the logarithms of steps spread by {sigma:.2f}"
+    return f"Other programs used the cores: {seen}. Leave the machine idle and probe again; this file predicts badly."
 
 
 def partners(world: int) -> Iterator[tuple[int, int]]:
