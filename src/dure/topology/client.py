@@ -14,10 +14,12 @@ import torch
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded, WorkOver
 from dure.runtime.base import Address, Coding, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
 from dure.topology.sharding import Ranges, gather, pieces
+from dure.topology.verdicts import Follower, apply_verdicts
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.codec.coder import SliceLayout
+    from dure.optim import OptimizerSpec, Segment
 
 PROGRESS_SECONDS = 1.0
 """How often a worker that pushes seldom says that it is at work."""
@@ -101,11 +103,22 @@ class ServerClient:
         self._spoke = -math.inf
         codec, layouts = servers.codec, servers.layouts
         self.coders = [] if codec is None else [codec.coder(layout, seed=worker) for layout in layouts]
+        self.followers: list[Follower] = []
         self._whole = _nbytes_of_the_only_range(servers)
         self._ghosts: list[list[torch.Tensor]] = [
             [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
             for ranges in servers.ranges
         ]
+
+    def follow(
+        self, values: torch.Tensor, rule: OptimizerSpec, segments: Sequence[Sequence[Segment]] | None = None
+    ) -> None:
+        """Receive verdicts in place of models from now on, and apply them by `rule`, which is the shards'.
+
+        `values` is the model at version 0, `segments` are each shard's.
+        """
+        parts = zip(self.servers.ranges, segments or [()] * len(self.coders), self.coders, strict=True)
+        self.followers = [Follower(values, ranges, rule, own, coder) for ranges, own, coder in parts]
 
     async def join(self) -> Joined:
         """Enter, at the slowest clock and under a new incarnation; updates are numbered from 1 again."""
@@ -148,9 +161,10 @@ class ServerClient:
 
         `held` is how many seconds of it this worker was kept waiting for others.
         """
-        clocked, place = self.servers.clocked, self._place(into, 0)
+        clocked = self.servers.clocked
         assert clocked is not None
-        call = partial(self.node.call, clocked, "proceed", into=place, timeout=self.timeout)
+        place = self._place(into, 0)
+        call = partial(self.node.call, clocked, "proceed", into=place, timeout=self.timeout, **self._has(0))
         return await self._once_admitted(lambda _: call(worker=self.worker, incarnation=self.incarnation), into)
 
     async def _once_admitted(self, start: Callable[[int], Operation[Reply]], into: torch.Tensor | None) -> Pulled:
@@ -163,7 +177,11 @@ class ServerClient:
             except WorkOver:
                 raise EndOfWork from None
             self.held = reply.fields["held"]
-            return self._brought([self._admitted(reply)], reply, into)
+            version = self._admitted(reply)
+            if self.followers:
+                assert into is not None
+                return await self._followed([reply], into, version)
+            return self._brought([version], reply, into)
 
     def _brought(self, versions: list[int], reply: Reply, into: torch.Tensor | None) -> Pulled:
         """What came back: in `into`, or lent."""
@@ -174,6 +192,8 @@ class ServerClient:
 
     def _place(self, into: torch.Tensor | None, shard: int) -> Sequence[torch.Tensor] | None:
         """Where a shard's reply is received; None where it is borrowed."""
+        if self.followers:
+            return (self.followers[shard].message,)
         if into is None:
             return None
         return () if self.servers.timing_only else pieces(into, self.servers.ranges[shard])
@@ -185,6 +205,8 @@ class ServerClient:
 
         Raises `Refused` if `version` is no longer kept.
         """
+        if to_work and self.followers:
+            return await self._pull_verdicts(into, version)
         parts = self._parts(into)
         call, shards, timing_only = self.node.call, self.servers.shards, self.servers.timing_only
         told = self._told(to_work=to_work)
@@ -209,9 +231,55 @@ class ServerClient:
         places = zip(self.servers.shards, versions, strict=True)
         return [self.node.call(shard, "held", timeout=self.timeout, version=version) for shard, version in places]
 
+    # ---- verdicts in place of models
+
+    def _has(self, shard: int) -> dict[str, Any]:
+        """What a shard must know to answer with a verdict; nothing where models are pulled."""
+        return {"has": self.followers[shard].version, "at_most": True} if self.followers else {}
+
+    async def _pull_verdicts(self, into: torch.Tensor, version: int | None) -> Pulled:
+        """As `pull`, by the verdicts that lead to `version`."""
+        call, shards, timeout = self.node.call, self.servers.shards, self.timeout
+
+        def start(shard: int) -> Operation[Reply]:
+            place = self._place(into, shard)
+            return call(shards[shard], "follow", into=place, timeout=timeout, version=version, **self._has(shard))
+
+        return await self._followed(await self._every(start), into, version)
+
+    async def _followed(self, replies: Sequence[Reply], into: torch.Tensor, version: int | None) -> Pulled:
+        """Apply what the shards have answered, pull what no verdict leads to, and write the model to `into`."""
+        answers = [(follower, reply.fields) for follower, reply in zip(self.followers, replies, strict=True)]
+        await apply_verdicts(self.node, [(follower, fields) for follower, fields in answers if fields["nbytes"]])
+        versions = [fields["version"] for _, fields in answers]
+        for shard, (follower, fields) in enumerate(answers):
+            if fields["nbytes"] is None:
+                versions[shard] = await self._catch_up(shard, into, version)
+            else:
+                follower.write(into)
+        return Pulled(into, versions)
+
+    async def _catch_up(self, shard: int, into: torch.Tensor, version: int | None) -> int:
+        """Pull a shard's values and, while they are its newest, the state of its optimizer; their version."""
+        follower, address, timeout = self.followers[shard], self.servers.shards[shard], self.timeout
+        follower.version = None
+        place, vectors = pieces(into, self.servers.ranges[shard]), list(follower.rule.vectors.values())
+        reply = await self._insisting(
+            lambda: self.node.call(address, "pull", into=place, timeout=timeout, version=version)
+        )
+        found: int = reply.fields["version"]
+        state = await self._insisting(
+            lambda: self.node.call(address, "optimizer", into=vectors, at_most=True, timeout=timeout, version=found)
+        )
+        if state.fields["steps"] is not None:
+            follower.start_at(found, into, state.fields["steps"])
+        return found
+
     @property
     def lends(self) -> bool:
         """Whether parameters can be borrowed: one shard holds them all, where this worker can read them."""
+        if self.followers:
+            return False
         return self._whole is not None and self.node.borrows(self.servers.shards[0].node, self._whole)
 
     async def borrow(self, version: int | None = None, *, to_work: bool = False) -> Pulled:
@@ -340,6 +408,7 @@ class ServerClient:
                 *parts[shard],
                 into=() if place is None else place(shard),
                 timeout=self.timeout,
+                **({} if place is None else self._has(shard)),
                 base=None if base is None else base[shard],
                 weight=weight,
                 ordered=servers.ordered,
@@ -413,6 +482,8 @@ class ServerClient:
 
     def restore(self, state: Mapping[str, int]) -> None:
         self.incarnation, self.seq = state["incarnation"], state["seq"]
+        for follower in self.followers:
+            follower.version = None
 
     def _told(self, *, to_work: bool) -> dict[str, Any]:
         """What shards that look back are told of a pull."""
@@ -455,10 +526,7 @@ class ServerClient:
         """Call every shard at once; the first error is raised when all have ended."""
         count = len(self.servers.shards)
         if count == 1:
-            try:
-                return [await start(0)]
-            except (CallTimeout, PeerLost) as failed:
-                return [await self._insist(partial(start, 0), failed)]
+            return [await self._insisting(partial(start, 0))]
         operations = [start(shard) for shard in range(count)]
         replies = []
         error: RemoteError | None = None
@@ -475,6 +543,13 @@ class ServerClient:
         if error is not None:
             raise error
         return replies
+
+    async def _insisting(self, start: Callable[[], Operation[Reply]]) -> Reply:
+        """Call, and call again until an attempt is answered or was the last."""
+        try:
+            return await start()
+        except (CallTimeout, PeerLost) as failed:
+            return await self._insist(start, failed)
 
     async def _insist(self, again: Callable[[], Operation[Reply]], failed: CallTimeout | PeerLost) -> Reply:
         """Call once more, and again, until an attempt is answered or was the last; the first has `failed`."""

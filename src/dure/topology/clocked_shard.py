@@ -44,6 +44,8 @@ class ClockedShard:
     | `proceed`  | a clock's `ask`                         | as `ask`; slice at that version, and seconds `held` |
     | `exchange` | `push`                                  | as `proceed`, after a `push`                        |
 
+    Where the fields say which version the worker `has`, the reply's tensor is a shard's reply to `follow`.
+
     Nothing comes between an update's staging and its word to the clock. Where `ask` says that the work is over,
     `WorkOver` is raised.
     """
@@ -51,7 +53,7 @@ class ClockedShard:
     def __init__(self, shard: Shard, clock: ClockService) -> None:
         self._shard = shard
         self._now = clock.node.now
-        self._stage, self._pull = shard.methods["push"], shard.methods["pull"]
+        self._stage = shard.methods["push"]
         self._staged, self._ask = clock.methods["staged"], clock.methods["ask"]
         self._methods: dict[str, Callable[[Call], Awaitable[Reply]]] = {
             "push": self._push,
@@ -82,9 +84,11 @@ class ClockedShard:
         if "over" in admitted:
             raise WorkOver(f"no step is left for worker {fields['worker']}: too few workers are left to go on.")
         held = self._now() - asked
-        pulling = self._pull(Call(call.caller, "pull", {**fields, "version": admitted["version"]}, ()))
+        method = "follow" if "has" in fields else "pull"
+        asked_for = Call(call.caller, method, {**fields, "version": admitted["version"]}, ())
+        pulling = self._shard.methods[method](asked_for)
         pulled = pulling if isinstance(pulling, Reply) else await pulling
-        return Reply({**admitted, "held": held}, pulled.tensors, pulled.release)
+        return Reply({**admitted, **pulled.fields, "held": held}, pulled.tensors, pulled.release)
 
     async def _exchange(self, call: Call) -> Reply:
         await self._push(call)

@@ -43,6 +43,7 @@ from dure.topology.corrections import Corrections, Member
 from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
 from dure.topology.vectors import Vectors
+from dure.topology.verdicts import Verdict, Verdicts, optimizer_state
 
 if TYPE_CHECKING:
     from dure.codec.base import Vote
@@ -78,7 +79,8 @@ class Shard:
     (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` are what remedies do to
     each gradient before it counts (`corrections`); None where there are none. What is pushed is a message for `coder`,
-    and a group's members are put to the `vote` in place of `reduce` where there is one: it stays with the shard.
+    and a group's members are put to the `vote` in place of `reduce` where there is one: it stays with the shard. To a
+    worker at version `has`, `follow` gives the message of the vote that leads from there (`verdicts`).
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
@@ -91,6 +93,8 @@ class Shard:
     | `pull`   | (version), (worker, incarnation: it works on that),     |         | version and slice; once there |
     |          | (counted)                                               |         | (and gradients)               |
     | `held`   | version                                                 |         | gradients in that version     |
+    | `follow` | version, has                                            |         | version, lr and message, if any |
+    | `optimizer` | version                                              |         | steps and vectors, if newest  |
     | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
     | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
     | `status` |                                                         |         | counters                      |
@@ -138,6 +142,7 @@ class Shard:
         self.log: list[tuple[int, int, int]] | None = [] if log else None
         self._coder = coder
         self._vote = vote
+        self._verdicts = Verdicts()
         self._specs = tuple(TensorSpec(dtype, elements) for elements in sizes)
         self._kept: dict[int, Buffer] = {}
         self._staged: dict[tuple[int, int], _Staged] = {}
@@ -154,6 +159,8 @@ class Shard:
             "close": self._close,
             "pull": self._pull_to_work if looks_back else self._pull,
             "held": self._held,
+            "follow": self._follow,
+            "optimizer": self._optimizer_state,
             "withdraw": self._withdraw,
             "leave": self._leave,
             "status": self._status,
@@ -431,6 +438,7 @@ class Shard:
         """Put the members' signs to the vote; what is decided is what its message decodes to, as over collectives."""
         assert self._coder is not None
         message = vote.settle({worker: staged.buffer.tensor for worker, _, staged in members}, self._coder)
+        self._verdicts.add(self.version + 1, Verdict(message, members[0][2].lr))
         self._coder.decode(message, total.tensor)
 
     def _step(
@@ -475,6 +483,7 @@ class Shard:
             promise.resolve(fresh.lease())
 
     def _let_go(self, version: int) -> None:
+        self._verdicts.drop(version)
         buffer = self._kept.pop(version, None)
         if buffer is not None:
             buffer.release()
@@ -583,6 +592,28 @@ class Shard:
         reply = await answer
         self._remember(call, reply)
         return reply
+
+    def _follow(self, call: Call) -> Reply | Awaitable[Reply]:
+        """As `_pull`, answered with the verdict that leads to that version in place of the slice."""
+        answer = self._pull(call)
+        return self._lead(call, answer) if isinstance(answer, Reply) else self._lead_later(call, answer)
+
+    async def _lead_later(self, call: Call, answer: Awaitable[Reply]) -> Reply:
+        return self._lead(call, await answer)
+
+    def _lead(self, call: Call, pulled: Reply) -> Reply:
+        pulled.release()
+        return Reply(*self._verdicts.lead(call.fields["has"], pulled.fields["version"]))
+
+    def _optimizer_state(self, call: Call) -> Awaitable[Reply]:
+        """The optimizer's state at a version, between two updates of it."""
+        assert self.optimizer is not None
+        asked, rule = call.fields["version"], self.optimizer
+
+        def copied() -> Reply:
+            return Reply(*optimizer_state(rule, newest=self.version == asked))
+
+        return self.in_turn(Apply(copied, sum(vector.nbytes for vector in rule.vectors.values())))
 
     def _remember(self, call: Call, reply: Reply) -> None:
         version = reply.fields["version"]
