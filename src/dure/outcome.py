@@ -108,6 +108,7 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "accuracy": last.get("accuracy"),
         "best_accuracy": max(accuracies, default=None),
         **{name: totals.counts[name] for name in COUNTS if name != "samples"},
+        "bytes_per_step": _bytes_per_step(totals),
         "staleness": totals.staleness.as_dict(),
         "time_share": share.as_dict(),
         "failures_survived": totals.failures_survived,
@@ -132,6 +133,13 @@ def check_applied(totals: Totals) -> None:
             "come too late. Try a smaller rate, another codec or fewer workers"
         )
     raise DureError(f"no update was applied, so the model is the one that the run began with: {why}.")
+
+
+def _bytes_per_step(totals: Totals) -> dict[str, float]:
+    """Payload bytes that a worker sends and receives in a step, the mean over workers; nothing without steps."""
+    steps = sum(row.get("steps", 0) for row in totals.per_worker.values())
+    ways = ("sent", "received")
+    return {way: totals.counts[f"bytes_{way}"] / steps for way in ways} if steps else {}
 
 
 def _graph(task: Task) -> dict[str, Any]:

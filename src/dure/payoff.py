@@ -91,7 +91,8 @@ def codings(task: Task, codec: Codec) -> list[Coding]:
     if task.servers:
         sizes = [size(ranges) for ranges in task.ranges]
         voted = () if codec.vote() is None else tallying(max(sizes), workers)
-        return [*(Coding("encode", each) for each in sizes), Coding("decode", max(sizes), workers), *voted]
+        applied = () if codec.vote() is None else [Coding("decode", each) for each in sizes]  # at the workers
+        return [*(Coding("encode", each) for each in sizes), Coding("decode", max(sizes), workers), *voted, *applied]
     if codec.way == "gather":
         return [Coding("encode", numel), Coding("combine", numel, workers)]
     stripe = -(-numel // workers)
@@ -125,16 +126,18 @@ def _by_servers(task: Task, totals: Totals) -> Traffic:
     """
     rows, pushed = _rows(totals), _weight(task) / task.period
     most = max(row["steps"] for row in rows)
-    cards = [_both(row, row["steps"], pushed) for row in rows]
+    votes = task.codec is not None and task.codec.vote() is not None
+    cards = [_both(row, row["steps"], pushed, votes=votes) for row in rows]
     part = max(size(ranges) for ranges in task.ranges) / task.replica.numel
-    all_workers = [_both(row, most, pushed * row["steps"] / most) for row in rows]
+    all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows]
     cards.append(Traffic(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
 
 
-def _both(row: Mapping[str, int], steps: int, pushed: float) -> Traffic:
-    """Of a worker: what it sends is encoded, what it receives is not."""
-    return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + row["bytes_received"] / steps)
+def _both(row: Mapping[str, int], steps: int, pushed: float, *, votes: bool) -> Traffic:
+    """Bytes of a worker per step: pushes are encoded; pulls are models, or verdicts where the codec `votes`."""
+    pulled = pushed if votes else row["bytes_received"] / steps
+    return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + pulled)
 
 
 def _weight(task: Task) -> int:

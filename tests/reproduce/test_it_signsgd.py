@@ -47,6 +47,9 @@ def test_rows_and_picture(tmp_path, monkeypatch, capsys):
     assert rows[4, "SGD"]["bytes_per_step"] == 4 * numel
     assert rows[4, "signSGD-MV"]["bytes_per_step"] == math.ceil(numel / 8)
     assert rows[4, "IT-signSGD (paper)"]["bytes_per_step"] == math.ceil(numel / 8)
+    assert rows[4, "SGD"]["bytes_back_per_step"] == 4 * numel * 5 / 4  # with the model to start from
+    for method in ("signSGD-MV", "IT-signSGD (paper)"):
+        assert rows[4, method]["bytes_back_per_step"] == math.ceil(numel / 8)
     drawn = ElementTree.parse(picture).getroot()
     assert drawn.tag.endswith("svg")
     words = {each.text for each in drawn.iter() if each.text}
@@ -68,12 +71,12 @@ def test_spread_is_over_seeds():
             self.history.insert(-1, {"step": self.history[-1]["step"], "accuracy": 0.0})  # before the last round's end
 
         def summary(self):
-            return {"bytes_sent": 1500 * WORKERS}
+            return {"bytes_sent": 1500 * WORKERS, "bytes_received": 3000 * WORKERS}
 
     curve = it_signsgd.Curve.of([Run(0.1, 0.5), Run(0.1, 0.7)])
     assert (curve.rounds, curve.means) == ((5, 10), (0.1, pytest.approx(0.6)))
     assert curve.spreads == (0, pytest.approx(0.02**0.5))
-    assert curve.bytes_per_step == 150
+    assert (curve.bytes_per_step, curve.bytes_back_per_step) == (150, 300)
     assert it_signsgd.Curve.of([Run(0.1, 0.5)]).spreads == (0, 0)
 
 

@@ -30,7 +30,7 @@ STEP = {
     "bsp collective fp16": ("fp16", K * 1 + (K * 100 + 1) + K * 10),  # a mean is encoded again
     "bsp collective sign+momentum": ("sign+momentum", K * 1 + 100 + K * 10),  # a vote is
     "bsp collective strom:threshold=0.1": ("strom", 1 + K * 100),
-    "bsp ps sign": ("sign", 1 + K * 10 + 100 + 10),  # a vote, and what it decided decoded
+    "bsp ps sign": ("sign", 1 + K * 10 + 100 + 10 + 10),  # a vote; its verdict decoded at the server, then at workers
     "bsp ps:shards=2 1bit": ("1bit", 2 * 1 + K * 10),  # shards decode one after another, beside each other
 }
 

@@ -87,6 +87,7 @@ class TestNode:
         method: str,
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor] = (),
+        at_most: bool = False,
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
@@ -164,6 +165,6 @@ class Delivery:
     def reply(self, reply: Reply) -> None:
         if self.into and self.call.caller not in self.world.dead:
             for destination, tensor in zip(self.into, reply.tensors, strict=True):
-                destination.copy_(tensor)
+                destination[: tensor.numel()].copy_(tensor)
         reply.release()
         self.operation.resolve(reply)

@@ -49,6 +49,7 @@ def _columns(found: Sequence[Entry], target: Target) -> dict[str, list[str]]:
     if comparison.graded(found) or not found:
         columns["accuracy"] = [percent_text(entry.figure("accuracy")) for entry in found]
     columns["sent"] = [bytes_text(entry.figure("bytes_sent")) for entry in found]
+    columns["received"] = [bytes_text(entry.figure("bytes_received")) for entry in found]
     columns["stale"] = [mean_text(entry.figure("staleness", "mean")) for entry in found]
     for name, part in (("compute", "compute"), ("comm.", "communicate"), ("wait", "wait")):
         columns[name] = [_share(entry, part) for entry in found]

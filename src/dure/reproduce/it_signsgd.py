@@ -105,6 +105,7 @@ class Curve:
     means: tuple[float, ...]
     spreads: tuple[float, ...]
     bytes_per_step: float
+    bytes_back_per_step: float
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Curve:
@@ -112,8 +113,12 @@ class Curve:
         by_seed = [{int(row["step"]): row["accuracy"] for row in run.history} for run in runs]
         steps = tuple(by_seed[0])
         columns = [[seed[step] for seed in by_seed] for step in steps]
-        sent = statistics.mean(run.summary()["bytes_sent"] for run in runs) / steps[-1] / WORKERS
-        return cls(steps, tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns)), sent)
+        summaries = [run.summary() for run in runs]
+        sent, received = (
+            statistics.mean(each[f"bytes_{way}"] for each in summaries) / steps[-1] / WORKERS
+            for way in ("sent", "received")
+        )
+        return cls(steps, tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns)), sent, received)
 
 
 def reproduce(
@@ -127,7 +132,7 @@ def reproduce(
     """Train with every method in every mode; the rows, and the curves drawn to `out`.
 
     `accuracy` is that of the test set after the last round, `spread` its standard deviation over seeds, and
-    `bytes_per_step` what one worker sends in a step.
+    `bytes_per_step` what one worker sends in a step, and `bytes_back_per_step` what it receives.
 
     Raises `UsageError` for what makes no sense, `DataError` where data is missing; both before anything is trained.
     """
@@ -153,6 +158,7 @@ def reproduce(
             "accuracy": curve.means[-1],
             "spread": curve.spreads[-1],
             "bytes_per_step": curve.bytes_per_step,
+            "bytes_back_per_step": curve.bytes_back_per_step,
         }
         for (name, mode, method), curve in curves.items()
     ]
@@ -178,12 +184,17 @@ def table(result: dict[str, Any]) -> Table:
         f"Workers and links are virtual, gradients and messages real. Curves: {result['picture']}"
     )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("data", "mode", "small batches", "method", "accuracy", "spread", "bytes per step"):
+    for name in ("data", "mode", "small batches", "method", "accuracy", "spread", "bytes sent a step", "received"):
         shown.add_column(name, justify="left" if name in ("data", "method") else "right")
     for row in result["rows"]:
         few = f"{MODES[row['mode']]} of {WORKERS}"
         spread = f"{row['spread']:.2%}" if result["seeds"] > 1 else "\N{EN DASH}"
-        figures = f"{row['accuracy']:.2%}", spread, f"{row['bytes_per_step']:,.0f}"
+        figures = (
+            f"{row['accuracy']:.2%}",
+            spread,
+            f"{row['bytes_per_step']:,.0f}",
+            f"{row['bytes_back_per_step']:,.0f}",
+        )
         shown.add_row(row["dataset"], str(row["mode"]), few, row["method"], *figures)
     return shown
 
