@@ -1,6 +1,6 @@
 """A small GPT over characters, of the shape of nanoGPT's, and a text that every Python brings along.
 
-Both are shared by the scripts that measure a language model: `attach_vs_ddp.py` and `codec_advice.py`.
+Shared by the scripts that measure a language model, such as `attach_vs_ddp.py`.
 """
 
 from __future__ import annotations
