@@ -316,8 +316,8 @@ class Task:
             worker.server = self.client(node, rank)
             worker.pushes_rates = not self.servers_have_own_rule
             if self.codec is not None and self.codec.vote() is not None:
-                segments = [self._server_segments(ranges) for ranges in self.ranges]
-                worker.server.follow(worker.params, self.server_rule, segments)
+                held = [self._server_segments(ranges) for ranges in self.ranges]
+                worker.server.follow(worker.params, self.server_rule, held)
             worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
         elif self.graph is not None:
             seed, lives = self.config.seeded, node.incarnation

@@ -154,7 +154,15 @@ class Shard:
         self._queue: deque[Operation[None]] = deque()
         looks_back = corrections is not None and corrections.compares
         self._apply_one = Apply(nothing, values.nbytes * (2 if looks_back else 1))
-        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+        self.methods = self._methods(coder, looks_back=looks_back)
+        self.vectors = Vectors(self, values.nbytes)
+        self.methods |= self.vectors.methods
+
+    def _methods(
+        self, coder: Coder | None, *, looks_back: bool
+    ) -> dict[str, Callable[[Call], Reply | Awaitable[Reply]]]:
+        """The handlers of the table above, by the name of the method."""
+        return {
             "push": self._take if coder is None else partial(self._push_message, coder),
             "close": self._close,
             "pull": self._pull_to_work if looks_back else self._pull,
@@ -165,8 +173,6 @@ class Shard:
             "leave": self._leave,
             "status": self._status,
         }
-        self.vectors = Vectors(self, values.nbytes)
-        self.methods |= self.vectors.methods
 
     @property
     def version(self) -> int:

@@ -84,7 +84,7 @@ class Follower:
     def write(self, model: torch.Tensor) -> None:
         """Write the slice to its ranges of `model`."""
         sizes = [stop - start for start, stop in self._ranges]
-        for piece, part in zip(pieces(model, self._ranges), self.values.split(sizes), strict=True):
+        for piece, part in zip(pieces(model, self._ranges), torch.split(self.values, sizes), strict=True):
             piece.copy_(part)
 
 
