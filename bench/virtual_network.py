@@ -1,30 +1,48 @@
 """How well virtual time predicts a real slow network: seconds per step, predicted against measured.
 
     sudo python bench/virtual_network.py                    all groups, and the table
-    sudo python bench/virtual_network.py --group 0          one group; its rows are added to --rows
+    sudo python bench/virtual_network.py --group 0          one group
     sudo python bench/virtual_network.py --held-out         the settings that nothing was fitted to or chosen by
-    python bench/virtual_network.py --table                 the table of the rows there are
+    python bench/virtual_network.py --table                 the table of what has been measured
 
-Hosts are network namespaces of this machine with limited cards (`dure.reproduce.namespaces`). For each group of
-settings `dure probe` measures the hosts, and what it writes is the cluster that the predictions are made for; the
-time of a step's compute, asleep but for the filling of its gradient, is measured alone. Then each setting is trained
-for real and in virtual time. Both are looked at in the same way: the mean time between the beginnings of a worker's
-steps, in the traces of the runs, the first WARM steps left out.
+Hosts are network namespaces of this machine with limited cards (`dure.reproduce.namespaces`); servers live beside
+workers, or on hosts of their own. For each group of settings three of the hosts are probed as by `dure probe`, and the
+cluster found is the one that the predictions are made for. Then each setting is trained RUNS times for real, and RUNS_VIRTUAL times in virtual time, with as many seeds;
+medians are compared. A step's compute is asleep but for the filling of its gradient. Before the runs of a setting all
+hosts time it, at once as for `dure probe JOB`; median and spread make the distribution that the predictions draw from.
+Both are looked at in the same way: the mean time between the beginnings of a worker's steps, in the traces of the
+runs, the first WARM steps left out.
+
+What is measured is kept in --rows (a cluster or a run on each line), and what is there is not measured again. So a
+bench that was interrupted goes on, and a changed model is compared with what was measured before: remove the file to
+measure anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import math
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import yaml
+
+import dure.torchrun_run
+from dure.probe import probe
 from dure.reproduce import namespaces
 from dure.runtime.cluster import Cluster
-from dure.runtime.compute import Constant
+from dure.runtime.compute import LogNormal
+from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.torchrun import Meeting, place
 from dure.runtime.sounding import step_seconds
 from dure.runtime.stand_in import job_file, stand_in
 from dure.train import train
@@ -32,78 +50,105 @@ from dure.train import train
 ROOT = Path(__file__).parents[1]
 WARM = 2
 STEPS = 12
+RUNS = 3
+RUNS_VIRTUAL = 5
 MIB = 1 << 18
 """Parameters of four bytes in 2^20 bytes."""
 
-RUN_SECONDS = 200.0
-PROBE_SECONDS = 900.0
+PROBED = 3
+"""Hosts that are probed: all are alike, and pairs grow faster than hosts."""
+
+GROUP_SECONDS = 900.0
+NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET of sched.h
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`layers` in units of 2^20 bytes, `compute` in seconds."""
+    """`layers` in units of 2^20 bytes, `compute` in seconds. `apart`: servers have hosts of their own."""
 
     strategy: str
     layers: tuple[float, ...]
-    compute: float = 0.3
+    compute: float = 0.1
     steps: int = STEPS
 
     @property
     def sizes(self) -> list[int]:
         return [round(layer * MIB) for layer in self.layers]
 
+    @property
+    def apart(self) -> bool:
+        return " ps" in self.strategy and "colocated=true" not in self.strategy
+
+    @property
+    def engine(self) -> bool:
+        """Whether the engine's collectives are used: they take one run of a process."""
+        return " ps" not in self.strategy and self.strategy != "ad-psgd"
+
 
 @dataclass(frozen=True)
 class Group:
-    """Settings on the same hosts; `bandwidth` in Mbit/s."""
+    """Settings on the same hosts; `bandwidth` in Mbit/s; `servers` is the number of hosts besides the workers'."""
 
     workers: int
     bandwidth: float
     settings: tuple[Setting, ...]
+    servers: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.workers} at {self.bandwidth:g}"
 
 
 GROUPS = (
     Group(2, 100, (
-        Setting("bsp ps:colocated=true", (2, 2, 2, 2)),
-        Setting("bsp ps:shards=2,colocated=true", (1, 1, 1, 1), 0.1),
-        Setting("bsp", (4, 4, 4, 4)),
-        Setting("averaging:period=4", (8,)),
-        Setting("averaging:period=2 ps:shards=2,colocated=true", (4, 4)),
-    )),
-    Group(4, 100, (
+        Setting("ssp ps:colocated=true", (2,)),
         Setting("bsp ps:shards=2,colocated=true", (1, 1, 1, 1)),
-        Setting("bsp", (4, 4, 4, 4), steps=8),
-        Setting("downpour ps:colocated=true", (2,), 0.1),
-        Setting("averaging:period=4", (8,)),
+        Setting("averaging:period=4", (6,)),
+        Setting("downpour ps:shards=2,colocated=true", (1, 1)),
     )),
-    Group(4, 50, (
+    Group(3, 80, (
+        Setting("ssp ps:colocated=true", (2,), 0.15),
+        Setting("easgd ps:colocated=true", (2,), steps=16),
+        Setting("downpour ps:shards=3,colocated=true", (1, 1, 1)),
+        Setting("k-async:k=2 ps:shards=2,colocated=true", (1, 1)),
+        Setting("ssp:bound=2 ps", (1.5,)),
+        Setting("bmuf:period=4", (6,), steps=16),
+    ), servers=1),
+    Group(4, 100, (
+        Setting("k-sync:k=3 ps:colocated=true", (1,)),
+        Setting("ad-psgd", (2,)),
         Setting("bsp ps:shards=4,colocated=true", (1, 1, 1, 1)),
-        Setting("downpour ps:shards=2,colocated=true", (1, 1), 0.1),
-        Setting("averaging:period=4 ps:shards=2,colocated=true", (4,)),
+        Setting("backup:backups=1 ps:shards=2,colocated=true", (1, 1)),
+    )),
+    Group(8, 60, (
+        Setting("bsp ps:shards=2,colocated=true", (0.5, 0.5), steps=8),
+        Setting("diloco:period=6", (4,), steps=18),
     )),
 )  # fmt: skip
 
 HELD_OUT = (
-    Group(2, 200, (
-        Setting("bsp ps:shards=2,colocated=true", (2, 2, 2, 2)),
-        Setting("downpour ps:colocated=true", (4,), 0.2),
-        Setting("bsp", (4, 4, 4, 4), 0.1),
-        Setting("averaging:period=3 ps:colocated=true", (4, 2)),
-    )),
-    Group(3, 150, (
-        Setting("bsp ps:shards=3,colocated=true", (1, 2, 3)),
-        Setting("downpour ps:shards=3,colocated=true", (1, 1, 1), 0.2),
-        Setting("bsp", (6, 6)),
-        Setting("averaging:period=3", (6,), 0.1),
-    )),
-    Group(8, 50, (
-        Setting("bsp ps:shards=2,colocated=true", (1, 1), steps=8),
-        Setting("downpour ps:shards=4,colocated=true", (0.5, 0.5, 0.5, 0.5)),
-        Setting("bsp", (8,), steps=8),
-        Setting("averaging:period=4", (8,)),
+    Group(4, 120, (
+        Setting("ssp:bound=1 ps:shards=2,colocated=true", (1, 0.5)),
+        Setting("easgd:period=2 ps:shards=2,colocated=true", (0.75, 0.75)),
+        Setting("k-async:k=2 ps:colocated=true", (1,)),
+        Setting("k-sync:k=2 ps:shards=2", (1, 1)),
+        Setting("backup:backups=1 ps:shards=2", (1, 1)),
+        Setting("ad-psgd", (1.5,)),
+        Setting("downpour ps:shards=2", (1, 1)),
+        Setting("diloco:period=4", (3,), steps=16),
+    ), servers=2),
+    Group(6, 70, (
+        Setting("bsp ps:shards=3,colocated=true", (0.5, 0.5, 0.5)),
+        Setting("ssp ps:colocated=true", (0.5,)),
+        Setting("easgd ps:colocated=true", (0.75,), steps=16),
+        Setting("downpour ps:shards=2,colocated=true", (0.5, 0.5)),
+        Setting("averaging:period=3 ps:shards=2,colocated=true", (0.5, 0.5)),
+        Setting("ad-psgd", (1,)),
+        Setting("bmuf:period=5", (3,), steps=15),
+        Setting("bsp", (2, 2), steps=8),
     )),
 )  # fmt: skip
-"""Written down before any of them was run, and not changed since."""
+"""Written down after the model was last changed, before any of them was run."""
 
 
 def seconds_per_step(trace: Path) -> float:
@@ -121,100 +166,201 @@ def seconds_per_step(trace: Path) -> float:
     return statistics.mean(times)
 
 
-def probed(hosts: namespaces.Hosts, folder: Path) -> tuple[Cluster, float]:
-    """The cluster that `dure probe` describes, and the worst residual of its links."""
-    path = folder / "cluster.yaml"
-    command = [sys.executable, "-m", "dure", "probe", "--json", "--out", str(path)]
-    done = hosts.run(command, seconds=PROBE_SECONDS, environ=ENVIRON)
-    return Cluster.from_yaml(path), json.loads(done[0].out.splitlines()[-1])["residual"]
+# ---- on a host, in a process that measures one setting after another
 
 
-ENVIRON = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """What this thread starts meanwhile is on the host of another namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net", "rb") as home, open(f"/var/run/netns/{namespace}", "rb") as there:
+        for where, back in ((there, False), (home, True)):
+            if libc.setns(where.fileno(), NETWORK_NAMESPACE):
+                raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+            if not back:
+                yield
 
 
-def measured(hosts: namespaces.Hosts, setting: Setting, job: str, folder: Path) -> float:
-    options = ["--strategy", setting.strategy, "--steps", str(setting.steps), "--eval-every", "1000000"]
-    command = [sys.executable, "-m", "dure", "train", job, *options, "--on", "torchrun", "--trace"]
-    hosts.run([*command, "--out", str(folder / "real"), "--json"], seconds=RUN_SECONDS, environ=ENVIRON)
-    return seconds_per_step(folder / "real" / "trace.json")
+def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
+    """Servers start on `hosts` that have no worker, and not beside the worker that starts them."""
+
+    def start(task: Any, meeting: Meeting, stack: ExitStack) -> None:
+        for number in range(task.servers):
+            if _owner(f"server {number}", meeting) != meeting.place.rank:
+                continue
+            with inside(hosts[number]):
+                nursery = stack.enter_context(Nursery())
+            nursery.load(task.config.plain())
+            given = meeting.get(f"start server {number}")
+            nursery.start(f"server {number}", interface=addresses[number], **given)
+
+    def _owner(name: str, meeting: Meeting) -> int:
+        kind, number = name.split()
+        rest = meeting.place.world_size - 1
+        return int(number) if kind == "worker" else 1 + int(number) % rest  # rank 0 starts its servers otherwise
+
+    dure.torchrun_run._start_servers, dure.torchrun_run._owner = start, _owner
 
 
-def predicted(cluster: Cluster, setting: Setting, job: str, folder: Path) -> tuple[float, float]:
-    compute = statistics.median(step_seconds(stand_in(setting.sizes, setting.compute)))
-    machines = [kind.model_copy(update={"compute": Constant(seconds=compute)}) for kind in cluster.machines]
-    here = cluster.model_copy(update={"machines": tuple(machines)})
-    out = folder / "virtual"
-    train(job, strategy=setting.strategy, on=here, steps=setting.steps, timing_only=True, trace=True, out=out)
-    return seconds_per_step(out / "trace.json"), compute
+def on_host(plan: dict[str, Any]) -> None:
+    """Measure what `plan` asks for, together with the other hosts; the first one writes to `rows`."""
+    here = place()
+    assert here is not None
+
+    def write(row: dict[str, Any]) -> None:
+        if here.rank == 0:
+            with open(plan["rows"], "a") as file:
+                file.write(json.dumps({"group": plan["group"], **row}) + "\n")
+
+    if plan["probe"]:
+        found = probe()
+        if found is not None:
+            cluster = found.pop("cluster")
+            write({"cluster": cluster.to_yaml(), "congestion": plan["congestion"], **found})
+    beside = dure.torchrun_run._start_servers, dure.torchrun_run._owner
+    for number, (given, runs) in enumerate(plan["settings"]):
+        setting = Setting(**given)
+        if setting.apart:
+            keep_servers_apart(plan["server_hosts"], plan["server_addresses"])
+        path = Path(plan["folder"]) / f"job{number}.py"
+        path.write_text(job_file(setting.sizes, setting.compute))
+        meeting = Meeting(here, f"setting {number}")
+        meeting.exchange("ready", True)
+        compute = step_seconds(stand_in(setting.sizes, setting.compute))
+        for run in range(runs):
+            meeting.exchange(f"run {run}", True)
+            out = Path(plan["folder"]) / f"{plan['batch']} {number} {run}"
+            how: dict[str, Any] = {"strategy": setting.strategy, "steps": setting.steps, "eval_every": 1_000_000}
+            train(f"{path}:job", on="torchrun", trace=True, out=out, **how)
+            if here.rank == 0:
+                write({"setting": given, "compute": compute, "measured": seconds_per_step(out / "trace.json")})
+        dure.torchrun_run._start_servers, dure.torchrun_run._owner = beside
 
 
-def run(group: Group, rows: Path) -> None:
+# ---- all hosts of a group
+
+
+def measure(group: Group, rows: Path) -> None:
+    """Measure what of `group` is not in `rows`."""
+    there = read(rows).get(group.name, [])
+    settings = [json.loads(json.dumps(asdict(setting))) for setting in group.settings]
+    left = [(each, RUNS - sum(row.get("setting") == each for row in there)) for each in settings]
+    left = [(each, runs) for each, runs in left if runs > 0]
+    unprobed = not any("cluster" in row for row in there)
+    if not left and not unprobed:
+        return
     with (
-        tempfile.TemporaryDirectory() as place,
-        namespaces.hosts(group.workers, bandwidth=group.bandwidth * 125e3) as hosts,
+        tempfile.TemporaryDirectory() as folder,
+        namespaces.hosts(group.workers + group.servers, bandwidth=group.bandwidth * 125e3) as hosts,
     ):
-        cluster, residual = probed(hosts, Path(place))
-        print(cluster.to_yaml(), f"residual {residual:.4f}, congestion control {hosts.congestion}", file=sys.stderr)
-        for number, setting in enumerate(group.settings):
-            folder = Path(place) / str(number)
-            folder.mkdir()
-            (folder / "job.py").write_text(job_file(setting.sizes, setting.compute))
-            job = f"{folder / 'job.py'}:job"
-            real = measured(hosts, setting, job, folder)
-            virtual, compute = predicted(cluster, setting, job, folder)
-            row = {
-                "strategy": setting.strategy,
-                "workers": group.workers,
-                "mbit_per_second": group.bandwidth,
-                "model_mib": sum(setting.layers),
-                "compute": compute,
-                "measured": real,
-                "predicted": virtual,
-                "error": virtual / real - 1,
-                "congestion": hosts.congestion,
-                "residual": residual,
-            }
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            with rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        plan: dict[str, Any] = {"rows": str(rows.absolute()), "group": group.name, "folder": folder}
+        plan |= {"congestion": hosts.congestion, "probe": False, "batch": 0, "settings": []}
+        plan |= {"server_hosts": hosts.names[group.workers :], "server_addresses": hosts.addresses[group.workers :]}
+        if unprobed:
+            run(hosts, min(PROBED, group.workers), plan | {"probe": True})
+        batches = [[(each, runs) for each, runs in left if not Setting(**each).engine]]
+        batches += [[(each, 1)] for each, runs in left if Setting(**each).engine for _ in range(runs)]
+        for number, batch in enumerate(batches):
+            if batch:
+                run(hosts, group.workers, plan | {"settings": batch, "batch": number})
 
 
-def table(rows: Path) -> str:
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+def run(hosts: namespaces.Hosts, count: int, plan: dict[str, Any]) -> None:
+    some = namespaces.Hosts(hosts.names[:count], hosts.addresses[:count], hosts.bandwidth, hosts.congestion)
+    environ = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--host", json.dumps(plan)]
+    some.run(command, seconds=GROUP_SECONDS, environ=environ)
+
+
+def read(rows: Path) -> dict[str, list[dict[str, Any]]]:
+    """What has been measured, by group."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in rows.read_text().splitlines() if rows.exists() else ():
+        row = json.loads(line)
+        found.setdefault(row["group"], []).append(row)
+    return found
+
+
+# ---- the predictions
+
+
+def predicted(cluster: Cluster, setting: Setting, compute: list[float], workers: int) -> list[float]:
+    """Seconds per step of `setting` in virtual time, with several seeds; `compute` is what steps have taken."""
+    steps = LogNormal(seconds=statistics.mean(compute), sigma=float(np.std(np.log(compute))))
+    machines = cluster.machines[0].model_copy(update={"compute": steps, "count": workers})
+    here = cluster.model_copy(update={"machines": (machines,)})
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(RUNS_VIRTUAL):
+            out = Path(folder) / str(seed)
+            how = {"strategy": setting.strategy, "steps": setting.steps, "timing_only": True, "trace": True}
+            train(stand_in(setting.sizes, setting.compute), on=here, out=out, seed=seed, **how)  # type: ignore[arg-type]
+            times.append(seconds_per_step(out / "trace.json"))
+    return times
+
+
+def table(groups: tuple[Group, ...], rows: Path) -> str:
+    """The settings of `groups` that are in `rows`, and how good the predictions are."""
     lines = [
-        "| strategy | workers | Mbit/s | model, MiB | measured, s | predicted, s | error |",
-        "|---|---|---|---|---|---|---|",
+        "| strategy | workers | Mbit/s | model, MiB | measured, s | least to most | predicted, s | error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
-        figures = f"{row['measured']:.3f} | {row['predicted']:.3f} | {row['error']:+.1%}"
-        what = f"| `{row['strategy']}` | {row['workers']} | {row['mbit_per_second']:g} | {row['model_mib']:g}"
-        lines.append(f"{what} | {figures} |")
-    errors = sorted(abs(row["error"]) for row in found)
-    worst, middle = max(errors), statistics.median(errors)
-    used = ", ".join(sorted({row["congestion"] for row in found}))
-    lines += ["", f"{len(found)} settings: median error {middle:.1%}, worst {worst:.1%}. Congestion control: {used}."]
+    errors, used = [], set()
+    found = read(rows)
+    for group in groups:
+        probed = next((row for row in found.get(group.name, []) if "cluster" in row), None)
+        if probed is None:
+            continue
+        used.add(probed["congestion"])
+        cluster = Cluster(**yaml.safe_load(probed["cluster"]))
+        for setting in group.settings:
+            runs = [row for row in found[group.name] if row.get("setting") == json.loads(json.dumps(asdict(setting)))]
+            if not runs:
+                continue
+            times = sorted(row["measured"] for row in runs)
+            real, spread = statistics.median(times), f"{times[0]:.3f} to {times[-1]:.3f}"
+            compute = [seconds for row in runs for seconds in row["compute"]]
+            virtual = statistics.median(predicted(cluster, setting, compute, group.workers))
+            errors.append(virtual / real - 1)
+            what = f"| `{setting.strategy}` | {group.workers} | {group.bandwidth:g} | {sum(setting.layers):g}"
+            lines.append(f"{what} | {real:.3f} | {spread} | {virtual:.3f} | {errors[-1]:+.1%} |")
+    if errors:
+        lines += ["", f"{judged(errors)} Congestion control: {', '.join(sorted(used))}."]
     return "\n".join(lines)
+
+
+def judged(errors: list[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    return (
+        f"{len(sizes)} settings: median error {statistics.median(sizes):.1%}, 90th percentile {ninth:.1%}, "
+        f"worst {sizes[-1]:.1%}."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--group", type=int, choices=range(len(GROUPS)), help="one group of settings; all if left out")
+    parser.add_argument("--group", type=int, help="one group of settings, counted from 0; all if left out")
     parser.add_argument("--held-out", action="store_true", help="the settings that nothing was chosen by")
     parser.add_argument("--rows", type=Path, default=Path("runs/virtual_network.jsonl"))
-    parser.add_argument("--table", action="store_true", help="print the table of the rows there are")
+    parser.add_argument("--table", action="store_true", help="print the table of what has been measured")
+    parser.add_argument("--host", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    if given.host is not None:
+        on_host(given.host)
+        return
+    groups = HELD_OUT if given.held_out else GROUPS
+    if given.group is not None:
+        groups = groups[given.group : given.group + 1]
     if not given.table:
         reason = namespaces.missing()
         if reason:
             print(f"skipped: {reason}")
             return
-        if given.group is None:
-            given.rows.unlink(missing_ok=True)
-        groups = HELD_OUT if given.held_out else GROUPS
-        for group in groups if given.group is None else [groups[given.group]]:
-            run(group, given.rows)
-    print(table(given.rows))
+        given.rows.parent.mkdir(parents=True, exist_ok=True)
+        for group in groups:
+            measure(group, given.rows)
+    print(table(groups, given.rows))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,25 @@ import dure
 from dure.cli import main
 from dure.errors import UsageError
 from dure.job import load_job
-from dure.probe import advice, codec_cost, described, disturbance, fit, hand_over, partners, probe, table, wire_of
+from dure.probe import (
+    advice,
+    codec_cost,
+    described,
+    disturbance,
+    fit,
+    hand_over,
+    partners,
+    probe,
+    table,
+    unfairness_of,
+    wire_of,
+)
 from dure.reproduce import namespaces
 from dure.runtime import sounding
-from dure.runtime.cluster import Cluster
+from dure.runtime.cluster import Cluster, Link
 from dure.runtime.collectives import Path as Wire
+from dure.runtime.network import Network
+from dure.runtime.virtual import Kernel
 
 SIZES = [1 << power for power in range(16, 22)]
 
@@ -91,6 +105,24 @@ def test_where_noise_hides_what_bytes_cost_a_link_is_as_fast_as_its_largest_mess
     size, count, seconds, _ = rows[-1]
     assert wire_of({"points": rows}).slopes == pytest.approx((0.0, seconds / (count * size)))
     assert described(figures, workers=2).memory_bandwidth == pytest.approx(count * size / seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("unfairness", [0.0, 0.1, 0.3])
+def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> None:
+    cluster = Cluster.uniform(3, unfairness=unfairness, alpha=0, beta=0, link=Link(bandwidth=1e6, latency=0))
+    rng = np.random.default_rng(0)
+    rounds = []
+    for _ in range(2000):
+        kernel = Kernel()
+        network = Network(cluster, kernel, cluster.hosts(), rng)
+        ends: list[float] = []
+        for worker in (1, 2):
+            network.send(worker, 0, 1_000_000, lambda ends=ends, kernel=kernel: ends.append(kernel.now))  # type: ignore[misc]
+        kernel.run()
+        rounds.append((ends[0], ends[1]))
+    assert unfairness_of(rounds) == pytest.approx(unfairness, abs=0.01)
+    figures = found([1e6, 1e6, 1e6]) | {"races": rounds}
+    assert described(figures, workers=3).unfairness == pytest.approx(unfairness, abs=0.01)
 
 
 def test_a_fit_weighs_relative_errors() -> None:
@@ -302,6 +334,8 @@ def test_hosts_and_the_links_between_them_are_probed(tmp_path: Path) -> None:
     assert [pair["hosts"] for pair in told["pairs"]] == [[0, 1]]
     cluster = Cluster.from_yaml(path)
     assert cluster.workers == 2
+    assert len(told["races"]) == 24
+    assert 0 < cluster.unfairness < 1
     assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
 
 

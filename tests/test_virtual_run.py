@@ -82,6 +82,34 @@ def test_random_compute_times_repeat(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unequal_shares_repeat(strategy):
+    """The bits of a run follow from its seed, the shares of its messages too."""
+    cluster = Cluster(machines=(Machines(count=5),), link=Link(bandwidth=1e7), unfairness=0.3)
+    runs = [virtual("digits-mlp", strategy, cluster, steps=7, seed=seed, eval_every=2) for seed in (3, 3, 4)]
+    same = [(run.summary["params_sha256"], run.seconds, run.rows, run.outcome.totals.events) for run in runs]
+    assert same[0] == same[1]
+    assert same[0] != same[2]
+
+
+def test_unequal_shares_let_pushes_overlap_with_pulls():
+    """Equal steps and equal shares keep two workers in phase: both push at half the rate, then both pull.
+
+    With unequal shares they spread, and a push uses another direction of the server's card than a pull. The least that
+    a step can take is its compute and a push and a pull at the full rate.
+    """
+    seconds = []
+    push, compute, steps = 0.2, 0.1, 50
+    for unfairness in (0.0, 0.3):
+        link = Link(bandwidth=(1 << 20) / push, latency=0)
+        kinds = (Machines(count=2, compute=Constant(seconds=compute)),)
+        cluster = Cluster(machines=kinds, link=link, alpha=0, beta=0, gamma=0, unfairness=unfairness)
+        run = virtual(stand_in([1 << 18], compute), "downpour ps", cluster, steps=steps, timing_only=True)
+        seconds.append(run.seconds / steps)
+    assert seconds[0] == pytest.approx(compute + 4 * push, rel=0.03)
+    assert compute + 2 * push < seconds[1] < 0.9 * seconds[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_change_nothing_about_time(strategy):
     cluster = Cluster(machines=(Machines(count=6, compute=ShiftedExponential()),), link=Link(bandwidth=1e7))
     runs = [virtual("digits-mlp", strategy, cluster, steps=8, timing_only=timing) for timing in (False, True)]

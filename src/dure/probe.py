@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -60,6 +60,12 @@ BAD_FIT = 0.1
 
 WIDEST = 0.8
 """Standard deviation of the logarithms of steps that points to other programs; idle cores showed 0.5."""
+
+RACES = 24
+"""Pairs of messages at once into one host that are measured, over all hosts together."""
+
+MOST_SHARE = 0.95
+"""Share of a link at most that the faster of two messages is taken to have had."""
 
 PAIR_SECONDS = 600.0
 """How long the measurements of one pair, or of one host's steps, may take."""
@@ -108,6 +114,23 @@ def wire_of(figures: Figures) -> Fit:
         return line
     size, count, *both = figures["points"][-1]
     return replace(line, slopes=(0.0, min(both) / (count * size)))
+
+
+def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
+    """Standard deviation of the logarithm of a message's weight, from the ends of pairs of equal messages at once.
+
+    The faster of two messages with weights v > w has v / (v + w) of the link until its end, the other all of it from
+    there on: that share is half the later end over the earlier. log(v / w) has twice the variance of log(v).
+
+    Weights 3 and 1: the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower after 2.
+
+    >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4) == round(np.log(3) / np.sqrt(2), 4)
+    True
+    """
+    if not rounds:
+        return 0.0
+    shares = np.array([min(max(ends) / (2 * min(ends)), MOST_SHARE) for ends in rounds])
+    return float(np.sqrt(np.mean(np.log(shares / (1 - shares)) ** 2) / 2))
 
 
 def codec_cost(points: Mapping[str, Sequence[Sequence[float]]]) -> CodecCost:
@@ -163,6 +186,7 @@ def described(found: Figures, workers: int) -> Cluster:
         alpha=_rounded(alpha),
         beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
         gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
+        unfairness=_rounded(unfairness_of(found.get("races", ())), 2),
         memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
         codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
     )
@@ -287,9 +311,9 @@ def probe(
     On one machine short real runs of `workers` workers are made of the job called `name` (as `dure train` takes it,
     with its `data`); without a name a step is measured in this process alone.
 
-    `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `apply`,
-    `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst fit of
-    a link, and `advice` where that is bad. Of one machine also `hand_over` (`hand_over`), `numel` and `runs`
+    `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `races`,
+    `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst
+    fit of a link, and `advice` where that is bad. Of one machine also `hand_over` (`hand_over`), `numel` and `runs`
     (`short_runs`).
 
     Raises `PeerLost` where a host goes away.
@@ -311,7 +335,8 @@ def probe(
         stack.callback(sounder.over.resolve)  # whoever goes from here on is not missed
         places = meeting.exchange("place", [here.interface, node.wire.listen(here.interface)])
         node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
-        node.directory[f"beside {here.rank}"] = (here.interface, beside.answer()["port"])
+        besides = meeting.exchange("beside", [here.interface, beside.answer()["port"]])
+        node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides)}
         meeting.exchange("ready", True)
         node.on_lost = lambda loss: _lost(loss, sounder)
         if here.rank:
@@ -381,7 +406,8 @@ async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figu
     for codec in codecs:
         coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
         found["codecs"][codec] = [dict((await each).fields) for each in coding]
-    for host in hosts[1:]:
+    found["races"] = [ends async for ends in _races(node, hosts, found["pairs"])]
+    for host in hosts:  # itself first: from then on a host that goes is not missed
         await node.call(host, "over")
     found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
     found["advice"] = advice(found["residual"], one_machine=world == 1)
@@ -412,6 +438,22 @@ def disturbance(runs: Figures) -> str:
         return ""
     seen = f"the meeting {lost[0]} cost nothing" if lost else f"the logarithms of steps spread by {sigma:.2f}"
     return f"Other programs used the cores: {seen}. Leave the machine idle and probe again; this file predicts badly."
+
+
+async def _races(
+    node: ProcessNode, hosts: Sequence[Address], pairs: Sequence[Figures]
+) -> AsyncIterator[tuple[float, float]]:
+    """The ends of two messages at once into one host: from the next two hosts, or from two processes of the next."""
+    world = len(hosts)
+    if world == 1:
+        return
+    size = max(size for figures in pairs for size, *_ in figures["points"])
+    for rank, host in enumerate(hosts):
+        one, other = (rank + 1) % world, (rank + 2) % world
+        peers = [f"host {one}", f"host {other}" if other != rank else f"beside {one}"]
+        reply = await node.call(host, "race", peers=peers, size=size, count=-(-RACES // world), timeout=PAIR_SECONDS)
+        for first, second in reply.fields["rounds"]:
+            yield first, second
 
 
 def partners(world: int) -> Iterator[tuple[int, int]]:
@@ -447,6 +489,7 @@ def table(cluster: Cluster, found: Figures) -> Table:
     shown.add_row("A byte of it", units.as_per_byte(cluster.beta))
     shown.add_row("A byte that is applied", units.as_per_byte(cluster.gamma))
     shown.add_row("Within a machine", units.as_memory_rate(cluster.memory_bandwidth))
+    shown.add_row("Unfairness of links", f"{cluster.unfairness:.2g}")
     shown.add_row("Cores", str(cluster.machines[0].cores))
     for kind in cluster.machines if found["compute"][0] else ():
         shown.add_row("A step", units.as_seconds(kind.compute.mean(0.0)))

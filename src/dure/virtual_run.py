@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dure.checkpoint import Part
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 State = dict[str, Part]
 Row = dict[str, Any]
+
+WEIGHTS_STREAM = 2
+"""Sets the random weights of messages apart from other streams made from the same seed."""
 
 COLLECT_EVERY = 50_000
 """Objects made, net of those gone, between two looks of the collector of cycles during a run."""
@@ -159,9 +163,10 @@ class Segment:
         hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
         if task.shares_memory:
             hosts = dict.fromkeys(hosts, 0)
+        weights = np.random.default_rng((task.config.seed, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,
-            lambda kernel: Network(run.cluster, kernel, hosts),
+            lambda kernel: Network(run.cluster, kernel, hosts, weights),
             run.evaluator,
             seed=task.config.seeded,
             start=self.started,

@@ -64,7 +64,8 @@ def jobs() -> dict[str, str | Job]:
 
 
 def cluster(*events: Event) -> Cluster:
-    return Cluster(machines=(Machines(count=4, compute=LogNormal(seconds=0.01, sigma=0.4)),), events=events)
+    kinds = (Machines(count=4, compute=LogNormal(seconds=0.01, sigma=0.4)),)
+    return Cluster(machines=kinds, events=events, unfairness=0.3)
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -253,6 +253,7 @@ def test_the_page_names_every_key_and_its_default() -> None:
     assert units.per_byte(said["beta"]) == default.beta
     assert units.per_byte(said["gamma"]) == default.gamma
     assert units.rate(said["memory_bandwidth"]) == default.memory_bandwidth
+    assert float(said["unfairness"]) == default.unfairness
     assert units.rate(said["link.bandwidth"].partition(" =")[0]) == default.link.bandwidth
     assert units.seconds(said["link.latency"]) == default.link.latency
     assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]

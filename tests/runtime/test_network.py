@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.runtime.cluster import Cluster, Link, Machines, Servers
 from dure.runtime.collectives import HEADER, SMALL
-from dure.runtime.network import Network
+from dure.runtime.network import Network, Pair, SharingQueue, Transfer, weights
 
 MIB = 2**20
 
@@ -52,9 +54,10 @@ class Wires:
         link = Link(bandwidth=bandwidth, latency=latency)
         colocated = bool(options.pop("colocated", False))
         cores = int(options.pop("cores", 4))  # type: ignore[call-overload]
+        rng = np.random.default_rng(options.pop("seed", 0))  # type: ignore[call-overload]
         self.cluster = Cluster.uniform(workers, link=link, alpha=alpha, beta=beta, cores=cores, **options)
         self.kernel = HeapKernel()
-        self.network = Network(self.cluster, self.kernel, self.cluster.hosts(servers, colocated=colocated))
+        self.network = Network(self.cluster, self.kernel, self.cluster.hosts(servers, colocated=colocated), rng)
         self.arrived: dict[object, float] = {}
 
     def send(self, src: str | int, dst: str | int, wire: int, name: object, at: float = 0.0) -> None:
@@ -418,3 +421,89 @@ def test_the_same_traffic_gives_the_same_bits() -> None:
         return wires.run()
 
     assert list(run().items()) == list(run().items())
+
+
+# ---- unequal shares
+
+
+def weighted_fluid(arrivals: list[tuple[float, int, float]], bandwidth: float) -> list[float]:
+    """When each (start, bytes, weight) has left a queue that is shared by weight, by stepping from change to change."""
+    left = [float(size) for _, size, _ in arrivals]
+    ends = [0.0] * len(arrivals)
+    now = 0.0
+    while any(left):
+        inside = [i for i, (start, _, _) in enumerate(arrivals) if left[i] and start <= now]
+        total = sum(arrivals[i][2] for i in inside)
+        rates = {i: bandwidth * arrivals[i][2] / total for i in inside}
+        steps = [left[i] / rate for i, rate in rates.items()] + [start - now for start, _, _ in arrivals if start > now]
+        now += min(steps)
+        for i, rate in rates.items():
+            left[i] -= min(steps) * rate
+            if left[i] <= 1e-6:
+                left[i], ends[i] = 0.0, now
+    return ends
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(0, 400).map(lambda i: i / 100), st.integers(1, 3_000_000), st.floats(0.1, 10.0)),
+    min_size=1,
+    max_size=24,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrivals)
+def test_shares_by_weight_are_those_of_a_fluid(given: list[tuple[float, int, float]]) -> None:
+    kernel = HeapKernel()
+    ended: dict[int, float] = {}
+    queue = SharingQueue(kernel, 1e6, 1, lambda transfer: ended.setdefault(number[id(transfer)], kernel.now))
+    transfers = [Transfer(Pair(0, 1), size, lambda: None, weight) for _, size, weight in given]
+    number = {id(transfer): i for i, transfer in enumerate(transfers)}
+    for transfer, (start, _, _) in zip(transfers, given, strict=True):
+        transfer.pending = 1
+        kernel.at(start, partial(queue.add, transfer))
+    kernel.run()
+    found = [ended[i] for i in range(len(given))]
+    assert found == pytest.approx(weighted_fluid(given, 1e6), rel=1e-9, abs=1e-8)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_two_at_once_end_by_their_weights_and_the_last_on_time(seed: int) -> None:
+    drawn = weights(0.5, np.random.default_rng(seed))
+    first, second = next(drawn), next(drawn)
+    wires = Wires(unfairness=0.5, seed=seed, latency=0.25)
+    wires.send(1, 0, MIB, 0)
+    wires.send(2, 0, MIB, 1)
+    arrived = wires.run()
+    assert min(arrived.values()) == pytest.approx(0.25 + (first + second) / max(first, second) * MIB / 1e6)
+    assert max(arrived.values()) == pytest.approx(0.25 + 2 * MIB / 1e6)
+    assert (arrived[0] < arrived[1]) == (first > second)
+
+
+def test_alone_a_message_takes_as_long_whatever_its_weight() -> None:
+    for seed in range(5):
+        wires = Wires(latency=0.01, unfairness=1.0, seed=seed)
+        wires.send(1, 2, MIB, "it")
+        assert wires.run()["it"] == pytest.approx(0.01 + MIB / 1e6, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(traffic, st.integers(0, 9))
+def test_unequal_shares_lose_no_bandwidth_and_repeat(messages: list[tuple[float, int, int, int]], seed: int) -> None:
+    """All into machine 0, twice: the last arrives when a card that never rests would be done."""
+    runs = []
+    for _ in range(2):
+        wires = Wires(workers=len(messages) + 1, unfairness=0.7, seed=seed)
+        done = 0.0
+        for i, (start, _, _, wire) in enumerate(sorted(messages)):
+            wires.send(i + 1, 0, wire, i, at=start)
+            done = max(done, start) + wire / 1e6
+        runs.append(wires.run())
+        assert max(runs[-1].values()) == pytest.approx(done, rel=1e-9)
+    assert runs[0] == runs[1]
+
+
+def test_weights_have_the_spread_that_was_asked_for() -> None:
+    drawn = np.log(list(itertools.islice(weights(0.3, np.random.default_rng(0)), 20_000)))
+    assert (drawn.mean(), drawn.std()) == pytest.approx((0.0, 0.3), abs=0.01)
+    assert set(itertools.islice(weights(0.0), 1000)) == {1.0}

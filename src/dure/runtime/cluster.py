@@ -143,9 +143,10 @@ class Cluster(Described):
     Costs: `alpha` seconds of a core per message and `beta` per byte of it, at both ends; `gamma` seconds per byte
     of memory that a server works through to apply an update. A message has `header` bytes more than its tensors and
     `field` bytes more for each plain value; up to `small` bytes in all it does not queue. A crash is noticed after
-    `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed. `codecs`
-    is what codecs cost, by name; those left out cost what `runtime.coding` has measured. With a `host`, all machines
-    are processes of it.
+    `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed.
+    `unfairness` is how unequally messages share a card: the standard deviation of the logarithm of a message's weight,
+    0 for equal shares. `codecs` is what codecs cost, by name; those left out cost what `runtime.coding` has measured.
+    With a `host`, all machines are processes of it.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
@@ -161,6 +162,7 @@ class Cluster(Described):
     detection: Seconds = 0.05
     backward: float = Field(default=2 / 3, ge=0, le=1)
     memory_bandwidth: MemoryRate = 10e9
+    unfairness: float = Field(default=0.0, ge=0, le=2)
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()
 

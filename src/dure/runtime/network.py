@@ -1,12 +1,16 @@
 """How long messages take in virtual time, and how they share the wires.
 
 Each direction of each machine's network card is a *processor-sharing queue*: the transfers in it share its
-bandwidth equally at every moment. A message occupies its sender's way out and its receiver's way in at once,
-each at the rate that its own queue gives, and has left when both are done. It then costs both hosts
+bandwidth at every moment, in proportion to their weights. A message occupies its sender's way out and its receiver's
+way in at once, each at the rate that its own queue gives, and has left when both are done. It then costs both hosts
 `alpha + bytes * beta` seconds of a core, and arrives one latency later:
 
     alone:   latency + alpha + bytes * (beta + 1 / bandwidth)
-    K into one card at once:  the 1 / bandwidth part takes exactly K times as long
+    K into one card at once:  the 1 / bandwidth part of the last takes exactly K times as long
+
+The weight of a message is drawn once: log-normal, of median 1 and sigma `Cluster.unfairness`. TCP shares a link only
+on average, and its irregularity spreads workers that began together. Where `unfairness` is 0, the default, all
+weights are 1: shares are equal, and the K messages above end together.
 
 Rules, all of them:
 
@@ -22,8 +26,8 @@ Rules, all of them:
 - what a crashed node had sent arrives if it had left the node's card entirely, else it is lost; what was on its
   way to it vanishes.
 
-A queue is kept in its own virtual time, the bytes that a transfer present since the queue was last empty
-would have got. A transfer's end is then a constant, so an arrival or a departure costs O(log n)
+A queue is kept in its own virtual time, the bytes that a transfer of weight 1 present since the queue was last
+empty would have got. A transfer's end is then a constant, so an arrival or a departure costs O(log n)
 (Demers, Keshav, Shenker 1989; Parekh, Gallager 1993).
 """
 
@@ -31,17 +35,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
+from itertools import repeat
 from typing import Protocol
+
+import numpy as np
 
 from dure.runtime.cluster import Cluster
 from dure.runtime.collectives import COLLECTIVES, Cost, Path
 from dure.runtime.cores import Cores, Process
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
+_BLOCK = 512  # weights drawn at once
 
 
 class Kernel(Protocol):
@@ -71,35 +79,37 @@ class Counters:
 
 
 class Transfer:
-    """A message on the wire. `pending` has a bit for each side that is not done."""
+    """A message on the wire. `pending` has a bit for each side that is not done; shares go by `weight`."""
 
-    __slots__ = ("deliver", "nbytes", "pair", "pending")
+    __slots__ = ("deliver", "nbytes", "pair", "pending", "weight")
 
-    def __init__(self, pair: Pair, nbytes: int, deliver: Callable[[], None]) -> None:
+    def __init__(self, pair: Pair, nbytes: int, deliver: Callable[[], None], weight: float = 1.0) -> None:
         self.pair = pair
         self.nbytes = nbytes
+        self.weight = weight
         self.deliver = deliver
         self.pending = _BOTH
 
 
 class SharingQueue:
-    """One direction of one card: `bandwidth` bytes per second, shared equally by the transfers inside.
+    """One direction of one card: `bandwidth` bytes per second, shared by the transfers inside, by weight.
 
     `bit` is the side of a `Transfer` that this queue serves; `left` is called when both its sides are done.
     """
 
-    __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_virtual", "active", "bandwidth", "bit",
-                 "kernel")  # fmt: skip
+    __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_total", "_virtual", "active", "bandwidth",
+                 "bit", "kernel")  # fmt: skip
 
     def __init__(self, kernel: Kernel, bandwidth: float, bit: int, left: Callable[[Transfer], None]) -> None:
         self.kernel = kernel
         self.bandwidth = bandwidth
         self.bit = bit
         self.active = 0  # transfers inside; the heap may also hold removed ones
+        self._total = 0.0  # of their weights
         self._left = left
         self._heap: list[tuple[float, int, Transfer]] = []
         self._sequence = 0
-        self._virtual = 0.0  # bytes per transfer, as of `_last`
+        self._virtual = 0.0  # bytes per transfer of weight 1, as of `_last`
         self._last = 0.0
         self._due = math.inf  # the event that counts; one that fires before it is stale
         self._fire = self.fire
@@ -109,19 +119,21 @@ class SharingQueue:
         now = self.kernel.now
         active = self.active
         if active:
-            virtual = self._virtual = self._virtual + (now - self._last) * self.bandwidth / active
+            virtual = self._virtual = self._virtual + (now - self._last) * self.bandwidth / self._total
         else:
             self._heap.clear()
             virtual = self._virtual = 0.0
+            self._total = 0.0
         self._last = now
-        self.active = active = active + 1
+        self.active = active + 1
+        self._total = total = self._total + transfer.weight
         self._sequence += 1
         heap = self._heap
-        tag = virtual + transfer.nbytes
+        tag = virtual + transfer.nbytes / transfer.weight
         heappush(heap, (tag, self._sequence, transfer))
         # An arrival delays every other end: only a new first one can bring the next event forward.
         if heap[0][2] is transfer:
-            due = now + (tag - virtual) * active / self.bandwidth
+            due = now + (tag - virtual) * total / self.bandwidth
             if due < self._due:
                 self._due = due
                 self.kernel.at(due, self._fire)
@@ -129,10 +141,11 @@ class SharingQueue:
     def remove(self, transfer: Transfer) -> None:
         """Take out `transfer`, unfinished."""
         now = self.kernel.now
-        self._virtual += (now - self._last) * self.bandwidth / self.active
+        self._virtual += (now - self._last) * self.bandwidth / self._total
         self._last = now
         transfer.pending &= ~self.bit
         self.active -= 1
+        self._total -= transfer.weight
         self._schedule(now)
 
     def fire(self) -> None:
@@ -147,7 +160,7 @@ class SharingQueue:
         if not heap:
             return
         tag, _, transfer = heap[0]
-        due = self._last + (tag - self._virtual) * self.active / self.bandwidth
+        due = self._last + (tag - self._virtual) * self._total / self.bandwidth
         if due > now:
             self._due = due
             self.kernel.at(due, self._fire)
@@ -166,6 +179,7 @@ class SharingQueue:
             if transfer.pending & bit:
                 transfer.pending ^= bit
                 self.active -= 1
+                self._total -= transfer.weight
                 if not transfer.pending:
                     done.append(transfer)
         if heap:
@@ -178,7 +192,7 @@ class SharingQueue:
         while heap and not heap[0][2].pending & bit:
             heappop(heap)
         if heap:
-            due = max(now, self._last + (heap[0][0] - self._virtual) * self.active / self.bandwidth)
+            due = max(now, self._last + (heap[0][0] - self._virtual) * self._total / self.bandwidth)
             if due < self._due:
                 self._due = due
                 self.kernel.at(due, self._fire)
@@ -227,14 +241,25 @@ class Pair:
         self.dst_cpu: Processor
 
 
+def weights(unfairness: float, rng: np.random.Generator | None = None) -> Iterator[float]:
+    """The weights of messages, without end: log-normal of median 1 and sigma `unfairness`; all 1.0 if that is 0."""
+    if not unfairness:
+        yield from repeat(1.0)
+    rng = rng or np.random.default_rng(0)
+    while True:
+        yield from np.exp(unfairness * rng.standard_normal(_BLOCK)).tolist()
+
+
 class Network:
     """The cards, cores and messages of `cluster`, in the time of `kernel`.
 
     `hosts` says on which machine (its index in the cluster) each node lives; see `Cluster.hosts`. Nodes are named
-    or numbered in the order of `hosts`.
+    or numbered in the order of `hosts`. `rng` draws the weights of messages where the cluster has an `unfairness`.
     """
 
-    def __init__(self, cluster: Cluster, kernel: Kernel, hosts: Mapping[str, int]) -> None:
+    def __init__(
+        self, cluster: Cluster, kernel: Kernel, hosts: Mapping[str, int], rng: np.random.Generator | None = None
+    ) -> None:
         self.cluster = cluster
         self.kernel = kernel
         self.names = tuple(hosts)
@@ -254,6 +279,7 @@ class Network:
         self._pairs: dict[tuple[int, int], Pair] = {}
         shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
         self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
+        self._weights = weights(cluster.unfairness, rng)
         self._gone: set[int] = set()
         self._life = [0] * len(hosts)  # rises when a node crashes: what was sent to the one before vanishes
         self.bytes_sent = [0] * len(hosts)
@@ -291,7 +317,7 @@ class Network:
                 pair.arrived = time
             self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
         else:
-            transfer = pair.current = Transfer(pair, wire, deliver)
+            transfer = pair.current = Transfer(pair, wire, deliver, next(self._weights))
             pair.egress.add(transfer)
             pair.ingress.add(transfer)
 
@@ -418,7 +444,7 @@ class Network:
         while backlog:
             wire, deliver = backlog.popleft()
             if wire > self._small:
-                following = pair.current = Transfer(pair, wire, deliver)
+                following = pair.current = Transfer(pair, wire, deliver, next(self._weights))
                 pair.egress.add(following)
                 pair.ingress.add(following)
                 return

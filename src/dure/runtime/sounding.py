@@ -78,6 +78,9 @@ class Sounder:
     | `give N`     |        | N bytes                                                                   |
     | `spent`      |        | `seconds` of a core that this process has used                            |
     | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
+    | `race`       | peers, | `rounds`, `count` times: seconds until `size` bytes of each peer are here,  |
+    |              | size,  | all sent at once                                                          |
+    |              | count  |                                                                           |
     | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
     | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
     | `host N`     |        | from here on a shard of N values is there, to be pushed to                |
@@ -107,6 +110,8 @@ class Sounder:
             return Reply({"seconds": time.process_time()})
         if kind == "measure":
             return self._measure(call.fields["peer"])
+        if kind == "race":
+            return self._race(**call.fields)
         if kind == "apply":
             return self._apply()
         if kind == "compute":
@@ -146,6 +151,28 @@ class Sounder:
             yield size, TRAIN, *await self._both_ways(there, size, TRAIN)
             if number >= FEWEST and min(alone) > LONGEST:
                 break
+
+    async def _race(self, peers: Sequence[str], size: int, count: int) -> Reply:
+        """`size` bytes from each of `peers` at once, `count` times: when each had arrived."""
+        into = [torch.empty(size, dtype=torch.uint8) for _ in peers]
+        rounds: list[list[float]] = []
+        for _ in range(count + 1):  # the first one connects, and is not counted
+            ends: dict[str, float] = {}
+            began = time.perf_counter()
+            gives = [
+                self._node.call(Address(peer, SERVICE), f"give {size}", into=(part,))
+                for peer, part in zip(peers, into, strict=True)
+            ]
+            for peer, give in zip(peers, gives, strict=True):
+                give.when_done(partial(self._ended, ends, peer, began))
+            for give in gives:
+                await give
+            rounds.append([ends[peer] for peer in peers])
+        return Reply({"rounds": rounds[1:]})
+
+    @staticmethod
+    def _ended(ends: dict[str, float], peer: str, began: float) -> None:
+        ends[peer] = time.perf_counter() - began
 
     async def _both_ways(self, there: Address, size: int, count: int) -> tuple[float, float]:
         parts = [self._buffer[:size]] * count
