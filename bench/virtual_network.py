@@ -7,9 +7,10 @@
 
 Hosts are network namespaces of this machine with limited cards (`dure.reproduce.namespaces`); servers live beside
 workers, or on hosts of their own. For each group of settings three of the hosts are probed as by `dure probe`, and the
-cluster found is the one that the predictions are made for. Then each setting is trained RUNS times for real, and RUNS_VIRTUAL times in virtual time, with as many seeds;
-medians are compared. A step's compute is asleep but for the filling of its gradient. Before the runs of a setting all
-hosts time it, at once as for `dure probe JOB`; median and spread make the distribution that the predictions draw from.
+cluster found is the one that the predictions are made for. Then each setting is trained RUNS times for real, and
+RUNS_VIRTUAL times in virtual time, with as many seeds; medians are compared. A step's compute is asleep but for the
+filling of its gradient. Before the runs of a setting all hosts time it, at once as for `dure probe JOB`; mean and
+spread make the distribution that the predictions draw from.
 Both are looked at in the same way: the mean time between the beginnings of a worker's steps, in the traces of the
 runs, the first WARM steps left out.
 
@@ -344,6 +345,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="the settings that nothing was chosen by")
     parser.add_argument("--rows", type=Path, default=Path("runs/virtual_network.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the table of what has been measured")
+    parser.add_argument("--measure-only", action="store_true", help="leave the predictions, and the table, for later")
     parser.add_argument("--host", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.host is not None:
@@ -360,7 +362,8 @@ def main() -> None:
         given.rows.parent.mkdir(parents=True, exist_ok=True)
         for group in groups:
             measure(group, given.rows)
-    print(table(groups, given.rows))
+    if not given.measure_only:
+        print(table(groups, given.rows))
 
 
 if __name__ == "__main__":
