@@ -112,7 +112,7 @@ def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> Non
     cluster = Cluster.uniform(3, unfairness=unfairness, alpha=0, beta=0, link=Link(bandwidth=1e6, latency=0))
     rng = np.random.default_rng(0)
     rounds = []
-    for _ in range(2000):
+    for _ in range(1000):
         kernel = Kernel()
         network = Network(cluster, kernel, cluster.hosts(), rng)
         ends: list[float] = []
@@ -120,9 +120,9 @@ def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> Non
             network.send(worker, 0, 1_000_000, lambda ends=ends, kernel=kernel: ends.append(kernel.now))  # type: ignore[misc]
         kernel.run()
         rounds.append((ends[0], ends[1]))
-    assert unfairness_of(rounds) == pytest.approx(unfairness, abs=0.01)
+    assert unfairness_of(rounds) == pytest.approx(unfairness, abs=0.02)
     figures = found([1e6, 1e6, 1e6]) | {"races": rounds}
-    assert described(figures, workers=3).unfairness == pytest.approx(unfairness, abs=0.01)
+    assert described(figures, workers=3).unfairness == pytest.approx(unfairness, abs=0.02)
 
 
 def test_a_fit_weighs_relative_errors() -> None:
