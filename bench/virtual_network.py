@@ -294,8 +294,8 @@ def predicted(cluster: Cluster, setting: Setting, compute: list[float], workers:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(RUNS_VIRTUAL):
             out = Path(folder) / str(seed)
-            how = {"strategy": setting.strategy, "steps": setting.steps, "timing_only": True, "trace": True}
-            train(stand_in(setting.sizes, setting.compute), on=here, out=out, seed=seed, **how)  # type: ignore[arg-type]
+            how: dict[str, Any] = {"strategy": setting.strategy, "steps": setting.steps, "timing_only": True}
+            train(stand_in(setting.sizes, setting.compute), on=here, out=out, seed=seed, trace=True, **how)
             times.append(seconds_per_step(out / "trace.json"))
     return times
 
@@ -351,7 +351,7 @@ def main() -> None:
     if given.host is not None:
         on_host(given.host)
         return
-    groups = HELD_OUT if given.held_out else GROUPS
+    groups: tuple[Group, ...] = HELD_OUT if given.held_out else GROUPS
     if given.group is not None:
         groups = groups[given.group : given.group + 1]
     if not given.table:
