@@ -163,7 +163,7 @@ class Segment:
         hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
         if task.shares_memory:
             hosts = dict.fromkeys(hosts, 0)
-        weights = np.random.default_rng((task.config.seed, self.checkpoint_step, WEIGHTS_STREAM))
+        weights = np.random.default_rng((task.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts, weights),
