@@ -2,7 +2,7 @@
 
     python bench/attach_vs_ddp.py [--workers 2] [--steps 5] [--repeats 40] [--micro-batches 4] [--json FILE]
 
-The loop gathers the gradients of four micro-batches of 12 windows of 64 characters, clips their norm to 1, and steps
+The loop gathers the gradients of four micro-batches of 4 windows of 32 characters, clips their norm to 1, and steps
 AdamW; the model has 4 layers of width 128. Under DDP the first three backwards run without synchronization, as in
 nanoGPT; under attach they are inside `replica.accumulate()`.
 
