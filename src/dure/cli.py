@@ -135,10 +135,10 @@ class Compare(CompareConfig):
         _require_job(config)
         with _nursery(*(config.on or ("local",))) as nursery:
             from dure.compare import run_all
-            from dure.report.table import comparison_table
+            from dure.report.table import FittedComparison
 
             comparison = run_all(config, nursery=nursery)
-        table = comparison_table(comparison.runs, target=goal(config.target, config.target_loss))
+        table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         return Done(comparison.summary(), [table], _written(comparison.report, config.report))
 
 
@@ -163,13 +163,13 @@ class Report:
         """Write the report; return the summaries and the table."""
         from dure.report.html import DEFAULT, free, write_report
         from dure.report.record import read_run
-        from dure.report.table import comparison_table
+        from dure.report.table import FittedComparison
 
         runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
         target = goal(self.target, self.target_loss)
         path = write_report(self.out or free(DEFAULT), runs, title=f"{len(runs)} runs", target=target)
         values = {"runs": [run.summary() for run in runs], "report": str(path)}
-        return Done(values, [comparison_table(runs, target=target)], _written(path, self.out))
+        return Done(values, [FittedComparison(runs, target)], _written(path, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,13 +156,27 @@ def test_an_empty_table_is_a_table():
     assert "strategy" in out.file.getvalue()
 
 
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 2), (50, 5)])
+def test_no_cell_of_the_table_is_cut_in_a_narrow_terminal(made, width, tables):
+    runs = [made("averaging:period=8 collective"), made("downpour:n_push=1 ps:shards=1", seconds=5)]
+    out = Console(file=io.StringIO(), width=width)
+    print_table(runs, console=out)
+    text = out.file.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert [line.split()[0] for line in text.splitlines() if "averaging" in line] == ["averaging:period=8"] * tables
+    for name in ("to 95 %", "speed-up", "whole run", "loss", "accuracy", "sent", "stale", "compute", "comm.", "wait"):
+        assert text.count(name) == 1
+    assert text.count("received") == 1
+
+
 def test_where_no_run_has_an_accuracy_there_is_no_line_of_one(made):
     runs = [made("bsp", accuracy=False), made("ssp", accuracy=False)]
     found = entries(runs, target=Target())
     names = {line.name for _, group in lines(found, target=Target()) for line in group}
     assert not {name for name in names if "ccuracy" in name or "Time to" in name or "Speed-up" in name}
     heads = [column.header for column in comparison_table(runs).columns]
-    assert heads == ["strategy", "whole run", "loss", "sent", "stale", "compute", "comm.", "wait"]
+    assert heads == ["strategy", "whole run", "loss", "sent", "received", "stale", "compute", "comm.", "wait"]
     assert "--target-loss" in str(comparison_table(runs).caption)
     some = [made("bsp", accuracy=False), made("ssp")]
     assert "accuracy" in [column.header for column in comparison_table(some).columns]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,25 +19,62 @@ from dure.target import Target
 
 def print_table(runs: Sequence[Run], *, console: Console, target: Target = Target()) -> None:  # noqa: B008
     """Print the comparison of `runs` to `console`, with the time to `target`."""
-    console.print(comparison_table(runs, target=target))
+    console.print(FittedComparison(runs, target))
+
+
+@dataclass(frozen=True, slots=True)
+class FittedComparison:
+    """The comparison of `runs`, for rich to print: several tables where the terminal is narrow, no cell cut."""
+
+    runs: Sequence[Run]
+    target: Target
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = comparison.entries(self.runs, target=self.target)
+        columns = _columns(found, self.target)
+        letters = 2 * options.max_width // 5  # a longer strategy takes several lines
+        parts: list[dict[str, list[str]]] = [{}]
+        for head, texts in columns.items():
+            wider = {**parts[-1], head: texts}
+            if parts[-1] and _width(_table(found, wider, letters), console, options) > options.max_width:
+                parts.append({head: texts})
+            else:
+                parts[-1] = wider
+        for part in parts:
+            yield _table(found, part, letters)
+        caption = _caption(found, self.target)
+        if caption:
+            yield Text(caption, style="table.caption")
 
 
 def comparison_table(runs: Sequence[Run], *, target: Target = Target()) -> Table:  # noqa: B008
-    """The same as a rich table. An empty sequence gives a table without rows.
+    """The same as one rich table of any width. An empty sequence gives a table without rows.
 
     Columns of accuracies are there where a run has one, and so is the time to an accuracy.
     """
     found = comparison.entries(runs, target=target)
-    table = Table(caption=_caption(found, target), caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("strategy", overflow="fold")
-    columns = _columns(found, target)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, entry in enumerate(found):
-        label = entry.label if entry.finished else f"{entry.label} (unfinished)"
+    table = _table(found, _columns(found, target))
+    table.caption = _caption(found, target)
+    return table
+
+
+def _table(found: Sequence[Entry], columns: Mapping[str, Sequence[str]], letters: int = 0) -> Table:
+    """One table of some columns. Strategies of up to `letters` letters stay on one line."""
+    labels = [entry.label if entry.finished else f"{entry.label} (unfinished)" for entry in found]
+    longest = max(map(len, labels), default=0)
+    table = Table(caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold", min_width=min(longest, letters))
+    for name, texts in columns.items():
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *texts))))
+    for place, label in enumerate(labels):
         cells = [label, *(texts[place] for texts in columns.values())]
         table.add_row(*(Text(text, style="bold red" if text == "diverged" else "") for text in cells))
     return table
+
+
+def _width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    """The fewest columns of a terminal in which no number of `table` is cut."""
+    return Measurement.get(console, options.update_width(10_000), table).minimum
 
 
 def _columns(found: Sequence[Entry], target: Target) -> dict[str, list[str]]:
