@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,13 @@ def test_a_test_set_counts_whole_and_a_training_set_by_a_fixed_choice() -> None:
     few = pytest.approx(float(chosen[:10].mean()), rel=1e-4)
     assert mean_number(numbered(), 10) == mean_number(numbered(test=True), 10) == few
     assert mean_number(numbered(), 10 * TOTAL) == pytest.approx(TOTAL / 2 - 0.5, rel=1e-4)
+
+
+def test_an_accuracy_that_is_a_tensor_becomes_a_number() -> None:
+    job = replace(numbered(), accuracy=lambda outputs, targets: (targets == 0).float().mean())
+    assert Examiner(job, 10).grade(torch.ones(1)).accuracy == 1.0
+    run = dure.train(job, sync="bsp", on="virtual", workers=2, steps=2)
+    assert json.loads(json.dumps(run.summary()))["accuracy"] == 1.0
 
 
 def test_sorted_labels_are_all_there() -> None:

@@ -128,6 +128,8 @@ def test_the_test_data_and_the_accuracy_are_tried_too():
         job(accuracy=lambda outputs, targets: outputs.argmax(1) == targets), "accuracy must be one number.* got tensor"
     )
     try_out(job(accuracy=lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()), "mine", rows=4)
+    refused(job(accuracy=lambda outputs, targets: len(targets)), r"from 0 to 1; got \d+\. Write .*mean\(\)")
+    refused(job(accuracy=lambda outputs, targets: torch.tensor(50.0)), "from 0 to 1; got 50")
 
 
 def test_a_model_is_examined_as_a_run_examines_it():

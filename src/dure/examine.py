@@ -68,7 +68,7 @@ class Examiner:
                 outputs = called(self._replica.module, inputs)
                 loss += float(self._job.loss(outputs, targets)) * len(rows)
                 if self._job.accuracy is not None:
-                    right += self._job.accuracy(outputs, targets) * len(rows)
+                    right += float(self._job.accuracy(outputs, targets)) * len(rows)
         total = len(self._rows)
         return Grade(loss / total, right / total if self._job.accuracy is not None else None)
 
