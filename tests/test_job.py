@@ -242,6 +242,11 @@ def test_a_job_refuses_what_would_fail_later() -> None:
     loss = nn.functional.cross_entropy
     with pytest.raises(UsageError, match="lambda"):
         Job(nn.Linear(2, 2), loss, data)
+    with pytest.raises(UsageError, match=r"Job\.accuracy must be a function or None, got 0\.5"):
+        Job(lambda: nn.Linear(2, 2), loss, data, accuracy=0.5)
+    for optimizer in ("adam", torch.optim.Adam):
+        with pytest.raises(UsageError, match=r'Job\.optimizer must be an OptimizerSpec.*dure\.OptimizerSpec\("adam"'):
+            Job(lambda: nn.Linear(2, 2), loss, data, optimizer=optimizer)
     with pytest.raises(UsageError, match=r"Job\.loss must be a function"):
         Job(nn.Flatten, None, data)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):

@@ -93,6 +93,15 @@ class Job:
         for key in ("model", "loss"):
             if not callable(getattr(self, key)):
                 raise UsageError(f"Job.{key} must be a function, got {getattr(self, key)!r}.")
+        for key in ("accuracy", "rows"):
+            value = getattr(self, key)
+            if value is not None and not callable(value):
+                raise UsageError(f"Job.{key} must be a function or None, got {value!r:.80}.")
+        if not isinstance(self.optimizer, OptimizerSpec):
+            raise UsageError(
+                f"Job.optimizer must be an OptimizerSpec, got {self.optimizer!r:.80}. "
+                'Write dure.OptimizerSpec("adam", lr=0.001).'
+            )
         for key in ("train", "test"):
             data = getattr(self, key)
             if not (key == "test" and data is None):
