@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.real_runs import Notes, Trial, configured
+from support.real_runs import Killer, Notes, Trial, configured
 
 from dure import checkpoint, restarts
 from dure.errors import DureError
@@ -119,6 +119,24 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     steps = [row["step"] for row in outcome.history]
     assert steps == sorted(set(steps))
     assert outcome.totals.counts["updates_applied"] == 360
+
+
+@pytest.mark.parametrize(("victim", "lives"), [("server 1", 2), ("worker 1", 1)])
+def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, lives, tmp_path, nursery):
+    """Each life that starts late pulls model and velocity, and goes on by verdicts; all models are the servers'."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    options = {"optimizer": "momentum:lr=0.01,momentum=0.9", "checkpoint_every": 25, "data": notes}
+    options |= {"workers": 2, "steps": 75, "out": tmp_path / "run"}
+    trial = Trial(configured("follows_verdicts", "bsp ps:shards=2 sign", **options))
+    killer = ServerKiller([victim], tmp_path / "run" / "checkpoints") if "server" in victim else Killer(1, seed=1)
+    outcome = trial.run(lambda trial: trial.hub.steps("worker 0") > 10 and killer(trial), nursery=nursery)
+    assert len(killer.killed) == outcome.totals.failures_survived == 1
+    models = [[line.split() for line in path.read_text().splitlines()] for path in notes.iterdir()]
+    assert {same for lines in models for _, same in lines} == {"same"}
+    late = [[brought for brought, _ in lines] for lines in models if ["model", "same"] in lines]
+    assert len(late) == lives
+    assert all(brought[0] == "model" and set(brought[2:]) == {"verdict"} for brought in late)
 
 
 def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, nursery):

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dure.data.dataset import Data
 from dure.job import Job, load_job
 from dure.optim import OptimizerSpec
+from dure.runtime.base import Reply
 from dure.topology.client import Pulled, ServerClient
 
 ROWS = 64
@@ -109,9 +110,36 @@ def waits_now_and_then() -> Job:
     return job(256, loss)
 
 
+def follows_verdicts(data_root: Path) -> Job:
+    """Each step takes 2 ms, gradients depend on the model, and workers note whether theirs is the servers'."""
+    if in_nursery():
+        note_models(data_root)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return ((outputs - 1) ** 2).mean()
+
+    return job(256, loss)
+
+
 def in_nursery() -> bool:
     spec = sys.modules["__main__"].__spec__
     return spec is not None and spec.name == "dure.forked"
+
+
+def note_models(folder: Path) -> None:
+    """Write a line per model that a worker goes on from: what brought it, and whether it is the servers'."""
+    followed = ServerClient._followed
+
+    async def noted(client: ServerClient, replies: Sequence[Reply], into: Tensor, version: int | None) -> Pulled:
+        pulled = await followed(client, replies, into, version)
+        held = await client.pull(torch.full_like(into, torch.nan), version)
+        brought = "model" if any(reply.fields["nbytes"] is None for reply in replies) else "verdict"
+        with (folder / f"{client.worker}.{client.incarnation}.{os.getpid()}").open("a") as file:
+            file.write(f"{brought} {'same' if held.values.equal(into) else 'other'}\n")
+        return pulled
+
+    ServerClient._followed = noted  # type: ignore[method-assign]
 
 
 def note_pushes(folder: Path) -> None:

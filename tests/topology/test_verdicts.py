@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from dure.codec.coder import SliceLayout
 from dure.codec.it_sign import ITSign
 from dure.codec.sign import Sign
 from dure.data.dataset import Data
+from dure.errors import Superseded
 from dure.job import Job
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Address, Reply
 from dure.runtime.cluster import Cluster, Event, Machines
 from dure.runtime.compute import Constant
-from dure.sync.clock import Barrier
+from dure.sync.clock import Barrier, FirstOf, Policy
 from dure.topology.clocked_shard import clocked_at, serve_clock
 from dure.topology.parameter_server import ClockService, ServerClient, Servers, Shard
 from dure.topology.sharding import gather
@@ -35,6 +38,8 @@ RULES = {
     "sgd": OptimizerSpec("sgd", lr=0.03, weight_decay=0.01),
     "momentum": OptimizerSpec("momentum", lr=0.01, momentum=0.9, nesterov=True),
     "adam": OptimizerSpec("adam", lr=0.02, weight_decay=0.1),
+    "adamw": OptimizerSpec("adamw", lr=0.02, weight_decay=0.1),
+    "adagrad": OptimizerSpec("adagrad", lr=0.05, weight_decay=0.1, eps=1e-10),
 }
 CUTS = {1: [[(0, 37)]], 2: [[(0, 9), (20, 37)], [(9, 20)]], 3: [[(0, 12)], [(12, 24)], [(24, 37)]]}
 
@@ -70,22 +75,35 @@ def valleys(workers: int, rule: OptimizerSpec) -> Job:
     return Job(Valley, mean_of, train, name="valleys", batch_size=1, optimizer=rule, split=OneEach())
 
 
+def of_pytorch(groups: list[dict[str, Any]], rule: OptimizerSpec) -> torch.optim.Optimizer:
+    """PyTorch's optimizer of that rule."""
+    decay = {"lr": rule.lr, "weight_decay": rule.weight_decay}
+    if rule.name in ("sgd", "momentum"):
+        return torch.optim.SGD(groups, momentum=rule.momentum, nesterov=rule.nesterov, **decay)
+    adaptive = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
+    return adaptive[rule.name](groups, eps=rule.eps, **decay)
+
+
 def majority(job: Job, rule: OptimizerSpec, steps: int) -> torch.Tensor:
-    """Bernstein et al., algorithm 1, with PyTorch's optimizers."""
-    model = Valley()
-    if rule.name == "adam":
-        optimizer: Any = torch.optim.Adam(model.parameters(), rule.lr, weight_decay=rule.weight_decay)
-    else:
-        given = {"momentum": rule.momentum, "nesterov": rule.nesterov, "weight_decay": rule.weight_decay}
-        optimizer = torch.optim.SGD(model.parameters(), rule.lr, **given)
-    for _ in range(steps):
+    """Bernstein et al., algorithm 1, with PyTorch's optimizers: groups and rates by the job's functions."""
+    model = job.model()
+    differing = job.groups or (lambda name, parameter: {})
+    groups = [{"params": [each], **differing(name, each)} for name, each in model.named_parameters()]
+    optimizer = of_pytorch(groups, rule)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1.0 if job.schedule is None else job.schedule(step))
         total = torch.zeros(NUMEL)
         for sample in job.train.inputs:
-            (gradient,) = torch.autograd.grad(model(sample[None]).mean(), model.place)
-            total += torch.where(gradient >= 0, 1.0, -1.0)
-        model.place.grad = torch.where(total >= 0, 1.0, -1.0)
+            gradients = torch.autograd.grad(model(sample[None]).mean(), list(model.parameters()))
+            total += torch.where(torch.cat(gradients) >= 0, 1.0, -1.0)
+        decided = torch.where(total >= 0, 1.0, -1.0)
+        parameters = list(model.parameters())
+        for parameter, part in zip(parameters, decided.split([each.numel() for each in parameters]), strict=True):
+            parameter.grad = part.clone()
         optimizer.step()
-    return model.place.detach()
+    return torch.cat([each.detach() for each in model.parameters()])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -93,6 +111,33 @@ def majority(job: Job, rule: OptimizerSpec, steps: int) -> torch.Tensor:
 def test_the_run_is_signsgd_with_majority_vote_bit_for_bit(rule: str, shards: int) -> None:
     job = valleys(4, RULES[rule])
     run = virtual(job, f"bsp ps:shards={shards} sign", workers=4, steps=12)
+    torch.testing.assert_close(run.params, majority(job, RULES[rule], 12), rtol=0, atol=0)
+
+
+class TwoParts(Valley):
+    """The valley, whose place is two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(part.detach().clone()) for part in self.place.split([14, 23]))
+        del self.place
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (inputs[:, 0] * (torch.cat([self.left, self.right]) - inputs[:, 1]) ** 2).sum(dim=1)
+
+
+@pytest.mark.parametrize("strategy", ["bsp ps sign", "bsp ps:shards=2 sign"])
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_and_a_schedule_are_those_of_pytorch_bit_for_bit(rule: str, strategy: str) -> None:
+    """The boundary of the two groups lies inside a shard; each step has a rate of its own."""
+    groups = {"left": {"lr": 0.007, "weight_decay": 0.0}, "right": {}}
+    job = replace(
+        valleys(4, RULES[rule]),
+        model=TwoParts,
+        groups=lambda name, parameter: groups[name],
+        schedule=lambda step: 0.9**step,
+    )
+    run = virtual(job, strategy, workers=4, steps=12)
     torch.testing.assert_close(run.params, majority(job, RULES[rule], 12), rtol=0, atol=0)
 
 
@@ -166,10 +211,12 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run(strategy: str, tmp_path: Pat
 class Followed:
     """A world with shards on `cut`, and workers that follow them."""
 
-    def __init__(self, cut: int, rule: OptimizerSpec, codec: Any, workers: int = 3) -> None:
+    def __init__(
+        self, cut: int, rule: OptimizerSpec, codec: Any, workers: int = 3, policy: Policy | None = None
+    ) -> None:
         self.world, self.ranges = World(), CUTS[cut]
         self.start = torch.linspace(-1, 1, NUMEL)
-        policy = Barrier()
+        policy = policy or Barrier()
         layouts = [SliceLayout.plain(sum(b - a for a, b in part)) for part in self.ranges]
         self.shards, places = [], []
         for number, (part, layout) in enumerate(zip(self.ranges, layouts, strict=True)):
@@ -188,23 +235,34 @@ class Followed:
             codec=codec,
             layouts=layouts,
             clocked=clocked_at(places, policy),
+            may_refuse=policy.may_refuse,
         )
         self.clients = [ServerClient(self.world.node(f"worker {rank}"), rank, servers) for rank in range(workers)]
         for client in self.clients:
             client.follow(self.start, rule)
         self.random = torch.Generator().manual_seed(3)
 
-    def step(self, lr: float | None = None) -> list[torch.Tensor]:
-        """One update of everybody; what each has then."""
+    def step(self, lr: float | None = None, skipping: Collection[int] = ()) -> list[torch.Tensor]:
+        """One update of everybody, without a gradient of the workers `skipping`; what each has then."""
         rooms = [torch.full((NUMEL,), math.nan) for _ in self.clients]
-        strands = [
-            self.world.spawn(client.exchange(torch.randn(NUMEL, generator=self.random), room, lr=lr), "exchange")
-            for client, room in zip(self.clients, rooms, strict=True)
-        ]
+        strands = []
+        for client, room in zip(self.clients, rooms, strict=True):
+            void = client.worker in skipping
+            update = torch.zeros(NUMEL) if void else torch.randn(NUMEL, generator=self.random)
+            strands.append(self.world.spawn(client.exchange(update, room, lr=lr, void=void), "exchange"))
         self.world.settle()
         for strand in strands:
             strand.result()
         return rooms
+
+    def go_on(self, client: ServerClient) -> torch.Tensor:
+        """What a worker has that asks and pulls, as one does after `push`."""
+        room = torch.full((NUMEL,), math.nan)
+        if client.servers.clocked is not None:
+            self.world.run(client.proceed(room))
+        else:
+            self.world.run(client.pull(room, self.world.run(client.ask()), to_work=True))
+        return room
 
     def model(self) -> torch.Tensor:
         """What the shards hold."""
@@ -238,6 +296,65 @@ def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, c
                 follower.values.fill_(math.nan)
         for room in fleet.step():
             torch.testing.assert_close(room, fleet.model(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_a_step_that_all_skip_changes_neither_model_nor_state(rule: str, cut: int, codec: Any) -> None:
+    fleet, without = Followed(cut, RULES[rule], codec), Followed(cut, RULES[rule], codec)
+    for t in range(9):
+        skipping = range(3) if t in (0, 3, 4) else ()
+        for room in fleet.step(lr=0.01, skipping=skipping):
+            torch.testing.assert_close(room, fleet.model(), rtol=0, atol=0)
+        if not skipping:
+            without.step(lr=0.01)
+        torch.testing.assert_close(fleet.model(), without.model(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_worker_that_skips_a_step_has_no_vote_in_it(cut: int, codec: Any) -> None:
+    """Zeros are positive signs in Sign's messages: two that skip would outvote the third."""
+    fleet = Followed(cut, OptimizerSpec("sgd", lr=0.5), codec)
+    update = torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))
+    for room in fleet.step(lr=0.5, skipping=(0, 2)):
+        torch.testing.assert_close(room, fleet.start - 0.5 * update.sign(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_worker_whose_update_is_refused_goes_on_from_the_servers_model(rule: str, cut: int, codec: Any) -> None:
+    """Two of three make each version; the third is late for one, or for several in a row."""
+    fleet = Followed(cut, RULES[rule], codec, policy=FirstOf(lambda workers: 2, distinct=True))
+    stands = dict.fromkeys(range(3), 0)
+    for client in fleet.clients:
+        fleet.go_on(client)
+    for version, late in enumerate((2, 2, 0, 1, 1, 1, 0, 2), start=1):
+        for client in fleet.clients:
+            if client.worker != late:
+                update = torch.randn(NUMEL, generator=fleet.random)
+                if stands[client.worker] < version - 1:
+                    with pytest.raises(Superseded):
+                        fleet.world.run(client.push(update, base=[stands[client.worker]] * cut))
+                    torch.testing.assert_close(fleet.go_on(client), fleet.model(), rtol=0, atol=0)
+                fleet.world.run(client.push(update, base=[version - 1] * cut))
+        for client in fleet.clients:
+            if client.worker != late:
+                torch.testing.assert_close(fleet.go_on(client), fleet.model(), rtol=0, atol=0)
+                stands[client.worker] = version
+
+
+def test_a_verdict_is_as_it_was_while_a_reader_has_it() -> None:
+    fleet = Followed(1, RULES["sgd"], Sign())
+    fleet.step()
+    (shard,) = fleet.shards
+    verdict = shard._verdicts.lead(0, 1)[1][0]
+    before = verdict.clone()
+    for _ in range(5):
+        fleet.step()
+    assert verdict.equal(before)
 
 
 def test_a_worker_on_a_version_before_the_newest_gets_no_optimizer_state() -> None:

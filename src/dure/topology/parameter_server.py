@@ -441,9 +441,13 @@ class Shard:
         return operation
 
     def _tally(self, vote: Vote, members: list[tuple[int, int, _Staged]], total: Buffer) -> None:
-        """Put the members' signs to the vote; what is decided is what its message decodes to, as over collectives."""
+        """Put the members' signs to the vote; what is decided is what its message decodes to, as over collectives.
+
+        A void update is no vote: its zeros may have been encoded as positive signs.
+        """
         assert self._coder is not None
-        message = vote.settle({worker: staged.buffer.tensor for worker, _, staged in members}, self._coder)
+        votes = {worker: staged.buffer.tensor for worker, _, staged in members if not staged.void}
+        message = vote.settle(votes, self._coder)
         self._verdicts.add(self.version + 1, Verdict(message, members[0][2].lr))
         self._coder.decode(message, total.tensor)
 
