@@ -227,6 +227,8 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
         ("different_models", "rank 0 has {'parameters': 1210"),
         ("backward_twice", "with replica.accumulate():"),
         ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
+        ("one_leaves_out", "1 of 2 ranks left out a step whose gradient had been exchanged"),
+        ("one_leaves_out_its_last", "1 of 2 ranks left out a step whose gradient had been exchanged"),
     ],
 )
 def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
@@ -235,6 +237,19 @@ def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
         assert kind == "UsageError"
         assert words in message
         assert seconds < 5
+
+
+def test_all_ranks_may_leave_out_a_step_that_was_exchanged(ranks):
+    """The mean decides, which all ranks hold: a plain loop that leaves out the same batch."""
+    module = attached.model(0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step, batch in enumerate(attached.batches(3)):
+        optimizer.zero_grad()
+        attached.loss_of(module, batch).backward()
+        if step != 1:
+            optimizer.step()
+    for rank in ranks:
+        assert close(rank["all_leave_out"], attached.flat(module))
 
 
 def test_a_killed_rank_does_not_hang_the_others(tmp_path):

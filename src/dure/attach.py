@@ -291,6 +291,10 @@ class Attached:
         steps as theirs do. Servers that step by the optimizer's rule count a zero in a mean with others, and do not
         step where nobody gave more: momentum, moments and weight decay stay as they are. As `step`, False once the
         training has ended.
+
+        Under BSP over collectives `backward()` exchanges the gradient. After it, skip at every rank or at none:
+        a step that some ranks take makes the replicas differ, and is a `UsageError` at every rank in the next step
+        or `close()`.
         """
         if not self._may("skip"):
             return False
@@ -394,6 +398,7 @@ class Attached:
             self._reminder = weakref.finalize(self, _warn_of_no_close, self.rank)
         if skipping:
             self._replica.zero_grad()
+            self._source.leave_out()
         self._optimizer.begin_step(pausing=skipping)
         rates = self._worker.lr = self._ties.rates()
         self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule

@@ -416,6 +416,28 @@ def case_one_evaluates():
     return error_of(look if RANK == 0 else replica.step)
 
 
+def leaving_out(at, strategy="bsp"):
+    """Parameters after three steps; the ranks for which `at` names a step skip it after its backward."""
+    module = model(RANK)
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+        for step, batch in enumerate(mine(3)):
+            loss_of(module, batch).backward()
+            replica.skip() if at == step else replica.step()
+    return flat(module)
+
+
+def case_all_leave_out():
+    return leaving_out(1)
+
+
+def case_one_leaves_out():
+    return error_of(lambda: leaving_out(1 if RANK == 0 else None))
+
+
+def case_one_leaves_out_its_last():
+    return error_of(lambda: leaving_out(2 if RANK == 1 else None, RING))
+
+
 def main(folder):
     torch.set_num_threads(1)
     cases = {name[5:]: function for name, function in globals().items() if name.startswith("case_")}

@@ -1,9 +1,10 @@
 """Before each step, ranks that need each other say what they are about to do.
 
-One tiny all_reduce of four counts: how many take a step, how many have no more work, how many want to see the
-model that the method would deliver, how many skip a step. Whoever has no more work ends the training for all, at the
-same step; a rank that looks at the model while others take a step would wait for ever, so that is an error at once,
-and at every rank.
+One tiny all_reduce of five counts: how many take a step, how many have no more work, how many want to see the
+model that the method would deliver, how many skip a step, and how many left out the step before although its gradients
+had been exchanged. Whoever has no more work ends the training for all, at the same step; a rank that looks at the model
+while others take a step would wait for ever, so that is an error at once, and at every rank. A step that some ranks
+left out and others took makes replicas differ: an error at every rank, before the next step.
 """
 
 from __future__ import annotations
@@ -28,17 +29,27 @@ class Agreement:
         self._group = group
         self._device = device
 
-    def start(self, mine: Intention) -> Operation[torch.Tensor]:
-        """Say what this rank is about to do; the counts of all."""
-        said = torch.zeros(len(_INTENTIONS), dtype=torch.int32)
+    def start(self, mine: Intention, *, left_out: bool = False) -> Operation[torch.Tensor]:
+        """Say what this rank is about to do, and whether it left out the exchanged step before; the counts of all."""
+        said = torch.zeros(len(_INTENTIONS) + 1, dtype=torch.int32)
         said[_INTENTIONS.index(mine)] = 1
+        said[-1] = left_out
         return self._group.all_reduce(said.to(self._device))
 
 
 def going_on(counts: torch.Tensor) -> bool:
-    """Whether everybody steps or skips, or all only look. Raises `UsageError` if some only look."""
-    counted: list[int] = counts.tolist()
+    """Whether everybody steps or skips, or all only look.
+
+    Raises `UsageError` if some only look, or some left out an exchanged step that others took.
+    """
+    *counted, left_out = counts.tolist()
     _, ending, evaluating, _ = counted
+    if 0 < left_out < sum(counted):
+        raise UsageError(
+            f"{left_out} of {sum(counted)} ranks left out a step whose gradient had been exchanged, and the others "
+            "took it: the replicas differ. Over collectives backward() exchanges the gradient: call replica.skip() "
+            "before it, or let all ranks leave out the same steps, by a test of the mean that gradients hold after it."
+        )
     if 0 < evaluating < sum(counted):
         raise UsageError(
             f"{evaluating} of {sum(counted)} ranks entered replica.evaluation() and the others did "
@@ -50,5 +61,5 @@ def going_on(counts: torch.Tensor) -> bool:
 
 def all_skip(counts: torch.Tensor) -> bool:
     """Whether no rank takes the step, so that no optimizer may step."""
-    stepping, ending, evaluating, _ = counts.tolist()
+    stepping, ending, evaluating, *_ = counts.tolist()
     return not (stepping or ending or evaluating)

@@ -56,11 +56,13 @@ class Exchange:
         self._said: Operation[torch.Tensor] | None = None
         self.going: bool | None = None
         self.skipped = False
+        self.left_out = False
 
     def arm(self) -> None:
         """The next backward is exchanged. `going` says, once it is over, whether everybody went on.
 
-        `skipped` then says whether every rank skipped the step.
+        `skipped` then says whether every rank skipped the step. Set `left_out` where this rank does not step with a
+        mean that others may step with: the next agreement compares that.
         """
         self.going = None
         self._said = None
@@ -75,7 +77,7 @@ class Exchange:
         if self.going is None:
             if not self._overlap.armed:
                 self.arm()
-            self._said = self._agreement.start(mine)
+            self._say(mine)
             self._wait()
         self._overlap.disarm()
         assert self.going is not None
@@ -87,8 +89,12 @@ class Exchange:
         self._said = None
 
     def _begin(self) -> None:
-        self._said = self._agreement.start("step")
+        self._say("step")
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _say(self, mine: Intention) -> None:
+        self._said = self._agreement.start(mine, left_out=self.left_out)
+        self.left_out = False
 
     def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
         part *= self._share

@@ -53,6 +53,12 @@ class LoopSource:
         """Whether every rank skipped the step whose gradients were exchanged last."""
         return self.exchange is not None and self.exchange.skipped
 
+    def leave_out(self) -> None:
+        """Note that this rank does not step with the mean that was exchanged, unless every rank skipped."""
+        if self.is_exchanged and not self.all_skip:
+            assert self.exchange is not None
+            self.exchange.left_out = True
+
     def hold(self) -> None:
         """Let the gradients of more than one backward gather."""
         if self.exchange is not None:
