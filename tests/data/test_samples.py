@@ -9,7 +9,7 @@ from support.input_jobs import Reviews, padded
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from dure.data.samples import Samples
-from dure.data.split import Dirichlet
+from dure.data.split import Dirichlet, Whole
 from dure.errors import UsageError
 
 PAIRS = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
@@ -103,3 +103,30 @@ def test_a_collate_that_makes_no_batch_is_refused(collate, said):
         Samples(PAIRS, collate).batch(torch.tensor([0, 1]))
     with pytest.raises(UsageError, match="must be a function"):
         Samples(PAIRS, collate="pad")
+
+
+def test_every_tensor_of_the_inputs_has_one_row_per_sample():
+    def collate(samples):
+        return {"ids": torch.zeros(len(samples), 2), "mask": torch.zeros(len(samples) + 1, 2)}, torch.zeros(
+            len(samples)
+        )
+
+    with pytest.raises(UsageError, match=r"the inputs of collate .* shape \(4, 2\) for 3 samples"):
+        Samples(PAIRS, collate).batch(torch.arange(3))
+
+
+def test_samples_of_different_lengths_need_a_collate():
+    words = [(torch.zeros(length), 0) for length in (2, 3)]
+    with pytest.raises(UsageError, match=r"default_collate cannot join .*Write dure\.Samples\(dataset, collate\)"):
+        Samples(words).batch(torch.arange(2))
+
+
+@pytest.mark.parametrize("targets", [["cat", "dog"] * 3, [{"boxes": 1}] * 6, None, [1, 2]])
+def test_targets_that_are_no_labels_are_left_alone(targets):
+    class Named(TensorDataset):
+        pass
+
+    data = Named(*PAIRS.tensors)
+    data.targets = targets
+    sampler = Samples(data).samplers(Whole(), [2], seed=0)[0]
+    assert set(sampler.next().tolist()) <= set(range(6))

@@ -41,6 +41,7 @@ def test_a_mapping_gives_arguments_by_name_and_a_tuple_by_place():
     [
         (3, "it must be a tensor, a mapping or a tuple of tensors, got int"),
         ((X, [1]), r"it\[1\] must be a tensor, got list\. Write torch\.as_tensor"),
+        (X.numpy(), r"a tuple of tensors, got ndarray\. Write torch\.as_tensor"),
         ({"ids": 2}, r"it\['ids'\] must be a tensor, got int"),
         ({0: X}, "key 0 is no text"),
         ({}, "empty dict"),

@@ -49,22 +49,21 @@ class Samples:
 
     def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Batch, Batch]:
         """Read the samples `indices` and collate them. Raises `UsageError` if that gives no inputs and targets."""
-        collate = torch.utils.data.default_collate if self.collate is None else self.collate
+        collate = _default_collate if self.collate is None else self.collate
         with seeded(draw):
             made = collate(_read(self.dataset, indices.tolist()))
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise UsageError(_no_pair(made))
         inputs, targets = checked(made[0], "the inputs of collate"), checked(made[1], "the targets of collate")
-        _check_rows(tensors(inputs)[0], tensors(targets)[0], len(indices))
+        _check_rows("inputs", inputs, len(indices))
+        _check_rows("targets", targets, len(indices))
         if self.dtype is None:
             return inputs, targets
         return mapped(self._cast, inputs), mapped(self._cast, targets)
 
     def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
         """As `DataSet`."""
-        labels = getattr(self.dataset, "targets", None)
-        found = no_labels(len(self)) if labels is None else torch.as_tensor(labels)
-        return split.samplers(found, batch_sizes, seed=seed)
+        return split.samplers(_labels(self.dataset), batch_sizes, seed=seed)
 
     def steps(self, epochs: float, batch: int) -> int:
         """As `DataSet`."""
@@ -110,10 +109,30 @@ def _no_pair(made: Any) -> str:
     return f"the collate of Samples must return (inputs, targets), and gave {found}. Write {right}."
 
 
-def _check_rows(inputs: Tensor, targets: Tensor, samples: int) -> None:
-    for what, each in (("inputs", inputs), ("targets", targets)):
+def _check_rows(what: str, batch: Batch, samples: int) -> None:
+    for each in tensors(batch):
         if each.dim() == 0 or len(each) != samples:
             raise UsageError(
                 f"the {what} of collate must have one row per sample, and have shape {tuple(each.shape)} for {samples} "
                 "samples. Put the samples in the first dimension."
             )
+
+
+def _default_collate(samples: list[Any]) -> Any:
+    """As PyTorch's. Raises `UsageError` where samples have different shapes or types that it cannot join."""
+    try:
+        return torch.utils.data.default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"PyTorch's default_collate cannot join the samples: {error}. Write dure.Samples(dataset, collate) with a "
+            "function of a list of samples that returns (inputs, targets)."
+        ) from error
+
+
+def _labels(dataset: Any) -> Tensor:
+    """One label per sample where `dataset.targets` holds numbers, as in torchvision; else no labels."""
+    try:
+        found = torch.as_tensor(dataset.targets)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return no_labels(len(dataset))
+    return found if found.dim() > 0 and len(found) == len(dataset) else no_labels(len(dataset))

@@ -21,6 +21,8 @@ from dure.errors import UsageError
 Batch = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 """One row per sample in each tensor. A `torch.vmap` of a function of a `Batch` works, since each is a pytree."""
 
+_WRITE = "Write torch.as_tensor(...)."
+
 
 def checked(value: Any, what: str) -> Batch:
     """`value`, called `what`, as a `Batch`: a list becomes a tuple, any mapping a `dict`. Raises `UsageError`."""
@@ -36,10 +38,12 @@ def checked(value: Any, what: str) -> Batch:
         found = tuple(value)
         parts = [(f"[{place}]", each) for place, each in enumerate(found)]
     else:
-        raise UsageError(f"{what} must be a tensor, a mapping or a tuple of tensors, got {type(value).__name__}.")
+        raise UsageError(
+            f"{what} must be a tensor, a mapping or a tuple of tensors, got {type(value).__name__}. {_WRITE}"
+        )
     for place, each in parts:
         if not isinstance(each, Tensor):
-            raise UsageError(f"{what}{place} must be a tensor, got {type(each).__name__}. Write torch.as_tensor(...).")
+            raise UsageError(f"{what}{place} must be a tensor, got {type(each).__name__}. {_WRITE}")
     if not parts:
         raise UsageError(f"{what} is an empty {type(value).__name__}. It needs at least one tensor.")
     return found  # type: ignore[no-any-return]
