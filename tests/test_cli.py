@@ -155,6 +155,7 @@ def test_a_misspelt_flag_and_a_missing_job_are_usage_errors():
     assert done.stdout == ""
     assert "--workers" in done.stderr
     assert "dure train digits-mlp" in refused("train", "--on", "virtual")
+    assert "dure compare digits-mlp" in refused("compare", "--on", "virtual")
 
 
 def test_later_layers_win(tmp_path):

@@ -459,7 +459,8 @@ def _as(kind: type[O], command: Options) -> O:
 
 def _require_job(config: Options) -> None:
     if not config.job and getattr(config, "resume", None) is None:
-        raise UsageError("no job is named. Write, for example, dure train digits-mlp.")
+        command = "compare" if isinstance(config, CompareConfig) else "train"
+        raise UsageError(f"no job is named. Write, for example, dure {command} digits-mlp.")
 
 
 def _configuration(config: Options) -> Done:
