@@ -130,7 +130,12 @@ def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, l
     options |= {"workers": 2, "steps": 75, "out": tmp_path / "run"}
     trial = Trial(configured("follows_verdicts", "bsp ps:shards=2 sign", **options))
     killer = ServerKiller([victim], tmp_path / "run" / "checkpoints") if "server" in victim else Killer(1, seed=1)
-    outcome = trial.run(lambda trial: trial.hub.steps("worker 0") > 10 and killer(trial), nursery=nursery)
+
+    def act(trial: Trial) -> None:
+        if max(map(trial.hub.steps, ("worker 0", "worker 1"))) > 10:
+            killer(trial)
+
+    outcome = trial.run(act, nursery=nursery)
     assert len(killer.killed) == outcome.totals.failures_survived == 1
     models = [[line.split() for line in path.read_text().splitlines()] for path in notes.iterdir()]
     assert {same for lines in models for _, same in lines} == {"same"}
