@@ -207,7 +207,7 @@ def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
         assert kind == "PeerLost"
         assert "rank 1 failed with OverflowError: the user's own mistake" in message
         assert ".cc" not in message
-        assert seconds < 5
+        assert seconds < 20  # not the time-out of the engine
         assert again  # a failed replica says the same every time
         assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
 
@@ -216,7 +216,7 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
     kind, message, seconds = ranks[1]["owner_fails"]
     assert kind == "PeerLost"
     assert "rank 0 failed with OverflowError: out of luck" in message
-    assert seconds < 5
+    assert seconds < 20
     assert ranks[0]["other_fails"] == 12
 
 
@@ -236,7 +236,7 @@ def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
         kind, message, seconds = rank[case]
         assert kind == "UsageError"
         assert words in message
-        assert seconds < 5
+        assert seconds < 20
 
 
 def test_all_ranks_may_leave_out_a_step_that_was_exchanged(ranks):
