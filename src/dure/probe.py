@@ -124,8 +124,8 @@ def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
 
     Weights 3 and 1: the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower after 2.
 
-    >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4) == round(np.log(3) / np.sqrt(2), 4)
-    True
+    >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4)  # log(3) / sqrt(2)
+    0.7768
     """
     if not rounds:
         return 0.0

@@ -127,6 +127,15 @@ class PostNode:
         post.letters.append(Letter(self.name, target, method, handle, operation))
         return operation
 
+    def now(self) -> float:
+        return 0.0
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        """No time passes here, so no time-out comes."""
+        winner: Operation[Operation[Any] | None] = Operation(self.post, f"first of {len(operations)}")
+        winner.resolve_with_first(operations)
+        return winner
+
     def spawn(self, coroutine: Any, name: str = "") -> Strand[Any]:
         return self.post.spawn(coroutine, name or self.name)
 
