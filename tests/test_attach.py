@@ -728,7 +728,7 @@ def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
 ENDS_AT_ONCE = """
 import os, signal
 from dure.runtime.launch.helper import Helper
-helper = Helper("takes_long_to_import", {})
+helper = Helper("takes_long_to_import", "server 0", {})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -762,7 +762,7 @@ def test_places():
     assert place({}) is None
     started = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     again = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert place({**started, **again}) == Place(1, 2, "h", restarts=3, launch="job")
+    assert place({**started, **again}) == Place(1, 2, "h", restarts=3, launch="job", local_size=2)
     assert place(started).launch == place(started).launch != ""
     assert Place(0, 2, "127.0.0.1").interface == "127.0.0.1"
     with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):
