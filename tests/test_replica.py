@@ -210,7 +210,7 @@ def replace_data(module):
             r"'0.weight'.*\.to\(\"meta\"\).*attach after model\.to",
         ),
         (assign_state, r"load_state_dict\(assign=True\).*without assign=True"),
-        (replace_data, r"'2.bias'.*assignment to \.data.*replica\.load\(values\)"),
+        (replace_data, r"'2.bias'.*assignment to \.data.*parameter\.data\.copy_\(values\)"),
     ],
 )
 def test_moved_parameters_are_refused_with_the_call_that_moved_them(move, message):
