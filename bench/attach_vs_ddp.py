@@ -40,7 +40,7 @@ BATCH, LENGTH = 4, 32
 
 
 class NanoLoop:
-    """What both arms have alike: model, optimizer, data."""
+    """The parts that both arms share: model, optimizer, data."""
 
     def __init__(self, rank: int, micro_batches: int) -> None:
         self.characters, vocabulary = text()

@@ -1,6 +1,6 @@
 """How well virtual time predicts a run on one machine: time to a target and time per step, predicted against measured.
 
-    python bench/one_machine.py                         what is missing of the rows, then the table
+    python bench/one_machine.py                         measure the missing rows, then print the table
     python bench/one_machine.py --only ssp --jobs mnist-mlp
     python bench/one_machine.py --stage real            one stage of "real", "virtual", "table"
 

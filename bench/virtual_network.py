@@ -3,7 +3,7 @@
     sudo python bench/virtual_network.py                    all groups, and the table
     sudo python bench/virtual_network.py --group 0          one group
     sudo python bench/virtual_network.py --held-out         the settings that nothing was fitted to or chosen by
-    python bench/virtual_network.py --table                 the table of what has been measured
+    python bench/virtual_network.py --table                 the table of the kept measurements
 
 Hosts are network namespaces of this machine with limited cards (`dure.reproduce.namespaces`); servers live beside
 workers, or on hosts of their own. For each group of settings three of the hosts are probed as by `dure probe`, and the
@@ -14,8 +14,8 @@ spread make the distribution that the predictions draw from.
 Both are looked at in the same way: the mean time between the beginnings of a worker's steps, in the traces of the
 runs, the first WARM steps left out.
 
-What is measured is kept in --rows (a cluster or a run on each line), and what is there is not measured again. So a
-bench that was interrupted goes on, and a changed model is compared with what was measured before: remove the file to
+Measurements are kept in --rows (a cluster or a run on each line), and a kept setting is not measured again. So an
+interrupted bench continues, and a changed model is compared with earlier measurements: remove the file to
 measure anew.
 """
 
@@ -172,7 +172,7 @@ def seconds_per_step(trace: Path) -> float:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """What this thread starts meanwhile is on the host of another namespace."""
+    """Run this thread's calls, and the processes that they start, on the host of another namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net", "rb") as home, open(f"/var/run/netns/{namespace}", "rb") as there:
         for where, back in ((there, False), (home, True)):
@@ -274,7 +274,7 @@ def run(hosts: namespaces.Hosts, count: int, plan: dict[str, Any]) -> None:
 
 
 def read(rows: Path) -> dict[str, list[dict[str, Any]]]:
-    """What has been measured, by group."""
+    """The kept measurements, by group."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in rows.read_text().splitlines() if rows.exists() else ():
         row = json.loads(line)
@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, help="one group of settings, counted from 0; all if left out")
     parser.add_argument("--held-out", action="store_true", help="the settings that nothing was chosen by")
     parser.add_argument("--rows", type=Path, default=Path("runs/virtual_network.jsonl"))
-    parser.add_argument("--table", action="store_true", help="print the table of what has been measured")
+    parser.add_argument("--table", action="store_true", help="print the table of the kept measurements")
     parser.add_argument("--measure-only", action="store_true", help="leave the predictions, and the table, for later")
     parser.add_argument("--host", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What messages and pages advise exists: names behind `replica.`, `dure.` and `hook.` in strings of the package."""
+"""Names that messages and pages advise exist: those behind `replica.`, `dure.` and `hook.` in the package's strings."""
 
 import ast
 import importlib

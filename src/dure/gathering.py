@@ -20,7 +20,7 @@ class Graded(NamedTuple):
 
 
 class _Sum:
-    """What has come in of one step: a weighted sum of models, and buffers by rank."""
+    """The models of one step that have arrived: their weighted sum, and their buffers by rank."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.total = torch.zeros_like(like)
@@ -50,7 +50,7 @@ class Gathering:
         weight: float = 1.0,
         buffers: torch.Tensor | None = None,
     ) -> None:
-        """The model of worker `rank` after `step` (copied), in which there are `updates` of its gradients."""
+        """Add a copy of worker `rank`'s model after `step`, which holds `updates` of its gradients."""
         found = self._sums.get(step)
         if found is None:
             found = self._sums[step] = _Sum(values)

@@ -222,7 +222,7 @@ def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
 
 
 def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """What a message costs each of its two processes, alpha and beta, and the latency between them.
+    """Costs of a message: alpha and beta of each of its two processes, and the latency between them.
 
     Of `points` (bytes, seconds by the clock, of the caller's cores, of the host's cores) the first is of a step alone.
     The others are of a step, a push and an answer of as many bytes: two messages, each of which costs both processes.
@@ -415,7 +415,7 @@ async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figu
 
 
 def advice(residual: float, *, one_machine: bool) -> str:
-    """What to do about a bad fit of a link; empty if it is good."""
+    """Advice on a bad fit of a link; empty if the fit is good."""
     if residual <= BAD_FIT:
         return ""
     if one_machine:
@@ -431,7 +431,7 @@ def advice(residual: float, *, one_machine: bool) -> str:
 
 
 def disturbance(runs: Figures) -> str:
-    """What shows in the short runs of one machine that other programs disturbed them; empty if nothing does."""
+    """Signs in the short runs of one machine that other programs disturbed them; empty if there are none."""
     sigma = described_steps(runs["steps"]).sigma
     lost = [name for name in ("all_reduce", "gradient") if runs[name] == 0]
     if sigma <= WIDEST and not lost:

@@ -5,8 +5,8 @@
       `averaging:period=8`    an all_reduce of the model
       `bsp`                   an all_reduce of a gradient that leaves during backward
 
-A meeting ends when the slowest worker has come and the engine is done. What the slowest takes longer than a worker does
-in the mean follows from the spread of steps (`slowest`), and is no part of what the meeting itself costs.
+A meeting ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the mean
+follows from the spread of steps (`slowest`), and is no part of the meeting's own cost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM = 8
 
 DRAWS = 20_000
 TAIL = 0.99
-"""Share of steps whose spread is described; what is longer counts in the mean alone."""
+"""Share of steps whose spread is described; longer steps count in the mean alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a worker of a real run sends to the hub to have graded: the model of all at a step, or its part of a mean."""
+"""Snapshots that a worker of a real run sends to the hub for evaluation: the common model, or a part of the mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Snapshots:
     | synchronous, models differ, or buffers | every worker         | its own model, as a part of the mean             |
     | any other                              | one that `evaluates` | the servers' model, or the mean of all peers'    |
 
-    `bytes_sent` says what this worker has sent so far.
+    `bytes_sent` gives the bytes that this worker has sent so far.
     """
 
     def __init__(self, task: Task, node: ProcessNode, bytes_sent: Callable[[], int]) -> None:
@@ -61,7 +61,7 @@ class Snapshots:
             await strand
 
     def at_boundary(self, worker: Worker) -> None:
-        """Take what is due at a step boundary: the worker's model holds all of its gradients up to its clock."""
+        """Take a snapshot that is due at a step boundary, where the model holds all gradients up to the clock."""
         task, self._clock = self.task, worker.clock
         if worker.rows is not None:
             self._buffers = _copied(worker.buffers)
@@ -73,7 +73,7 @@ class Snapshots:
             self._send_part(worker)
 
     def at_step(self, worker: Worker) -> None:
-        """Take what is due when a gradient has been computed and not yet been used."""
+        """Take a snapshot that is due when a gradient has been computed and not yet been used."""
         done = worker.clock - 1
         if self.task.coordinated:
             self._clock = worker.clock  # the coordinator hands out the work: there are no step boundaries
@@ -105,7 +105,7 @@ class Snapshots:
         updates: int | Sequence[Operation[Reply]],
         said: dict[str, Any],
     ) -> None:
-        with suppress(RemoteError):  # what is wrong with a server or the hub is heard of elsewhere
+        with suppress(RemoteError):  # a failed server or hub is reported elsewhere
             await self.node.call(HUB, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
     def _send_part(self, worker: Worker) -> None:
@@ -136,7 +136,7 @@ class Snapshots:
             self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
 
     async def _asking_others(self, worker: Worker) -> None:
-        """Send what servers or peers have now. It holds at least the steps that the hub knew of before."""
+        """Send the servers' or the peers' newest model. It holds at least the steps that the hub knew of before."""
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
             slowest = (await self.node.call(HUB, "slowest")).fields["steps"]
@@ -155,7 +155,7 @@ def _copied(buffers: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 async def _counted(gradients: int | Sequence[Operation[Reply]]) -> int:
-    """A number of gradients: known, or what is in every part of the model, as servers answer; 0 if none was asked."""
+    """A number of gradients: as given, or the least that a shard holds, as servers answer; 0 if none was asked."""
     if isinstance(gradients, int):
         return gradients
     return min([(await each).fields["gradients"] for each in gradients], default=0)

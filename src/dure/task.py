@@ -114,7 +114,7 @@ class Task:
         return self.workers * self.gradients_in(worker)
 
     def weight(self, rank: int) -> float:
-        """That of a worker's model in a mean over all: its batch size, where they differ."""
+        """Weight of a worker's model in the mean of all models: its batch size, where batch sizes differ."""
         return float(self.batch_sizes[rank]) if len(set(self.batch_sizes)) > 1 else 1.0
 
     @property

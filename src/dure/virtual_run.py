@@ -578,7 +578,7 @@ class Segment:
         return retired
 
     def _retired_updates(self) -> dict[int, int]:
-        """How many gradients are in the models of those who are through, where they are part of what is delivered."""
+        """Number of gradients in the models of finished workers, where these models are part of the result."""
         if self.shards:
             return {}
         through = self.finished & self.workers.keys()

@@ -523,7 +523,7 @@ class Worker:
         self.given += skipped
 
     def give(self) -> int:
-        """How many gradients an update holds that this worker gives away now: those since the last one."""
+        """Number of gradients in the update that this worker sends now: those since its last update."""
         gradients, self.given = self.clock - self.given, self.clock
         return gradients
 
@@ -576,11 +576,8 @@ class Worker:
             await self.proceed()
             return
         started = self.node.now()
-        base = self.versions
         room = self._room_unless_lent()
-        more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
-        more["void"] = self._is_void(update)
-        pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **more)
+        pulled = await self.server.exchange(update, room, weight=self.source.batch_size, **self._stamp(update))
         self._meter_exchange(started)
         if servers.ordered:
             self._go_on_from(pulled)
@@ -643,25 +640,24 @@ class Worker:
         """
         assert self.server is not None
         started = self.node.now()
-        base = self.versions if base is None else base
         share = self.source.batch_size if weight is None else weight
-        more: dict[str, Any] = {"base": base, "lr": self._pushed_lr, "gradients": self.give()}
-        more["void"] = self._is_void(update)
+        stamp = self._stamp(update, base)
         try:
-            await self.server.push(update, weight=share, exponent=exponent, note=note, **more)
+            await self.server.push(update, weight=share, exponent=exponent, note=note, **stamp)
             return True
         except Superseded:
             return False
         finally:
             self.meter.add("communicate", started, self.node.now(), "push")
 
-    @property
-    def _pushed_lr(self) -> float | Sequence[float] | None:
-        return self.lr if self.pushes_rates else None
-
-    def _is_void(self, update: torch.Tensor) -> bool:
-        """Whether `update` holds nothing but skipped steps."""
-        return self.pausing and not bool(update.any())
+    def _stamp(self, update: torch.Tensor, base: Sequence[int] | None = None) -> dict[str, Any]:
+        """The fields that travel with `update`. It is `void` if it holds nothing but skipped steps."""
+        return {
+            "base": self.versions if base is None else base,
+            "lr": self.lr if self.pushes_rates else None,
+            "gradients": self.give(),
+            "void": self.pausing and not bool(update.any()),
+        }
 
     async def pull_beside(self) -> None:
         """Start a pull and go on; `finished("pull")` has it."""
@@ -672,9 +668,7 @@ class Worker:
         """As `push`, but go on at once. One is on its way at a time; `update` is lent until the next."""
         assert self.server is not None
         await self.finished("push")
-        more: dict[str, Any] = {"base": self.versions, "lr": self._pushed_lr, "gradients": self.give()}
-        more["void"] = self._is_void(update)
-        work = self.server.push(update, weight=self.source.batch_size, **more)
+        work = self.server.push(update, weight=self.source.batch_size, **self._stamp(update))
         await self._begin("push", work)
 
     async def finished(self, what: str) -> Any:

@@ -243,7 +243,7 @@ def accumulated(module, step, alone, steps=3, parts=4):
 
 
 def case_leaves_during_backward():
-    """What happens in which order in the first step under BSP: gradients that are complete, and collectives."""
+    """The order of events in the first step under BSP: complete gradients, and collectives."""
     module = wide()
     events = []
     with attach(module, torch.optim.AdamW(module.parameters(), lr=1e-3), "bsp") as replica:

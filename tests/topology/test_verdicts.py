@@ -256,7 +256,7 @@ class Followed:
         return rooms
 
     def go_on(self, client: ServerClient) -> torch.Tensor:
-        """What a worker has that asks and pulls, as one does after `push`."""
+        """The parameters of a worker that asks and pulls, as after `push`."""
         room = torch.full((NUMEL,), math.nan)
         if client.servers.clocked is not None:
             self.world.run(client.proceed(room))
@@ -265,7 +265,7 @@ class Followed:
         return room
 
     def model(self) -> torch.Tensor:
-        """What the shards hold."""
+        """The values of all shards."""
         whole = torch.full((NUMEL,), math.nan)
         for shard, part in zip(self.shards, self.ranges, strict=True):
             at = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DataSet(Protocol):
-    """What a job takes as `train` and `test`: `Data`, `Samples` or `Stream`. Samples are numbered from 0."""
+    """The types of a job's `train` and `test`: `Data`, `Samples` or `Stream`. Samples are numbered from 0."""
 
     def __len__(self) -> int: ...
 

@@ -1,10 +1,10 @@
-"""Before each step, ranks that need each other say what they are about to do.
+"""Before each step, ranks that need each other exchange their intentions.
 
-One tiny all_reduce of five counts: how many take a step, how many have no more work, how many want to see the
-model that the method would deliver, how many skip a step, and how many left out the step before although its gradients
-had been exchanged. Whoever has no more work ends the training for all, at the same step; a rank that looks at the model
-while others take a step would wait for ever, so that is an error at once, and at every rank. A step that some ranks
-left out and others took makes replicas differ: an error at every rank, before the next step.
+One tiny all_reduce of five counts: the ranks that take a step, that have no more work, that evaluate the model that the
+method would deliver, that skip a step, and that left out the step before although its gradients had been exchanged. A
+rank that has no more work ends the training for all ranks, at the same step. A rank that evaluates while others take a
+step would wait for ever, so that is an error at once, at every rank. A step that some ranks left out and others took
+makes replicas differ: an error at every rank, before the next step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Agreement:
 
 
 def going_on(counts: torch.Tensor) -> bool:
-    """Whether everybody steps or skips, or all only look.
+    """Whether all ranks step or skip, or all only evaluate.
 
     Raises `UsageError` if some only look, or some left out an exchanged step that others took.
     """

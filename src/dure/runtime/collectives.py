@@ -26,7 +26,7 @@ SMALL = 4096
 
 
 class Path(NamedTuple):
-    """What a round between neighbors costs: seconds, seconds per message, bytes/s, seconds per byte, and bytes."""
+    """Costs of a round between neighbors: seconds, seconds per message, bytes/s, seconds per byte, and bytes."""
 
     latency: float
     alpha: float

@@ -168,7 +168,7 @@ class Process:
             self._next()
 
     def stretch(self, demand: Demand, factor: float) -> None:
-        """From now on what is left of `demand` takes `factor` times as long."""
+        """Multiply the rest of `demand` by `factor` from now on."""
         if demand is self._current and not self._paused:
             demand.seconds = self._cores.end(demand) * factor
             self._cores.begin(demand, self._ended)

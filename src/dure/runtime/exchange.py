@@ -59,7 +59,7 @@ class Exchange:
         self.left_out = False
 
     def arm(self) -> None:
-        """The next backward is exchanged. `going` says, once it is over, whether everybody went on.
+        """The next backward is exchanged. `going` tells afterwards whether all ranks continued.
 
         `skipped` then says whether every rank skipped the step. Set `left_out` where this rank does not step with a
         mean that others may step with: the next agreement compares that.

@@ -256,7 +256,7 @@ class Sounder:
 
 
 def begin_steps(job: Job) -> Callable[[], object]:
-    """What does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
+    """A function that does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
     evaluator = Evaluator(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     values = evaluator.initial_values(0)

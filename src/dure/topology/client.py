@@ -219,7 +219,7 @@ class ServerClient:
         return Pulled(into, [reply.fields["version"] for reply in replies])
 
     async def look(self, into: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What each shard has now, received into `into`, and how many gradients are in all of it."""
+        """The newest values of each shard, received into `into`, and the number of gradients that every shard holds."""
         parts, call, shards = self._parts(into), self.node.call, self.servers.shards
         replies = await self._every(
             lambda shard: call(shards[shard], "pull", into=parts[shard], timeout=self.timeout, counted=True)
@@ -234,7 +234,7 @@ class ServerClient:
     # ---- verdicts in place of models
 
     def _has(self, shard: int) -> dict[str, Any]:
-        """What a shard must know to answer with a verdict; nothing where models are pulled."""
+        """Fields by which a shard answers with a verdict; none where models are pulled."""
         return {"has": self.followers[shard].version, "at_most": True} if self.followers else {}
 
     async def _pull_verdicts(self, into: torch.Tensor, version: int | None) -> Pulled:
@@ -307,7 +307,7 @@ class ServerClient:
         `base` are the versions that it was computed on (`Pulled.versions`), `weight` the batch size in a weighted mean
         or, times e to the `exponent`, what may be too small for a number, `lr` a rate in place of the servers'. Ordered
         updates have it staged when this returns, others applied. A `void` one, of zeros, makes no step by itself. The
-        `note`s of a group's members are `heard` by all who are admitted on the version that the group makes.
+        `note`s of a group's members are `heard` by all workers that are admitted on the version that the group makes.
 
         Raises `Refused` if the policy (`Superseded`) or a shard (NaN, a past incarnation) refuses it; then it counts
         nowhere, but for updates without order, which the other shards may have applied.

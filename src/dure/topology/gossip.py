@@ -193,8 +193,8 @@ class Peer:
     async def leave(self) -> None:
         """Average no more: from now on the model stays as it is.
 
-        A neighbor that gives no answer in time is taken for frozen. What this worker asked of it is withdrawn, what
-        it has not settled never was, and what this worker has confirmed to it counts.
+        A neighbor that gives no answer in time is taken for frozen. An exchange that this worker asked of it is
+        withdrawn, an unsettled one does not count, and one that this worker has confirmed counts.
         """
         self._leaving = True
         for _, promise in self._waiting:
@@ -213,7 +213,7 @@ class Peer:
                 self._end(rank, stands=False)
 
     async def look(self) -> tuple[torch.Tensor, int]:
-        """The mean of the models of all who can be reached, one's own too, and how many gradients they have made."""
+        """The mean of all models within reach, this worker's included, and the number of gradients in them."""
         total, number, gradients = self.model.params.clone(), 1, self.model.clock - self.model.entered
         for rank in sorted(set(self.graph) - self._away - {self.rank}):
             into = _room(self.model.params)

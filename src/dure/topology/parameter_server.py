@@ -441,7 +441,7 @@ class Shard:
         return operation
 
     def _tally(self, vote: Vote, members: list[tuple[int, int, _Staged]], total: Buffer) -> None:
-        """Put the members' signs to the vote; what is decided is what its message decodes to, as over collectives.
+        """Put the members' signs to the vote. The aggregate is the decoded message, as over collectives.
 
         A void update is no vote: its zeros may have been encoded as positive signs.
         """

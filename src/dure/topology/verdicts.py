@@ -63,7 +63,7 @@ class Follower:
 
     @property
     def decoding(self) -> Coding:
-        """What a verdict's decoding costs in virtual time."""
+        """Cost of decoding a verdict, in virtual time."""
         return Coding("decode", self.values.numel())
 
     def apply(self, fields: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Verdicts:
         self._by_version.pop(version, None)
 
     def lead(self, has: int | None, version: int) -> Answer:
-        """What brings a worker from version `has` to `version`: fields and message of the reply.
+        """The reply that brings a worker from version `has` to `version`: its fields and its message.
 
         `nbytes` is the message's length: 0 where the worker has `version`, None where it must pull the model.
         """

@@ -1,4 +1,4 @@
-"""What user code prints, in every process of a run: descriptors 0, 1 and 2 are its own."""
+"""Output of user code in every process of a run: descriptors 0, 1 and 2 belong to user code."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class _Output(NamedTuple):
     lines: relay.Prefixed
 
     def pass_on(self) -> bool:
-        """Pass on what is there now; False at the end of the output."""
+        """Pass on the output that is available; False at its end."""
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self.source, 1 << 16):
                 self.lines.feed(piece)
@@ -251,7 +251,7 @@ class _Forks:
 
     def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
         nursery = os.getpid()
-        relay.flush()  # what is held back would be written by the child too
+        relay.flush()  # a buffer that is not empty would be written by the child too
         source, sink = os.pipe()
         pid = os.fork()
         if pid:

@@ -52,7 +52,7 @@ class Prefixed:
         texts = [line for line in shown if line.strip()]
         if texts:
             self.last = texts[-1].decode(errors="replace").strip()
-        with suppress(OSError):  # nobody reads standard error
+        with suppress(OSError):  # standard error has no reader
             write_all(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
 
 

@@ -32,7 +32,7 @@ class Starter:
         self._answer = answer
 
     def request(self) -> dict[str, Any]:
-        """What the starter asks for; ends the process where it asks for nothing."""
+        """Read the starter's request. The process exits if there is none."""
         line = b""
         while piece := os.read(self._request, 1 << 12):
             line += piece
