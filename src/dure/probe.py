@@ -27,8 +27,7 @@ import numpy as np
 from dure.errors import PeerLost, UsageError
 from dure.replica import Replica
 from dure.runtime.base import Address
-from dure.runtime.cluster import Cluster, Link, Machines, Round, Servers
-from dure.runtime.cluster import Host as SharedHost
+from dure.runtime.cluster import Cluster, Link, Machines, RoundCost, Servers, SharedHost
 from dure.runtime.coding import CodecCost, Line
 from dure.runtime.compute import Compute, Constant, LogNormal
 from dure.runtime.launch.helper import Helper
@@ -236,11 +235,11 @@ def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     return alpha, beta, max(min(idle), 0.0)
 
 
-def _round(seconds: float, numel: int, workers: int, byte: float) -> Round:
+def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:
     """A round of an all_reduce that took `seconds`; its bytes cost what they do between two processes, at most all."""
     rounds = 2 * (workers - 1)
     byte = min(byte, seconds / rounds / (4 * numel / workers))
-    return Round(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
+    return RoundCost(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
 
 
 def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import dure.runtime.cluster as module
 from dure.errors import ClusterError
 from dure.runtime import units
-from dure.runtime.cluster import Cluster, Event, Host, Link, Machines, Servers
+from dure.runtime.cluster import Cluster, Event, Link, Machines, Servers, SharedHost
 from dure.runtime.coding import MEASURED
 from dure.runtime.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
 
@@ -224,7 +224,7 @@ def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
 def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
     section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
     names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
-    kinds = {"": Cluster, "link": Link, "host": Host, "servers": Servers, "machines[]": Machines}
+    kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": Servers, "machines[]": Machines}
     for name in names:
         kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
         assert key in kinds[kind].model_fields
@@ -243,7 +243,7 @@ def test_the_page_has_the_measured_costs_of_codecs() -> None:
 def test_the_page_names_every_key_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     said = {row[0].strip("`"): row[-1] for row in rows}
-    kinds = {"": Cluster, "link.": Link, "host.": Host, "servers.": Servers, "machines[].": Machines}
+    kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": Servers, "machines[].": Machines}
     whole = {"machines", "servers", "link", "host", "events"}
     for prefix, kind in kinds.items():
         for name in kind.model_fields.keys() - (whole if not prefix else set()):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import dure
-from dure.runtime.cluster import Cluster, Host, Link, Machines, Round
+from dure.runtime.cluster import Cluster, Link, Machines, RoundCost, SharedHost
 from dure.runtime.compute import Constant
 from dure.runtime.cores import Cores, Process
 from dure.runtime.virtual import Kernel
@@ -116,7 +116,9 @@ STEP, ALPHA, WAKE, ROUND = 0.01, 1e-3, 2e-3, 4e-3
 
 def one_host(workers: int, cores: int, **rest: float) -> Cluster:
     machines = (Machines(count=workers, compute=Constant(seconds=STEP)),)
-    host = Host(cores=cores, all_reduce=Round(start=ROUND, byte=0.0), gradient=Round(start=ROUND / 2, byte=0.0))
+    host = SharedHost(
+        cores=cores, all_reduce=RoundCost(start=ROUND, byte=0.0), gradient=RoundCost(start=ROUND / 2, byte=0.0)
+    )
     constants = {"alpha": ALPHA, "beta": 0.0, "gamma": 0.0, **rest}
     return Cluster(machines=machines, host=host, link=Link(latency=WAKE), **constants)
 

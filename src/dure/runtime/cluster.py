@@ -80,14 +80,14 @@ class Servers(Described):
     link: Link | None = None
 
 
-class Round(Described):
+class RoundCost(Described):
     """A round between neighbors in the engine's ring takes `start` seconds, and `byte` seconds per byte sent."""
 
     start: Seconds = 1e-4
     byte: PerByte = 0.1e-9
 
 
-class Host(Described):
+class SharedHost(Described):
     """One machine whose `cores` all workers and servers share: each of them is a process on it.
 
     Processes at work share the cores equally. A message costs its sender's process and then its receiver's process
@@ -96,8 +96,8 @@ class Host(Described):
     """
 
     cores: int = Field(default=2, ge=1)
-    all_reduce: Round = Round()
-    gradient: Round = Round()
+    all_reduce: RoundCost = RoundCost()
+    gradient: RoundCost = RoundCost()
 
 
 class Event(Described):
@@ -152,7 +152,7 @@ class Cluster(Described):
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
     servers: Servers = Servers()
     link: Link = Link()
-    host: Host | None = None
+    host: SharedHost | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
     gamma: PerByte = 0.3e-9

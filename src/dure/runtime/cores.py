@@ -21,8 +21,8 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 
-class Kernel(Protocol):
-    """The part of a discrete-event kernel that cores use."""
+class Timers(Protocol):
+    """Time-outs of a discrete-event kernel."""
 
     @property
     def now(self) -> float: ...
@@ -47,7 +47,7 @@ class Demand:
 class Cores:
     """The cores of one machine, shared equally by the demands that are `begin`-ed on them."""
 
-    def __init__(self, kernel: Kernel, cores: int) -> None:
+    def __init__(self, kernel: Timers, cores: int) -> None:
         self.kernel = kernel
         self.cores = cores
         self._heap: list[tuple[float, int, Demand, Callable[[], None]]] = []

@@ -46,23 +46,16 @@ import numpy as np
 
 from dure.runtime.cluster import Cluster
 from dure.runtime.collectives import COLLECTIVES, Cost, Path
-from dure.runtime.cores import Cores, Process
+from dure.runtime.cores import Cores, Process, Timers
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 _BLOCK = 512  # weights drawn at once
 
 
-class Kernel(Protocol):
+class Kernel(Timers, Protocol):
     """What the network asks of a discrete-event kernel. Equal times run in the order of their `at` calls."""
 
-    @property
-    def now(self) -> float: ...
-
     def at(self, time: float, callback: Callable[[], None], /) -> None: ...
-
-    def timer(self, time: float, callback: Callable[[], None], /) -> int: ...
-
-    def void(self, timer: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
