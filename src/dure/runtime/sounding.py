@@ -157,22 +157,14 @@ class Sounder:
         into = [torch.empty(size, dtype=torch.uint8) for _ in peers]
         rounds: list[list[float]] = []
         for _ in range(count + 1):  # the first one connects, and is not counted
-            ends: dict[str, float] = {}
             began = time.perf_counter()
             gives = [
                 self._node.call(Address(peer, SERVICE), f"give {size}", into=(part,))
                 for peer, part in zip(peers, into, strict=True)
             ]
-            for peer, give in zip(peers, gives, strict=True):
-                give.when_done(partial(self._ended, ends, peer, began))
-            for give in gives:
-                await give
-            rounds.append([ends[peer] for peer in peers])
+            ends = [self._node.spawn(_seconds_until(give, began), "the end of a message") for give in gives]
+            rounds.append([await end for end in ends])
         return Reply({"rounds": rounds[1:]})
-
-    @staticmethod
-    def _ended(ends: dict[str, float], peer: str, began: float) -> None:
-        ends[peer] = time.perf_counter() - began
 
     async def _both_ways(self, there: Address, size: int, count: int) -> tuple[float, float]:
         parts = [self._buffer[:size]] * count
@@ -279,6 +271,11 @@ def step_seconds(job: Job) -> list[float]:
         step()
         times.append(time.perf_counter() - began)
     return times[1:]
+
+
+async def _seconds_until(give: Operation[Reply], began: float) -> float:
+    await give
+    return time.perf_counter() - began
 
 
 def cores() -> int:
