@@ -168,11 +168,7 @@ def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str
         lines += [f"| {head} | ms per step, real | virtual | ratio |", "|---|" + "---:|" * 6]
         for name in names:
             real, virtual = (
-                [
-                    {**row, "per_step": 1e3 * row["per_step"]}
-                    for row in rows
-                    if (row["place"], row["job"], row["method"]) == (place, job, name)
-                ]
+                [row for row in rows if (row["place"], row["job"], row["method"]) == (place, job, name)]
                 for place in ("real", "virtual")
             )
             if real and virtual:

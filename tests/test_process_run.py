@@ -343,6 +343,13 @@ def test_runs_of_other_shapes(run, strategy, workers):
     assert outcome.history[-1]["accuracy"] > 0.8
 
 
+@pytest.mark.parametrize("strategy", ["k-async:k=2 ps", "k-async:k=2 ps:shards=2"])
+def test_a_worker_for_which_no_group_is_left_ends_in_order(run, strategy):
+    trial, _ = run("digits-mlp", strategy, workers=3, steps=7)
+    assert len(trial.hub.finished) == 3
+    assert not trial.hub.dead
+
+
 @pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
 def test_a_run_ends_by_its_seconds(run, strategy):
     trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.5)

@@ -113,6 +113,15 @@ def test_an_answer_that_cannot_be_sent_may_be_replaced(world):
     assert "server 0, service.ping: cannot say it" in str(out[0])
 
 
+@pytest.mark.parametrize("kind", [Refused, *Refused.__subclasses__()])
+def test_a_refusal_reaches_the_caller_as_what_the_host_raised(world, kind):
+    _, host, caller = world.pair()
+    host.answer = lambda call, respond: respond(kind("not this one"))
+    refusal = world.ask(caller)
+    assert type(refusal) is kind
+    assert "server 0, service.ping: not this one" in str(refusal)
+
+
 def test_what_is_not_served_is_refused_and_the_connection_stays(world):
     server, host, caller = world.pair()
     host.answer = echo

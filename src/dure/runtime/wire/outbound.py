@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import Busy, CallTimeout, DamagedFrame, Evicted, PeerLost, Refused, RemoteError
+from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from dure.runtime.wire.pump import Timer
 
 _ERRORS: dict[str, type[RemoteError]] = {
-    kind.__name__: kind for kind in (Refused, Busy, Evicted, CallTimeout, DamagedFrame)
+    kind.__name__: kind for kind in (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
 }
+"""The errors that reach the caller as what the host raised; every other is a `RemoteError`."""
 
 
 class Pending:
