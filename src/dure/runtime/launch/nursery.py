@@ -89,7 +89,7 @@ class Nursery:
             stdout=self._output,
             stderr=self._output,
             pass_fds=ends,
-            start_new_session=True,
+            process_group=0,  # no session of its own: Linux shares cores between sessions first, then by priority
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         for end in ends[:-1]:
@@ -221,6 +221,7 @@ class _Forks:
         os.set_blocking(self.ended, False)
         os.set_blocking(self.tell, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the launcher's terminal may refuse output of other groups
         signal.set_wakeup_fd(self.tell, warn_on_full_buffer=False)
         pending = b""
         while True:
