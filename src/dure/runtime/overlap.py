@@ -29,7 +29,7 @@ def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = 
     Where `nbytes` is not given, it is an eighth of the gradient: a dense layer at the end is on its way while the
     convolutions before it, which take the time, are still computed. Below the least, a slice of its own costs more
     in wake-ups than it hides (two cores: 1.03x of DDP in one slice of 0.4 MB, 0.96x in two; a small GPT of 3.1 MB under
-    `attach`: 1.007x with slices of at least 1.5 MB, 0.986x with 1 MB, 200 pairs each).
+    `attach`: 1.007x with slices of at least 1.5 MB, 0.986x with 1 MB, 200 pairs each beside other programs).
     """
     if nbytes is None:
         nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)

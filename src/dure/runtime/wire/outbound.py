@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.pump import Timer
 
-_ERRORS: dict[str, type[RemoteError]] = {
-    kind.__name__: kind for kind in (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
-}
+_KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
 """The errors that reach the caller as what the host raised; every other is a `RemoteError`."""
 
 
