@@ -1,5 +1,6 @@
 # make demo   train the digits job under four methods, for real and in virtual time
 # make test   everything that must hold
+# make soak   tests that take minutes
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +8,7 @@ STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test quick lint format demo bench clean
+.PHONY: setup test soak quick lint format demo bench clean
 
 setup: $(STAMP)
 
@@ -25,15 +26,19 @@ lint: setup
 
 # what measures seconds of its own runs alone, after the rest
 test: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone"
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak"
+	$(BIN)/pytest -m "alone and not soak"
+
+# what takes minutes: steps of 90 s that must end nothing
+soak: setup
+	$(BIN)/pytest -m soak
 
 # lint; the catalogues, codecs and optimizers; oracles in virtual time; a run on processes per topology; documentation
 # without the examples
 QUICK := tests/test_tree.py tests/test_strategy.py tests/test_optim.py tests/codec/test_laws.py tests/report \
   tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
 quick: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone" -k "not golden_output" $(QUICK)
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak" -k "not golden_output" $(QUICK)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -25,7 +25,7 @@ def pytest_testnodedown(node, error):
 
 def whole(config):
     """Whether everything was asked for, as `make test` does, those apart that run alone."""
-    every = config.option.markexpr in ("", "not alone") and not config.option.keyword
+    every = config.option.markexpr in ("", "not alone", "not alone and not soak") and not config.option.keyword
     return every and config.args == config.getini("testpaths")
 
 

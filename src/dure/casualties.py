@@ -33,7 +33,8 @@ log = logging.getLogger("dure")
 class Casualties:
     """The dead by name, with what their connection said; failures that workers have reported.
 
-    `needed` says whether the run can't go on without each of its workers; `folder` is that of its checkpoints.
+    `reasons` are causes that are known before a process ends. `needed` says whether the run can't go on without each of
+    its workers; `folder` is that of its checkpoints.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Casualties:
     ) -> None:
         self.dead: dict[str, str] = {}
         self.causes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.failures: dict[str, DureError] = {}
         self._launcher = launcher
         self._loop = loop
@@ -54,9 +56,15 @@ class Casualties:
         self.causes.pop(name, None)
         self._wait_for(name)
 
+    def because(self, name: str, reason: str) -> None:
+        """Say why a process is about to end: the run itself ends it, or it has said so."""
+        self.reasons[name] = reason
+
     def failed(self, name: str, kind: str, message: str) -> None:
         """What a worker says that it ended with; `kind` is a class of `errors`."""
-        self.failures[name] = getattr(errors, kind, DureError)(message if name in message else f"{name}: {message}")
+        self.failures[name] = getattr(errors, kind, DureError)(
+            message if name in message or kind == "Quarantined" else f"{name}: {message}"
+        )
         self._wait_for(f"{name} failed")
 
     def returned(self, name: str) -> None:
@@ -64,6 +72,7 @@ class Casualties:
         if name in self.dead and name not in self.causes:
             self._explain(name)
         self.dead.pop(name, None)
+        self.reasons.pop(name, None)
 
     def look(self) -> None:
         """Tell of the deaths that are explained by now."""
@@ -93,6 +102,8 @@ class Casualties:
 
     def cause(self, name: str) -> str:
         """In words, as well as it is known."""
+        if name in self.reasons:
+            return self.reasons[name]
         status = self._launcher.exited.get(name)
         if status is None:
             return self.dead.get(name, "")
@@ -115,7 +126,7 @@ class Casualties:
             log.warning("%s died: %s.", name, self.causes[name])
 
     def _explained(self, what: str) -> bool:
-        return what in self._launcher.exited or what not in self._unexplained
+        return what in self.reasons or what in self._launcher.exited or what not in self._unexplained
 
     def _wait_for(self, what: str) -> None:
         self._unexplained.add(what)

@@ -3,8 +3,8 @@
     defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
 
 Standard output is for the result: the table, or with `--json` one JSON object on one line. Everything else goes to
-standard error, also what user code prints. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143
-terminated.
+standard error, also what user code prints. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done although some worker
+has not done all its work, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
+LACKING = 3
+"""Exit status of a run that ended although some worker has not done all its work."""
+
 PREFIX = "DURE_"
 
 WIDTH = 140
@@ -43,11 +46,15 @@ WIDTH = 140
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error."""
+    """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error.
+
+    `status` is the exit status.
+    """
 
     values: dict[str, Any]
     shown: Sequence[Any] = ()
     said: str = ""
+    status: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +108,7 @@ class Train(TrainConfig):
             from dure.train import AtHand, run
 
             finished = run(config, AtHand(nursery=nursery))
-        return Done(finished.summary(), [_run_table(finished)])
+        return Done(finished.summary(), [_run_table(finished)], *_lacking([finished]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +146,9 @@ class Compare(CompareConfig):
 
             comparison = run_all(config, nursery=nursery)
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
-        return Done(comparison.summary(), [table], _written(comparison.report, config.report))
+        said, status = _lacking(comparison.runs)
+        written = _written(comparison.report, config.report)
+        return Done(comparison.summary(), [table], "\n".join(filter(None, (written, said))), status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 done = command.execute()
             if _speaks(command):
                 _tell(done, out, as_json=command.json)
+        return done.status
     except DureError as error:
         _say(f"dure: {' '.join(str(error).split())}")
         return 2 if isinstance(error, UsageError) else 1
@@ -474,6 +484,17 @@ def _written(report: Path, asked: Path | None) -> str:
 
     kept = f" ({DEFAULT} was there already and stays)" if asked is None and report != DEFAULT else ""
     return f"report: {report}{kept}"
+
+
+def _lacking(runs: Sequence[Run]) -> tuple[str, int]:
+    """The workers of `runs` that have not done all their work, as the last line; and the exit status."""
+    lines = []
+    for run in runs:
+        missing = run.summary().get("unfinished", {})
+        if missing:
+            causes = "; ".join(f"{name} ({cause})" for name, cause in missing.items())
+            lines.append(f"dure: the run has ended without all the work of {causes}.")
+    return "\n".join(lines), LACKING if lines else 0
 
 
 def _runs_in(folder: Path) -> list[Path]:

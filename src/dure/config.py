@@ -82,6 +82,12 @@ class Options:
     """Write TensorBoard events. Needs --out."""
     exact: bool = False
     """Evaluate gradients one at a time on one thread (virtual time)."""
+    warn_after: Seconds | None = None
+    """Seconds without a heartbeat, or without a step, after which the progress line names a process of a real run; a
+    third of frozen_after if left out."""
+    frozen_after: Seconds = 30.0
+    """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
+    the run ends."""
     timing_only: bool = False
     """No tensors at all, only what takes how long (virtual time)."""
     out: Path | None = None
@@ -93,6 +99,11 @@ class Options:
         if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
             raise UsageError(
                 f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."
+            )
+        if self.warn_after is not None and self.warn_after > self.frozen_after:
+            raise UsageError(
+                f"warn_after={self.warn_after:g} names a frozen process after frozen_after={self.frozen_after:g}, when "
+                "it has been given up. Give fewer seconds than that."
             )
         for name in ("checkpoint_every", "trace", "tensorboard"):
             if getattr(self, name) and self.out is None and getattr(self, "resume", None) is None:

@@ -7,6 +7,7 @@ DureError
 ├── DataError            a data set is missing or damaged
 ├── DeadlockError        nobody can go on; names every rank and what it waits for
 ├── DivergedError        the loss is no longer a number
+│   └── Quarantined      the gradients of one worker hold NaN or infinity, step after step
 ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
 ├── RecordError          a run's record is damaged
 ├── DamagedMessage       an encoded update that no encoder would have sent
@@ -49,6 +50,10 @@ class DeadlockError(DureError):
 
 class DivergedError(DureError):
     """The loss is no longer a number."""
+
+
+class Quarantined(DivergedError):
+    """The gradients of several steps in a row hold NaN or infinity: their worker takes no further part."""
 
 
 class CheckpointError(DureError):

@@ -15,6 +15,7 @@ leave the clock; done(parameters) ---------->  the run's result
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from dure.checkpoint import Part
 from dure.errors import CheckpointError, DureError, Refused
 from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec
 from dure.runtime.gradients import Evaluator
+from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity, Loss
 from dure.snapshots import HUB, Snapshots
@@ -71,7 +73,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Start:
-    """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from."""
+    """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from.
+
+    `heartbeat` is what `LivenessMonitor.admit` gave: a process without it sends no heartbeats.
+    """
 
     name: str
     run: str
@@ -80,6 +85,7 @@ class Start:
     terms: Terms = Terms()
     interface: str = "127.0.0.1"
     resume: str | None = None
+    heartbeat: Sequence[Any] = ()
 
     @classmethod
     def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> Start:
@@ -90,8 +96,8 @@ class Start:
 def main(task: Task, start: Start) -> None:
     """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one."""
     torch.set_num_threads(1)
-    kind, number = start.name.split()
-    identity = Identity(start.run, start.name, int(number), start.incarnation)
+    kind, rank = start.name.split()
+    identity = Identity(start.run, start.name, int(rank), start.incarnation)
     config = task.config
     evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     if evaluator is not None:
@@ -100,10 +106,15 @@ def main(task: Task, start: Start) -> None:
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
     life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)
-    parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
-    node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
-    node.wire.close()
-    node.loop.end()
+    with ExitStack() as stack:
+        if start.heartbeat:
+            host, heard_at, token, period = start.heartbeat
+            beating = Heartbeat((host, heard_at), token, lambda: (life.steps, node.loop.waiting), period)
+            stack.callback(beating.stop)
+        parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
+        node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
+        node.wire.close()
+        node.loop.end()
 
 
 class Life:
@@ -120,6 +131,11 @@ class Life:
         reply = await self.node.call(HUB, "register", host=where[0], port=where[1])
         self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
         return reply
+
+    @property
+    def steps(self) -> int:
+        """Steps that a worker has made."""
+        return 0
 
     def counters(self) -> dict[str, int]:
         """Payload bytes and messages exchanged with everyone but the hub."""
@@ -197,7 +213,12 @@ class ServerLife(Life):
             serve_clock(self.node, self.clock, self.shard)
         if self.coordinator is not None:
             self.node.serve("coordinator", self.coordinator)
-        handlers = {"lost": self._worker_lost, "meet": self._meet, "returned": self._returned}
+        handlers = {
+            "lost": self._worker_lost,
+            "frozen": self._worker_frozen,
+            "meet": self._meet,
+            "returned": self._returned,
+        }
         self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, **handlers))
         await self.register(where)
         go = await self.node.call(HUB, "ready")
@@ -210,6 +231,14 @@ class ServerLife(Life):
         """A worker died before it had called us."""
         if self.clock is not None:
             self.clock.lost(name)
+
+    def _worker_frozen(self, name: str) -> None:
+        """A worker sends no heartbeats: go on without it. It comes back only by joining again."""
+        rank = int(name.split()[1])
+        if self.coordinator is not None:
+            self.coordinator.lost(name)
+        if self.clock is not None and rank in self.clock.live:
+            self.clock.evict(rank)
 
     async def _returned(self, name: str) -> None:
         """Another server is back."""
@@ -247,6 +276,10 @@ class WorkerLife(Life):
         self._said = 0.0
         self._began = 0
         self._role: Strand[None] | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.worker.clock if hasattr(self, "worker") else 0
 
     def _control(self) -> Control:
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
@@ -333,6 +366,7 @@ class WorkerLife(Life):
             "steps": worker.clock,
             "done": worker.clock - worker.entered,
             "updates": self.task.gradients_in(worker),
+            "refused": worker.refused,
             **counts,
         }
         await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from dure.checkpoint_round import CheckpointRound
 from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
 from dure.gathering import Gathering
+from dure.liveness import FORK_SERVER, Limits, LivenessMonitor
 from dure.member import Terms
 from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
@@ -52,7 +54,14 @@ class Launcher(Protocol):
         """Names and exit statuses, negative for a signal."""
         ...
 
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """The numbers of the processes of this machine that run."""
+        ...
+
     def start(self, name: str, **arguments: Any) -> None: ...
+
+    def signal(self, name: str, number: int) -> None: ...
 
     def look(self) -> None: ...
 
@@ -163,9 +172,10 @@ class Hub:
         self.ready: set[str] = set()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.liveness = LivenessMonitor(interface, Limits.of(task.config), lambda: launcher.processes)
         needed, loop = task.needs_everybody, self.node.loop
         self.casualties = Casualties(launcher, loop, str(task.strategy), needed=needed, folder=folder)
-        self.evicted: set[str] = set()
+        self.evicted: dict[str, str] = {}
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}  # of each worker, the step boundary that it has last told of
@@ -274,7 +284,7 @@ class Hub:
         return Reply({**go, "suspending": suspending, "checkpoint": self.checkpoint_due})
 
     def _progress(self, call: Call) -> Reply:
-        self.evicted.discard(call.caller)
+        self.evicted.pop(call.caller, None)
         self.progress[call.caller] = call.fields
         self.at[call.caller] = call.fields["at"]
         self._grade_means()
@@ -339,11 +349,15 @@ class Hub:
         return Reply()
 
     def _failed(self, call: Call) -> Reply:
-        self.casualties.failed(call.caller, call.fields["kind"], call.fields["message"])
+        kind, message = call.fields["kind"], call.fields["message"]
+        if kind == "Quarantined" and not self.task.needs_everybody:
+            self.casualties.because(call.caller, message.rstrip("."))  # its process ends, and the others go on
+        else:
+            self.casualties.failed(call.caller, kind, message)
         return Reply()
 
     def _done(self, call: Call) -> Reply:
-        self.evicted.discard(call.caller)
+        self.evicted.pop(call.caller, None)
         values, *buffers = [tensor.clone() for tensor in call.tensors]
         self.delivered[call.caller] = (values, buffers[0] if buffers else None)
         self.finished[call.caller] = dict(call.fields)
@@ -406,7 +420,7 @@ class Hub:
         return checkpoint.Part(tensors, plain)
 
     def _living(self) -> set[str]:
-        gone = self.dead.keys() | self.finished.keys() | self.evicted
+        gone = self.dead.keys() | self.finished.keys() | self.evicted.keys()
         return {name for name in self._workers if name not in gone}
 
     def _check_suspended(self) -> None:
@@ -430,7 +444,7 @@ class Hub:
             self.restarts.died(name, self.node.now())
         if name.startswith("server") or self.task.needs_everybody or name in self.casualties.failures:
             return
-        self.evicted.discard(name)
+        self.evicted.pop(name, None)
         self.totals.failures_survived += 1
         self._count_lost(name)
         if name not in self.ready and self._servers:
@@ -441,11 +455,50 @@ class Hub:
         """The clock has gone on without a worker that makes no progress."""
         name = call.fields["worker"]
         if name in self._living():
-            self.evicted.add(name)
-            self.totals.failures_survived += 1
             log.warning("%s makes no progress: the others go on without it until it comes back.", name)
-            self._go_on_without(name)
+            self._evict(name, "no progress while others waited for it")
         return Reply()
+
+    def _evict(self, name: str, reason: str) -> None:
+        """Go on without a worker whose process may come back."""
+        self.evicted[name] = reason
+        self.totals.failures_survived += 1
+        self._go_on_without(name)
+
+    def _look_for_frozen(self) -> None:
+        """Name the processes that send no heartbeats, and give up those that have sent none for long."""
+        gone = self.dead.keys() | self.finished.keys() | self._dismissed
+        watched = [name for name in (*self._servers, *self._workers) if name in self._everyone and name not in gone]
+        if not self._going.done or self.restarts.awaited:
+            watched.append(FORK_SERVER)
+        self.liveness.look(watched)
+        for name in self.liveness.frozen(watched):
+            self._give_up(name, f"frozen: no heartbeat for {self.task.config.frozen_after:g} s")
+        self.watch.notice(self.liveness.described(watched))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """Go on without a frozen process, or end the run.
+
+        A worker whose updates can be refused later is evicted, and may come back. Any other process is killed: one
+        that others need, one that writes to shared memory, or that holds a lock on it.
+        """
+        if name == FORK_SERVER:
+            raise DureError(f"the process that starts the others is {reason}.")
+        if name in self.evicted:
+            self.evicted[name] = reason
+            return
+        kept = self._going.done and not (self.task.needs_everybody or self.task.shares_memory)
+        if name in self._workers and kept:
+            log.warning("%s is evicted (%s): the others go on without it until it comes back.", name, reason)
+            self._evict(name, reason)
+            if self._servers:
+                self.node.spawn(self._tell_clock(name, "frozen"), f"telling the clock that {name} is frozen")
+            if not self.finished and not self._living():
+                raise DureError(f"no worker is left; the last of them, {name}, is {reason}.")
+            return
+        self.casualties.because(name, reason)
+        self.launcher.signal(name, signal.SIGKILL)
+        self._died(name, reason)
 
     def _go_on_without(self, name: str) -> None:
         self._look_who_is_here()
@@ -460,11 +513,11 @@ class Hub:
         with suppress(RemoteError):  # whoever is gone is heard of
             await self.node.call(Address(name, "process"), "evaluate")
 
-    async def _tell_clock(self, name: str) -> None:
-        """The clock's host hears itself of those who have called it."""
+    async def _tell_clock(self, name: str, what: str = "lost") -> None:
+        """The clock's host hears itself of those who have called it, and whose connection has ended."""
         await self._registering
         with suppress(RemoteError):
-            await self.node.call(Address("server 0", "process"), "lost", name=name)
+            await self.node.call(Address("server 0", "process"), what, name=name)
 
     def _count_lost(self, name: str) -> None:
         """Count the steps that a worker has last told of."""
@@ -491,6 +544,7 @@ class Hub:
             hub=list(self.address),
             terms=asdict(self.terms),
             resume=None if resume is None else str(resume),
+            heartbeat=self.liveness.admit(name),
         )
 
     def run(self, resume: Path | None = None, *, after: Hub | None = None) -> Outcome:
@@ -516,6 +570,7 @@ class Hub:
         """One look at everything."""
         self.node.loop.turn(0.1)
         self.launcher.look()
+        self._look_for_frozen()
         for name, status in dict(self.launcher.exited).items():
             self._died(name, f"exit status {status}")
         self.grader.look()
@@ -530,7 +585,8 @@ class Hub:
 
     def _all_finished(self) -> bool:
         through = self._going.done and bool(self.finished) and not self._living()
-        return through and not self.restarts.awaited and self.ready.issuperset(self._servers)
+        told = not self.casualties.failures  # the next look raises one, once it is explained
+        return through and told and not self.restarts.awaited and self.ready.issuperset(self._servers)
 
     def _resume(self, part: checkpoint.Part) -> None:
         plain, tensors = part.plain, part.tensors
@@ -558,8 +614,10 @@ class Hub:
         totals.seconds = max(said["seconds"] for said in self.finished.values())
         totals.steps = max(said["steps"] for said in self.finished.values())
         values, updates = await self._deliver()
+        totals.counts["updates_refused"] += sum(int(said.get("refused", 0)) for said in self.finished.values())
         for name in self.evicted:
             self._count_lost(name)
+            self.launcher.signal(name, signal.SIGKILL)  # nobody waits for a stopped process to close its connections
         for name in (*self.finished, *self._servers):
             self._dismissed.add(name)
             with suppress(RemoteError):  # it died when all was done
@@ -573,17 +631,24 @@ class Hub:
         }
         self.grader.give(Snapshot(row, values, self._merged_buffers()))
         self.grader.close()
-        notes: dict[str, Any] = {"deaths": dict(self.casualties.causes)}
+        notes: dict[str, Any] = {"deaths": dict(self.casualties.causes), "evicted": dict(self.evicted)}
+        notes["unfinished"] = self._unfinished()
         if task.plan is not None:
             notes["hybrid"] = task.plan.described()
         return Outcome(totals, self.history, values, self.spans, notes)
+
+    def _unfinished(self) -> dict[str, str]:
+        """The workers that have not done all their work, and why."""
+        missing = [name for name in sorted(self._workers, key=_number) if name not in self.finished]
+        return {name: self.evicted.get(name) or self.casualties.cause(name) for name in missing}
 
     async def _deliver(self) -> tuple[torch.Tensor, int]:
         """The final parameters, and how many gradients are in them; what the shards have counted."""
         task, totals = self.task, self.totals
         if not task.clocked:
             await self._count_shards()
-            totals.counts["updates_applied"] = sum(int(said["done"]) for said in self.finished.values())
+            done = sum(int(said["done"]) - int(said.get("refused", 0)) for said in self.finished.values())
+            totals.counts["updates_applied"] = done
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             updates = sum(int(said["updates"]) for said in self.finished.values())
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
@@ -624,6 +689,7 @@ class Hub:
         self.grader.abandon()
         self.node.wire.close(CLOSE_SECONDS if self._dismissed else 0.1)
         self.node.loop.end()
+        self.liveness.close()
         self.store = None
 
 

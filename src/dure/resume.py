@@ -18,8 +18,18 @@ from dure.text import value_text
 CLUSTER = "cluster.yaml"
 """Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
 
-MAY_CHANGE = ("steps", "epochs", "seconds", "checkpoint_every", "data", "trace", "tensorboard")
-"""How far a run goes, where its data lies on this machine, and what else is written of it."""
+MAY_CHANGE = (
+    "steps",
+    "epochs",
+    "seconds",
+    "checkpoint_every",
+    "data",
+    "trace",
+    "tensorboard",
+    "warn_after",
+    "frozen_after",
+)
+"""How far a run goes, where its data lies on this machine, what else is written of it, and its patience."""
 
 
 def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:

@@ -107,7 +107,7 @@ class Task:
     def gradients_in(self, worker: Worker) -> int:
         """How many of a worker's own gradients are in what it delivers without a server."""
         apart = self.sync.delivers in worker.kept  # from its parameters, and told of their gradients now and then
-        return worker.given if apart else worker.clock - worker.entered
+        return (worker.given if apart else worker.clock - worker.entered) - worker.refused
 
     def gradients_in_common(self, worker: Worker) -> int:
         """How many gradients are in the model that all workers have over collectives, where this worker stands now."""

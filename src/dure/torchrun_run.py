@@ -125,6 +125,15 @@ class Ranks:
         """Those that belong to rank 0: of the others' ends their connections tell."""
         return self._nursery.exited
 
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """Those of rank 0: the others have only their heartbeats."""
+        return self._nursery.processes
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process of rank 0; those of other ranks are torchrun's to end."""
+        self._nursery.signal(name, number)
+
     def start(self, name: str, **arguments: Any) -> None:
         if _owner(name, self._meeting) == 0:
             self._nursery.start(name, interface=self._meeting.place.interface, **arguments)

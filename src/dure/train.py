@@ -244,7 +244,7 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]
             if folder is not None:
                 folder.rewind(rows)
 
-        yield folder, Watch(row, advance, progress.evaluating, save, rewind), progress
+        yield folder, Watch(row, advance, progress.evaluating, save, rewind, progress.notice), progress
 
 
 def _short(strategy: Strategy) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dure.checkpoint import Part
-from dure.errors import DureError, PeerLost
+from dure.errors import DureError, PeerLost, Quarantined
 from dure.examine import Examiner
 from dure.gathering import Gathering
 from dure.outcome import Outcome, Totals
@@ -63,6 +63,7 @@ class Watch:
     evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
     checkpoint: Callable[[int, State], None] = lambda step, state: None
     rewind: Callable[[int], None] = lambda rows: None
+    notice: Callable[[str], None] = lambda text: None
 
 
 @contextmanager
@@ -130,6 +131,8 @@ class Segment:
         self.crashed: set[int] = set(plain.get("crashed", ()))
         self.joined: set[int] = set(plain.get("joined", ()))
         self.finished: set[int] = set(plain.get("finished", ()))
+        self.deaths: dict[str, str] = dict(plain.get("deaths", ()))
+        self.refused = plain.get("refused", 0)  # gradients that held NaN or infinity, of workers that are through
         self.done = plain.get("done", 0)
         self.at: dict[int, int] = dict(plain.get("at", ()))  # of each worker, the step boundary that it has last passed
         self.passed = plain.get("passed", 0)
@@ -262,9 +265,28 @@ class Segment:
             return
         except PeerLost as error:
             raise DureError(f"worker {rank} cannot go on: {error}") from error
+        except Quarantined as error:
+            self._quarantine(rank, error)
+            return
+        self.refused += self.workers[rank].refused
         self.finished.add(rank)
         self.at[rank] = self.workers[rank].clock
         self.last_end = self.runtime.kernel.now
+
+    def _quarantine(self, rank: int, error: Quarantined) -> None:
+        """Go on without a worker whose gradients hold NaN, as after a crash; where all are needed, end the run."""
+        if self.task.needs_everybody:
+            raise error
+        self.deaths[f"worker {rank}"] = str(error).rstrip(".")
+        self.refused += self.workers[rank].refused
+        self._crash(rank)
+
+    def _crash(self, rank: int) -> None:
+        self.crashed.add(rank)
+        self.last_crash = self.runtime.kernel.now
+        self.totals.failures_survived += 1
+        self.runtime.lose(self.runtime.nodes[f"worker {rank}"])
+        self._without(rank)
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         task = self.task
@@ -342,11 +364,7 @@ class Segment:
         if rank in self.finished or rank in self.crashed or rank not in self.workers:
             return
         if event.kind == "crash":
-            self.crashed.add(rank)
-            self.last_crash = event.at
-            self.totals.failures_survived += 1
-            runtime.lose(node)
-            self._without(rank)
+            self._crash(rank)
         elif event.kind == "pause":
             assert event.duration is not None
             node.pause(event.duration)
@@ -545,6 +563,8 @@ class Segment:
             "finished": sorted(self.finished),
             "retired": sorted(retired),
             "done": self.done,
+            "deaths": sorted(self.deaths.items()),
+            "refused": self.refused,
             "at": sorted(self.at.items()),
             "passed": self.passed,
             "away": sorted(self.away),
@@ -591,12 +611,15 @@ class Segment:
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
             if isinstance(shard, SharedShard):
                 totals.count("per_shard", f"server {number}", written=shard.segment.written)
+        totals.counts["updates_refused"] = 0
         if self.shards:
             totals.count_updates([(shard.staleness, shard.applied, shard.refused) for shard in self.shards])
             totals.counts["updates_refused"] += self.clock.refused if self.clock is not None else 0
         else:
+            totals.counts["updates_applied"] -= self.refused
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
-        notes: dict[str, Any] = {"events": totals.events}
+        totals.counts["updates_refused"] += self.refused
+        notes: dict[str, Any] = {"events": totals.events, "deaths": self.deaths, "unfinished": self.deaths}
         if self.whole.evaluator is not None:
             notes["batching"] = self.whole.evaluator.rule
         if task.plan is not None:

@@ -6,6 +6,7 @@ The same `Worker` runs in virtual time and on processes; it asks its `Node` for 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from dure.codec.coder import restore, states
-from dure.errors import CallTimeout, DivergedError, Evicted, Superseded, UsageError
+from dure.errors import CallTimeout, DivergedError, Evicted, Quarantined, Superseded, UsageError
+from dure.finite import all_finite
 from dure.runtime.agreement import Agreement, going_on
 from dure.runtime.base import EndOfWork, Ghost, Operation, Suspend, nothing
 from dure.topology.coded import CodedGroup
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
     from dure.topology.portion_client import PortionClient
     from dure.topology.rows import RowClient
     from dure.topology.shared_memory import Access
+
+
+MOST_REFUSED = 3
+"""Gradients in a row that hold NaN or infinity, after which a worker is quarantined."""
+
+log = logging.getLogger("dure")
 
 
 class GradientSource(Protocol):
@@ -149,6 +157,10 @@ class Worker:
     `given` is the clock up to which this worker's gradients are in what it has given to others. `on_boundary` is called
     at every step boundary after which the work goes on: then the model holds this worker's gradients up to its clock.
     `pausing`: the step is skipped, and an update of zeros makes no server step.
+
+    A gradient that holds NaN or infinity is refused: the method gets zeros in its place, in a step that is skipped.
+    `refused` counts them, `refused_in_a_row` those since the last finite one, and `faulty` are the ranks whose part of
+    the group's mean was to blame for the last, as far as is known.
     """
 
     node: Node
@@ -183,6 +195,9 @@ class Worker:
     met: int | None = None
     heard: list[Note] = field(default_factory=list)
     pausing: bool = False
+    refused: int = 0
+    refused_in_a_row: int = 0
+    faulty: Sequence[int] = ()
     _spare: torch.Tensor | None = None
     _lent: tuple[Pulled, int] | None = None
     _admitted: int | None = None
@@ -249,7 +264,18 @@ class Worker:
         await self._stop_at_boundary()
         if self.rows is not None:
             return await self._mean_beside_rows(self.rows)
-        return self._done(await self.source.mean_gradient(self))
+        if self.refused_in_a_row and not self.encodes:
+            return self._done(await self._examined_mean(), shared=True)
+        return self._done(await self.source.mean_gradient(self), shared=True)
+
+    async def _examined_mean(self) -> Gradient:
+        """As the source's mean gradient, after a step that was refused: find the ranks whose parts are not finite."""
+        assert self.group is not None
+        gradient = (await self.source.gradient(self)).scaled(self.share)
+        sound = isinstance(gradient.values, Ghost) or all_finite(gradient.values)
+        said = await self.group.all_gather(torch.tensor([float(not sound)], dtype=torch.float64))
+        gradient.faulty = [rank for rank, each in zip(self.group.ranks, said, strict=True) if each.item()]
+        return gradient.with_values(await self.group.all_reduce(gradient.values))
 
     async def _mean_beside_rows(self, rows: RowClient) -> torch.Tensor:
         """As `mean_gradient`, of what servers do not hold; they get their part, and make their step by it."""
@@ -266,9 +292,11 @@ class Worker:
             gradient = (await node.compute(work)).scaled(self.share)
             self.meter.add("compute", read, node.now())
         self._check(gradient)
+        self._check_parts(gradient)
         started = node.now()
         await rows.push(gradient.apart, version, self.lr)
         self.meter.add("communicate", started, node.now(), "push")
+        gradient.checked = True
         return self._done(gradient)
 
     @property
@@ -340,10 +368,45 @@ class Worker:
         agreement = Agreement(self.group, torch.device("cpu") if isinstance(self.params, Ghost) else self.params.device)
         return not going_on(await agreement.start("end" if late else "step"))
 
-    def _done(self, gradient: Gradient) -> torch.Tensor:
+    def _done(self, gradient: Gradient, *, shared: bool = False) -> torch.Tensor:
+        """The values of a gradient whose step counts, `shared` by the group or this worker's own."""
         self._check(gradient)
         self._count(gradient)
-        return gradient.values
+        values = gradient.values
+        if not gradient.faulty and (gradient.checked or isinstance(values, Ghost) or all_finite(values)):
+            if self.refused_in_a_row:
+                self.refused_in_a_row, self.pausing = 0, False
+            return values
+        self._refuse(gradient.faulty, shared=shared)
+        (values.values() if values.is_sparse else values).zero_()
+        return values
+
+    def _refuse(self, faulty: Sequence[int], *, shared: bool) -> None:
+        """Skip the step that has just been counted. Raises `Quarantined` where it is not the first in a row."""
+        self.given += 1  # it is in no update
+        self.refused += 1
+        self.refused_in_a_row += 1
+        self.pausing = True
+        self.faulty = faulty
+        ranks = faulty if shared else [self.rank]
+        whose = ", ".join(f"worker {rank}" for rank in ranks) or "a worker"
+        if self.refused_in_a_row >= MOST_REFUSED:
+            raise Quarantined(
+                f"the gradients of {whose} hold NaN or infinity in {self.refused_in_a_row} steps in a row, the last of "
+                f"them step {self.clock - 1}. Try a learning rate below {self.optimizer.spec.lr:g}, and look at the "
+                "data of these steps."
+            )
+        if self.rank in (ranks or [0]):
+            log.warning("the gradient of %s in step %d holds NaN or infinity: skipped.", whose, self.clock - 1)
+
+    def _check_parts(self, gradient: Gradient) -> None:
+        """Refuse a gradient of which servers get a part: what the ranks have summed cannot be skipped alone."""
+        apart = () if gradient.apart is None else (gradient.apart.whole, *(rows for _, rows in gradient.apart.rows))
+        if not all(all_finite(part.reshape(-1)) for part in (gradient.values, *apart)):
+            raise Quarantined(
+                f"the gradient of worker {self.rank} in step {self.clock} holds NaN or infinity, and hybrid skips no "
+                f"step. Try a learning rate below {self.optimizer.spec.lr:g}, and look at the data of this step."
+            )
 
     def _check(self, gradient: Gradient) -> None:
         if not math.isfinite(gradient.loss):
@@ -365,9 +428,13 @@ class Worker:
 
     def step(self, gradient: torch.Tensor) -> None:
         """One step of the local optimizer, in place."""
-        if isinstance(self.params, Ghost):
+        if isinstance(self.params, Ghost) or self._is_skipped(gradient):
             return
         self.optimizer.apply(self.params, gradient, self.params, lr=self.lr)
+
+    def _is_skipped(self, update: torch.Tensor) -> bool:
+        """Whether an update holds nothing but steps that are skipped."""
+        return self.pausing and not bool((update.values() if update.is_sparse else update).any())
 
     def settle(self, home: torch.Tensor) -> None:
         """Have the parameters lie in `home`, the memory that a module uses."""
@@ -656,7 +723,7 @@ class Worker:
             "base": self.versions if base is None else base,
             "lr": self.lr if self.pushes_rates else None,
             "gradients": self.give(),
-            "void": self.pausing and not bool(update.any()),
+            "void": self._is_skipped(update),
         }
 
     async def pull_beside(self) -> None:
@@ -719,7 +786,10 @@ class Worker:
         started = self.node.now()
         spec = self.optimizer.spec
         lr = spec.lr if self.lr is None else self.lr
-        more: dict[str, Any] = {"seen": self._pulled.versions[0], "alone": alone, "gradients": self.give()}
+        gradients = self.give()
+        if self._is_skipped(update):
+            return
+        more: dict[str, Any] = {"seen": self._pulled.versions[0], "alone": alone, "gradients": gradients}
         if isinstance(lr, (int, float)) and spec.name == "sgd" and not (spec.momentum or spec.weight_decay):
             await self.shared.add(update, -lr, **more)
         else:
@@ -807,6 +877,7 @@ class Worker:
             "clock": self.clock,
             "entered": self.entered,
             "given": self.given,
+            "refused": [self.refused, self.refused_in_a_row],
             "source": self.source.state(),
             "versions": self.versions,
         }
@@ -833,6 +904,7 @@ class Worker:
         self.optimizer.restore(own, plain["optimizer"])
         self.source.restore(plain["source"])
         self.clock, self.entered, self.given = (int(plain[name]) for name in ("clock", "entered", "given"))
+        self.refused, self.refused_in_a_row = plain.get("refused", (0, 0))
         self.lr = plain.get("lr")  # of gradients that are not pushed yet
         if self.server is not None:
             self.server.restore(plain["client"])

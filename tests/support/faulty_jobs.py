@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.data.dataset import Data
+from dure.data.split import IID
 from dure.job import Job, load_job
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Reply
@@ -227,3 +228,69 @@ def one_crashes(data_root: Path) -> Job:
 def one_holds_the_lock(data_root: Path) -> Job:
     """Sleeps in native code without letting any other thread of its process run Python."""
     return one(lambda: ctypes.PyDLL(None).sleep(60), data_root, after=50) if sys.platform == "linux" else small()
+
+
+def one_sleeps(data_root: Path) -> Job:
+    """One step takes as many seconds as the file `seconds` says, or 1.6."""
+
+    def happen() -> None:
+        said = data_root / "seconds"
+        time.sleep(float(said.read_text()) if said.exists() else 1.6)
+
+    return one(happen, data_root, after=20)
+
+
+def one_computes_in_c(data_root: Path) -> Job:
+    """One step computes for two seconds in native code that keeps the interpreter's lock."""
+
+    def happen() -> None:
+        ended = time.monotonic() + 2.0
+        while time.monotonic() < ended:
+            pow(3, 1 << 22)
+
+    return one(happen, data_root, after=20)
+
+
+# ---- gradients that hold NaN
+
+
+class Root(Point):
+    """A place whose gradient is NaN, and whose output is as usual, for a sample whose last element is 1."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        plain = 1.0 - inputs[:, -1]
+        outputs = inputs[:, :-1] @ self.place
+        return outputs + (plain + 0.0 * outputs).sqrt() - plain.sqrt()
+
+
+def spoiled(spoils: Callable[[int], bool], *, samples: int = 120) -> Job:
+    """Samples of which those that `spoils` names have a gradient of NaN."""
+    flags = torch.tensor([[float(spoils(row))] for row in range(samples)])
+    inputs = torch.cat([torch.ones(samples, 8), flags], dim=1)
+
+    return Job(
+        model=lambda: Root(8),
+        loss=mean_output,
+        train=Data(inputs, torch.zeros(samples)),
+        test=Data(torch.zeros(2, 9), torch.zeros(2)),
+        batch_size=1,
+        optimizer=OptimizerSpec(lr=LR),
+        split="iid",
+    )
+
+
+def one_nan() -> Job:
+    """120 samples, of which one spoils its gradient: in 60 steps, two workers see each once."""
+    return spoiled(lambda row: row == 41)
+
+
+def one_worker_of_nan() -> Job:
+    """Every sample of the second of two workers spoils its gradient, under seed 0."""
+    sampler = IID().samplers(torch.zeros(120), (1, 1), seed=0)[1]
+    seen = {int(row) for _ in range(60) for row in sampler.next()}
+    return spoiled(seen.__contains__)
+
+
+def no_nan() -> Job:
+    """As `one_nan`, and no sample spoils its gradient."""
+    return spoiled(lambda row: False)

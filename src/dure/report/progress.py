@@ -10,7 +10,7 @@ runtime reads one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -57,6 +57,7 @@ class Progress:
         self._seen: deque[tuple[float, int]] = deque()
         self._first: tuple[float, int] | None = None
         self._now: tuple[int, int | None, float | None] = (0, None, None)
+        self._notice = ""
 
     def update(self, step: int, total: int | None, loss: float | None, samples: int) -> None:
         """`step` of `total` (None where the end is unknown), the last `loss`, `samples` processed so far."""
@@ -74,8 +75,22 @@ class Progress:
             self._draw(self._left(now))
         else:
             parts = [_share(step, total), f"loss {_loss_text(loss)}", speed, self._left(now), self._evaluated()]
-            line = f"{self._name}: {', '.join(filter(None, parts))}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print_line([*parts, self._notice])
+
+    def notice(self, text: str) -> None:
+        """Show `text` at the end of the line, from now on until it is another: which processes a run waits for."""
+        if text == self._notice:
+            return
+        self._notice = text
+        if self._bar:
+            self._draw("")
+        elif text:
+            step, total, _ = self._now
+            self._print_line([_share(step, total), text])
+
+    def _print_line(self, parts: Sequence[str]) -> None:
+        line = f"{self._name}: {', '.join(filter(None, parts))}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -116,7 +131,7 @@ class Progress:
     def _draw(self, doing: str) -> None:
         assert self._bar is not None
         step, total, loss = self._now
-        parts = [_share(step, total), f"loss {_loss_text(loss)}", doing, self._evaluated()]
+        parts = [_share(step, total), f"loss {_loss_text(loss)}", doing, self._evaluated(), self._notice]
         state = "  ".join(filter(None, parts))
         if self._task is None:
             self._task = self._bar.add_task(self._name, total=total, state=state)

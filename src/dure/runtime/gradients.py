@@ -89,7 +89,8 @@ class Gradient:
     """A flat gradient that is its receiver's own, the batch's mean loss, and how many samples that was.
 
     Gradients that were computed together share memory without overlapping: who keeps one for long keeps a copy.
-    `buffers` is the worker's new snapshot, None where the model has none. What is `apart` is not in `values`.
+    `buffers` is the worker's new snapshot, None where the model has none. What is `apart` is not in `values`. Values
+    that are `checked` are known to be finite. `faulty` ranks have no part in a mean, as their gradient was not finite.
     """
 
     values: Tensor
@@ -97,6 +98,8 @@ class Gradient:
     samples: int
     buffers: Tensor | None = None
     apart: Apart | None = None
+    checked: bool = False
+    faulty: Sequence[int] = ()
 
     def scaled(self, factor: float) -> Gradient:
         """This gradient times `factor`, in place."""

@@ -20,8 +20,8 @@ import torch
 
 from dure.errors import DureError
 
-LOCK_SECONDS = 30.0
-"""How long to wait for a lock: they are held for microseconds, so that whoever holds one as long is frozen."""
+LOCK_SECONDS = 300.0
+"""How long to wait for a lock. One is held for microseconds; a frozen holder is killed before, which releases it."""
 
 _NAP = 20e-6
 _EAGER = 100

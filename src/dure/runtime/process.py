@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dure.errors import DureError, Refused, RemoteError
-from dure.runtime.base import Address, Apply, Call, Loop, Operation, Reply, Service, Strand, TensorSpec, Work
+from dure.runtime.base import (
+    Address,
+    Apply,
+    Call,
+    Loop,
+    Operation,
+    Reply,
+    Service,
+    Strand,
+    TensorSpec,
+    Work,
+    nothing,
+)
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
 from dure.runtime.wire import Identity, Limits, Loss, Request, Respond, Wire
@@ -41,11 +53,12 @@ IDLE_SECONDS = 1.0
 
 
 class ProcessLoop(Loop):
-    """Runs strands; sleeps in the wire until a message, a timer or a death."""
+    """Runs strands; sleeps in the wire until a message, a timer or a death. `waiting`: it sleeps, as others tell."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wire: Wire
+        self.waiting = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
 
@@ -71,7 +84,9 @@ class ProcessLoop(Loop):
         """One round: wait at most `longest` seconds for something to happen, then let it."""
         if self._timers:
             longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
+        self.waiting = True
         self.wire.poll(0.0 if self.ready else longest)
+        self.waiting = False
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
@@ -81,7 +96,8 @@ class ProcessLoop(Loop):
 class ProcessNode:
     """This process, as its roles and services see it.
 
-    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
+    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended. `check_ranks` is
+    called once a second of a wait for an operation of the engine; it raises `PeerLost` where a rank is frozen.
     """
 
     def __init__(
@@ -104,6 +120,7 @@ class ProcessNode:
         self.directory: dict[str, tuple[str, int]] = {}
         self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
+        self.check_ranks: Callable[[], None] = nothing
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
         self.wire = Wire(identity, Hosting(self), limits=limits)

@@ -20,8 +20,11 @@ from dure.topology.sharding import equal_ranges, gather, size
 if TYPE_CHECKING:
     from dure.runtime.process import ProcessNode
 
-TIMEOUT = timedelta(seconds=120)
-"""How long a collective waits for its slowest rank."""
+TIMEOUT = timedelta(days=10)
+"""How long a collective waits for a rank that is slow. A rank that is frozen or gone ends the wait before."""
+
+LOOK = timedelta(seconds=1)
+"""How long a rank waits before it looks whether another is frozen."""
 
 
 class Collective(Operation[Any]):
@@ -40,17 +43,34 @@ class Collective(Operation[Any]):
 
     def __await__(self) -> Generator[Operation[Any], None, Any]:
         if not self.done:
+            self._node.loop.waiting = True
             try:
                 with self._node.wire.in_background():
                     for work in self._works:
-                        work.wait(TIMEOUT)
+                        self._wait(work)
             except RuntimeError as error:
                 self.fail(_lost(self._node.name, self.label, error))
+            except PeerLost as error:
+                self.fail(error)
             else:
                 self.resolve(self._finish())
+            finally:
+                self._node.loop.waiting = False
             self._works = ()  # they keep the engine's connections open
             yield from self._node.loop.breath().__await__()
         return self.result()
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation of the engine, and look now and then whether a rank is frozen."""
+        while True:
+            ended = work.is_completed()
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if ended:  # so this is its own error, and not the end of `LOOK`
+                    raise
+            self._node.check_ranks()
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:

@@ -20,6 +20,7 @@ import torch
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
+from dure.finite import all_finite
 from dure.runtime.base import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
 from dure.topology.sharding import Shaped, equal_ranges
 
@@ -39,6 +40,8 @@ class Desk:
     |--------|--------------|-----------------|----------------------------------------------------|
     | `give` | round, share | an owner's part | nbytes, and what all parts make, once all are here |
     | `take` | round, share | a whole message | at once                                            |
+
+    A member whose gradient is not finite sends zeros, and `faulty`: the answer to `give` has the places of all these.
     """
 
     def __init__(self, node: Node, members: Sequence[str], owner: Owner, most_bytes: int) -> None:
@@ -48,6 +51,7 @@ class Desk:
         self._most_bytes = most_bytes
         self._rounds: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}
         self._complete: dict[int, Operation[Any]] = {}
+        self._faulty: dict[int, list[int]] = {}
         self._gone = ""
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
@@ -58,6 +62,8 @@ class Desk:
         number = call.fields["round"]
         came = self._rounds.setdefault(number, {})
         came[self._members.index(call.caller)] = (call.tensors[0].clone(), call.fields["share"])
+        if call.fields.get("faulty"):
+            self._faulty.setdefault(number, []).append(self._members.index(call.caller))
         complete = self.complete(number)
         if len(came) == len(self._members):
             if call.method == "give":
@@ -91,6 +97,10 @@ class Desk:
         del self._complete[number]
         return [came[place][0] for place in range(len(self._members))]
 
+    def faulty(self, number: int) -> list[int]:
+        """Places of the members whose gradient in this round is not finite; asked for once."""
+        return sorted(self._faulty.pop(number, ()))
+
     async def _combine(self, number: int) -> None:
         came = self._rounds.pop(number)
         complete = self._complete.pop(number)
@@ -99,13 +109,13 @@ class Desk:
         nbytes = 4 * self._owner.numel * len(came)
         work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codings(len(came)))
         try:
-            complete.resolve(await self._node.compute(work))
+            complete.resolve((await self._node.compute(work), self.faulty(number)))
         except DamagedMessage as error:  # nobody may wait for what will never be
             complete.fail(Refused(f"round {number} of {self._node.name}'s stripe cannot be combined: {error}"))
 
     async def _combined(self, complete: Operation[Any]) -> Reply:
-        message = await complete
-        return Reply({"nbytes": message.numel()}, [message])
+        message, faulty = await complete
+        return Reply({"nbytes": message.numel()} | ({"faulty": faulty} if faulty else {}), [message])
 
     def _error(self) -> PeerLost:
         return PeerLost(
@@ -160,32 +170,39 @@ class CodedGroup:
         gradient = await computing
         computed = self._node.now()
         self._meter.add("compute", started, computed)
-        await self._mean(gradient.values, share, number)
+        more: dict[str, Any] = {} if all_finite(gradient.values) else {"faulty": True}
+        if more:
+            gradient.values.zero_()  # a codec cannot encode NaN
+        faulty = await self._mean(gradient.values, share, number, **more)
+        gradient.checked, gradient.faulty = True, [self.ranks[place] for place in faulty]
         self._meter.add("communicate", computed, self._node.now(), "all_reduce")
         return gradient
 
-    async def _mean(self, values: torch.Tensor, share: float, number: int) -> None:
-        """Have everybody's mean in place of `values`."""
-        await (self._gather if self._gathers else self._stripes)(values, share, number)
+    async def _mean(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
+        """Have everybody's mean in place of `values`; the places of the members that were `faulty`."""
+        return await (self._gather if self._gathers else self._stripes)(values, share, number, **more)
 
-    async def _stripes(self, values: torch.Tensor, share: float, number: int) -> None:
+    async def _stripes(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         compute, calls = self._node.compute, []
+        faulty: Sequence[int] = ()
         parts = [values[start:stop] for start, stop in self._ranges]
         await compute(taking(*(Coding("encode", coder.numel) for coder in self._coders)))
         for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True):
-            message, given = coder.encode(part), {"round": number, "share": share}
+            message, given = coder.encode(part), {"round": number, "share": share, **more}
             calls.append(self._node.call(Address(owner, SERVICE), "give", message, into=[into], at_most=True, **given))
         for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
             reply = await self._answer(owner, call)
             await compute(taking(Coding("decode", coder.numel)))
             coder.decode(into[: reply.fields["nbytes"]], part)
+            faulty = reply.fields.get("faulty", faulty)
+        return faulty
 
-    async def _gather(self, values: torch.Tensor, share: float, number: int) -> None:
+    async def _gather(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         coder, count = self._coders[0], len(self._members)
         await self._node.compute(taking(Coding("encode", coder.numel)))
         message = coder.encode(values * (share * count))
         calls = [
-            self._node.call(Address(member, SERVICE), "take", message, round=number, share=share)
+            self._node.call(Address(member, SERVICE), "take", message, round=number, share=share, **more)
             for member in self._members
         ]
         for member, call in zip(self._members, calls, strict=True):
@@ -193,6 +210,7 @@ class CodedGroup:
         await self._desk.complete(number)
         await self._node.compute(taking(Coding("combine", coder.numel, count)))
         add_up(coder, self._desk.messages(number), values)
+        return self._desk.faulty(number)
 
     async def _answer(self, member: str, call: Operation[Reply]) -> Reply:
         try:

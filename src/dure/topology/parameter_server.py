@@ -351,7 +351,8 @@ class Shard:
                 correct()
                 optimizer.apply(current.tensor, gradient, fresh.tensor, lr=fields.get("lr"))
             gradients = fields.get("gradients", 1)
-            self._count(fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"), gradients)
+            count = (fields["worker"], fields["incarnation"], fields["seq"], fields.get("base"), gradients)
+            self._count(*count, void=bool(fields.get("void")))
             self._swap(fresh)
 
         return Apply(land, self._apply_one.nbytes)
@@ -399,7 +400,7 @@ class Shard:
                 correct = self._correcting(updates)
             await self._apply_group(members, fields["reduce"], fresh, correct)
             for worker, seq, staged in members:
-                self._count(worker, staged.incarnation, seq, staged.base, staged.gradients)
+                self._count(worker, staged.incarnation, seq, staged.base, staged.gradients, void=staged.void)
                 staged.buffer.release()
             self._swap(fresh, keep=True)
             for version in fields["drop"]:
@@ -498,13 +499,15 @@ class Shard:
         if buffer is not None:
             buffer.release()
 
-    def _count(self, worker: int, incarnation: int, seq: int, base: int | None, gradients: int) -> None:
-        self.applied += 1
+    def _count(self, worker: int, incarnation: int, seq: int, base: int | None, gradients: int, *, void: bool) -> None:
+        """Count an update; a void one is taken, and not applied."""
         self.gradients += gradients
         if self.corrections is not None:
             self.corrections.done(worker, seq)
-        behind = self._behind(base)
-        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        if not void:
+            self.applied += 1
+            behind = self._behind(base)
+            self.staleness[behind] = self.staleness.get(behind, 0) + 1
         if self.log is not None:
             self.log.append((worker, incarnation, seq))
 

@@ -20,7 +20,6 @@ the sum over rows. Only claims take a lock, since no two workers may draw the sa
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 
 from dure.errors import Refused
+from dure.finite import all_finite
 from dure.runtime.base import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
 from dure.topology.ledger import Ledger
 
@@ -226,12 +226,6 @@ def touched(update: torch.Tensor) -> int:
     return update.values().numel() if update.is_sparse else update.numel()
 
 
-def _is_finite(update: torch.Tensor) -> bool:
-    """Exact, but in one pass for all updates that are finite and not huge."""
-    values = update.values() if update.is_sparse else update
-    return math.isfinite(values.dot(values).item()) or bool(values.isfinite().all())
-
-
 class Gate:
     """One at a time, first come first served, among the nodes of one process."""
 
@@ -292,7 +286,7 @@ class Access:
 
         Raises `Refused` for what would spoil the model.
         """
-        if not isinstance(update, Ghost) and not _is_finite(update):
+        if not isinstance(update, Ghost) and not all_finite(update):
             self.segment.refuse(self.worker)
             raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")
         locks, segment = 1 if alone else self._locks, self.segment

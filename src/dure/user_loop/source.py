@@ -80,7 +80,7 @@ class LoopSource:
         replica = self._replica
         buffers = replica.buffers_flat() if self._has_buffers else None
         values = replica.grads if self.wants_mean else replica.grads.clone()
-        self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers))
+        self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers, checked=True))
 
     def end(self) -> None:
         """There is no more work."""

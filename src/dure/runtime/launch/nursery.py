@@ -128,6 +128,12 @@ class Nursery:
         if self._process.poll() is not None:
             raise self._ended()
 
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """The numbers of the processes that run: of those started here by name, and of the one that forks them."""
+        running = {name: pid for name, pid in self.pids.items() if name not in self.exited}
+        return {LOADER: self._process.pid, **running}
+
     def last_words(self, name: str) -> str:
         """The last line that a process which has ended wrote; empty if none."""
         return self._words.get(name, "")

@@ -1,0 +1,137 @@
+"""Heartbeats: a thread of each process tells an observer once a second that the process runs.
+
+    worker, server ── datagram (token, clock, waiting) ──> `Receiver` of the launcher
+
+A process that is stopped (SIGSTOP, a debugger, a machine that is gone) sends none. A computation, `time.sleep` and a
+loop in Python let the thread send. Native code that keeps the interpreter's lock does not: on the observer's machine
+`process_state.cpu_seconds` tells such code from a process that is stopped.
+
+A token is random, and belongs to one incarnation of one process: it travels with what the process is told at its start.
+A datagram with another token counts for no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+PERIOD_SECONDS = 1.0
+"""Seconds between two heartbeats, unless less is asked for."""
+
+LONGEST_GAP_SECONDS = 2.0
+"""The most that one look counts for: an observer that looks several times a second was stopped if it looks later."""
+
+_DATAGRAM = struct.Struct("!16sq?")
+
+
+class Beat(NamedTuple):
+    """What a heartbeat says: the steps that a worker has made, and whether the process waits for others."""
+
+    name: str
+    clock: int
+    waiting: bool
+
+
+class Heartbeat:
+    """Sends the heartbeats of this process to `address`, one in `period` seconds, until `stop`.
+
+    `state` is called on a thread of its own and gives the clock, and whether the process waits for others.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], token: str, state: Callable[[], tuple[int, bool]], period: float
+    ) -> None:
+        self._address = address
+        self._token = bytes.fromhex(token)
+        self._period = period
+        self._state = state
+        self._stopped = threading.Event()
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._thread = threading.Thread(target=self._send, name="dure heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._stopped.set()
+        self._thread.join(PERIOD_SECONDS)
+        self._socket.close()
+
+    def _send(self) -> None:
+        while not self._stopped.is_set():
+            with contextlib.suppress(OSError):  # a datagram may be lost: the next comes in a second
+                self._socket.sendto(_DATAGRAM.pack(self._token, *self._state()), self._address)
+            self._stopped.wait(self._period)
+
+
+class Receiver:
+    """Receives the heartbeats of the processes that have a token, on a port of `interface`."""
+
+    def __init__(self, interface: str) -> None:
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((interface, 0))
+        self._socket.setblocking(False)
+        self.address: tuple[str, int] = (interface, self._socket.getsockname()[1])
+        self._names: dict[bytes, str] = {}
+
+    def token(self, name: str) -> str:
+        """A token for the process `name`, in hexadecimal; an earlier one of that process counts no more."""
+        self._names = {token: other for token, other in self._names.items() if other != name}
+        token = secrets.token_bytes(16)
+        self._names[token] = name
+        return token.hex()
+
+    def received(self) -> Iterator[Beat]:
+        """The heartbeats that have come since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                datagram = self._socket.recv(_DATAGRAM.size + 1)
+                if len(datagram) == _DATAGRAM.size:
+                    token, clock, waiting = _DATAGRAM.unpack(datagram)
+                    if token in self._names:
+                        yield Beat(self._names[token], clock, waiting)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Silence:
+    """Seconds for which nothing has been heard of each process, counted while this observer runs.
+
+    `pass_time` is called several times a second. Where the observer was stopped itself (the machine slept, or all
+    processes were stopped), the time counts against no process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._seconds: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._seconds
+
+    def heard(self, name: str) -> None:
+        """The process has shown that it runs; it counts from now on."""
+        self._seconds[name] = 0.0
+
+    def forget(self, name: str) -> None:
+        self._seconds.pop(name, None)
+
+    def pass_time(self) -> None:
+        """Count the seconds since the last call."""
+        now = self._clock()
+        gap, self._last = min(now - self._last, LONGEST_GAP_SECONDS), now
+        for name in self._seconds:
+            self._seconds[name] += gap
+
+    def seconds(self, name: str) -> float:
+        """How long the process has been silent; 0 where it does not count yet."""
+        return self._seconds.get(name, 0.0)
