@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 import dure
 from dure.config import TrainConfig
 from dure.data import load_digits
-from dure.errors import ReplicaError, StrategyError, UsageError
+from dure.errors import Quarantined, ReplicaError, StrategyError, UsageError
 from dure.optim import OptimizerSpec
 from dure.replica import Replica
 from dure.runtime.launch.room import HELPER_NBYTES, check_memory
@@ -293,15 +294,143 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_rank(program, rank, port):
+def start_rank(program, rank, port, *arguments):
     here = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), *arguments],
         env={**ENVIRONMENT, **here},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+FROZEN = """
+import os, signal, sys, time, torch, dure
+sync, topology = sys.argv[1:]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+started = 0
+try:
+    with dure.attach(model, optimizer, sync=sync, topology=topology, frozen_after=3.0) as replica:
+        for step in range(5):
+            if step == 3 and replica.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 1 and replica.rank == 1:
+                time.sleep(5)  # slow, not frozen
+            started = time.monotonic()
+            model(torch.ones(2, 4)).sum().backward()
+            replica.step()
+except dure.DureError as error:
+    print(error, "|", type(error).__name__, "after", replica.clock, "steps", time.monotonic() - started, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology"),
+    [
+        ("bsp", "collective"),
+        pytest.param("bsp", "ps", marks=pytest.mark.soak),
+        pytest.param("bsp", "collective:algorithm=ring", marks=pytest.mark.soak),
+        pytest.param("averaging:period=2", "collective", marks=pytest.mark.soak),
+        pytest.param("downpour", "ps", marks=pytest.mark.soak),
+    ],
+)
+def test_a_frozen_rank_ends_the_others_which_name_it_and_a_slow_one_ends_nothing(sync, topology, tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text(FROZEN, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, sync, topology) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[0].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert "rank 1 is frozen or gone: no heartbeat for 3 s" in out, errors
+    assert "rank 1 is frozen: no heartbeat for 1 s" in errors
+    assert float(out.split()[-1]) < 12
+
+
+@pytest.mark.soak
+def test_a_frozen_rank_that_holds_the_store_ends_the_others(tmp_path):
+    """Rank 0, which holds the store where no agent does."""
+    program = tmp_path / "loop.py"
+    program.write_text(FROZEN.replace("replica.rank == 1", "replica.rank == 0"), encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, "bsp", "collective") for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[1].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert "the store where the ranks meet, and so rank 0 or torchrun's agent, is frozen or gone" in out, errors
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology"),
+    [("bsp", "collective"), ("bsp", "ps"), ("downpour", "ps:shards=2"), ("averaging:period=2", "ps")],
+)
+def test_a_gradient_of_nan_skips_its_step_and_the_third_in_a_row_ends_the_training(sync, topology):
+    module, _, replica = attached_alone(sync=sync, topology=topology)
+    batch = next(attached.batches(1))
+    for spoiled in (False, True, True, False, True, True):
+        attached.loss_of(module, batch).backward()
+        if spoiled:
+            module[0].weight.grad[0, 0] = torch.nan
+        replica.step()
+    assert replica.clock == 6
+    with replica.evaluation():
+        assert all(torch.isfinite(each).all() for each in module.parameters())
+    attached.loss_of(module, batch).backward()
+    module[0].weight.grad[0, 0] = torch.nan
+    with pytest.raises(
+        Quarantined, match=r"the gradients of rank 0 hold NaN or infinity in 3 steps in a row, .* step 6"
+    ):
+        replica.step()
+
+
+SPOILED = """
+import sys, torch, dure
+model = torch.nn.Linear(4, 1)
+with dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync=sys.argv[1]) as replica:
+    try:
+        for step in range(9):
+            outputs = model(torch.ones(2, 4))
+            if replica.rank == 1 and step in (1, 4, 5, 6):
+                outputs.register_hook(lambda gradient: gradient * torch.nan)
+            outputs.sum().backward()
+            replica.step()
+    except dure.DureError as error:
+        print(error, "|", all(bool(torch.isfinite(each).all()) for each in model.parameters()), flush=True)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("sync", ["bsp", pytest.param("averaging:period=2", marks=pytest.mark.soak)])
+def test_a_rank_whose_gradients_are_nan_is_named_by_all_that_meet_it(sync, tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text(SPOILED, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, sync) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            said = [each.communicate(timeout=60) for each in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
+    assert [each.returncode for each in ranks] == [7, 7]
+    for out, errors in said if sync == "bsp" else said[1:]:
+        assert out.startswith("the gradients of rank 1 hold NaN or infinity in 3 steps in a row, "), errors
+        assert out.endswith("| True\n")
+    assert "rank 1" in said[0][0]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.nan])
+def test_a_limit_without_sense_is_refused(limit):
+    with pytest.raises(UsageError, match="frozen_after is a number of seconds above 0"):
+        attached_alone(frozen_after=limit)
 
 
 # ---- alone

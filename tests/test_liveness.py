@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.real_runs import Trial, configured, is_running
+from support.real_runs import JOBS, Trial, configured, is_running
 
 from dure.config import TrainConfig
 from dure.errors import DureError, UsageError
@@ -197,6 +200,21 @@ def test_native_code_that_keeps_the_interpreters_lock_is_not_frozen(nursery, tmp
     assert (tmp_path / "struck").exists()
     assert outcome.notes["unfinished"] == {}
     assert not any("frozen" in text for text in notices)
+
+
+@SOAK
+@pytest.mark.timeout(300)
+def test_a_step_of_90_seconds_under_torchrun_is_slow_and_ends_nothing(tmp_path):
+    (tmp_path / "seconds").write_text("90")
+    program = ["-m", "dure", "train", f"{JOBS}:one_sleeps", "--data", str(tmp_path), "--steps", "60", "--json"]
+    for strategy in ("bsp", "downpour ps"):
+        (tmp_path / "struck").unlink(missing_ok=True)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *launch, *program, "--strategy", strategy, "--on", "torchrun"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(done.stdout)["unfinished"] == {}
 
 
 @SOAK

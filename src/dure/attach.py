@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from dure.codec.fp32 import Float32
-from dure.errors import DureError, PeerLost, UsageError
+from dure.errors import DureError, PeerLost, Quarantined, UsageError
+from dure.finite import all_finite
 from dure.replica import Replica
 from dure.runtime.base import EndOfWork
 from dure.runtime.launch.torchrun import Meeting, Place, place
@@ -33,13 +34,14 @@ from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
 from dure.strategy import Strategy, make, member_text
 from dure.topology.spec import Collective, Hybrid, ParameterServer
+from dure.user_loop.monitor import RankMonitor
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
 from dure.user_loop.peers import Peers
 from dure.user_loop.sampler import EpochSampler, share_of
 from dure.user_loop.servers import Hosts, name_of_run
 from dure.user_loop.source import LoopSource
 from dure.user_loop.wrapped import check_unwrapped
-from dure.worker import Boundary, Worker
+from dure.worker import MOST_REFUSED, Boundary, Worker
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -60,13 +62,15 @@ def attach(
     topology: Collective | ParameterServer | str | None = None,
     codec: Codec | str | None = None,
     batch_size: int = 1,
+    frozen_after: float = 30.0,
 ) -> Attached:
     """Have `model` trained by a loop of one's own, together with all ranks that were started with this one.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
     `topology` and `codec` are those of a `Strategy`. `batch_size` is this rank's weight in means, where ranks differ.
     A parameter that got no gradient in a step counts as one whose gradient is zero: unlike in plain PyTorch, momentum,
-    moments and weight decay go on for it.
+    moments and weight decay go on for it. A rank or a server that shows no sign of life for `frozen_after` seconds ends
+    the training of all ranks that wait.
 
     Raises:
         UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
@@ -89,8 +93,7 @@ def attach(
             "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
             'Write topology="collective" or "ps".'
         )
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    _check_numbers(batch_size, frozen_after)
     check_unwrapped(model)
     check_free(model, optimizer)
     check_step(optimizer)
@@ -104,6 +107,9 @@ def attach(
         run, sizes = _introduce(meeting, strategy, replica, batch_size)
         node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank))
         undo.callback(node.wire.close)
+        monitor = RankMonitor(meeting, frozen_after)
+        undo.callback(monitor.close)
+        node.loop.check = monitor.check
         worker = _worker(node, replica, mine, sizes)
         ties: Peers | Hosts
         if isinstance(strategy.topology, ParameterServer):
@@ -112,7 +118,14 @@ def attach(
             assert isinstance(strategy.topology, Collective)
             ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
-    return Attached(strategy, meeting, replica, mine, worker, ties)
+    return Attached(strategy, meeting, replica, mine, worker, ties, monitor)
+
+
+def _check_numbers(batch_size: int, frozen_after: float) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    if not frozen_after > 0:
+        raise UsageError(f"frozen_after is a number of seconds above 0, got {frozen_after!r}. Leave it out for 30.")
 
 
 def _check_values(model: nn.Module) -> None:
@@ -214,6 +227,7 @@ class Attached:
         optimizer: UserOptimizer,
         worker: Worker,
         ties: Peers | Hosts,
+        monitor: RankMonitor,
     ) -> None:
         self.strategy = strategy
         self.ended = False
@@ -222,6 +236,9 @@ class Attached:
         self._optimizer = optimizer
         self._worker = worker
         self._ties = ties
+        self._monitor = monitor
+        monitor.servers = ties.processes
+        self._refused = 0
         self._node: ProcessNode = worker.node  # type: ignore[assignment]
         self._source: LoopSource = worker.source  # type: ignore[assignment]
         self._error: BaseException | None = None
@@ -266,7 +283,8 @@ class Attached:
         """Go on with the gradients that `backward()` left, and zero them. Whether the training goes on.
 
         Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped,
-        as by `skip`.
+        as by `skip`. Without a scaler, a gradient that holds NaN or infinity skips the step too, and the third in a row
+        raises `Quarantined`; under BSP over collectives it is the mean that counts, at all ranks alike.
 
         False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
         nothing.
@@ -280,7 +298,7 @@ class Attached:
             if not self._ties.intend("step"):
                 self._finish()
                 return False
-            skipping = scaler is not None and not self._unscaled(scaler)
+            skipping = self._refuses() if scaler is None else not self._unscaled(scaler)
             self._advance(skipping=skipping)
             return True
 
@@ -419,6 +437,7 @@ class Attached:
         self._forget()
         self._node.wire.close()
         self._ties.close()
+        self._monitor.close()
 
     def _load_buffers(self) -> None:
         if self._worker.buffers is not None:
@@ -432,6 +451,24 @@ class Attached:
             if "already" not in str(error):
                 raise
         return bool(torch.isfinite(self._replica.grads.sum()) or torch.isfinite(self._replica.grads).all())
+
+    def _refuses(self) -> bool:
+        """Whether the gradients hold NaN or infinity. Raises `Quarantined` where they have done so in a row."""
+        exchange = self._source.exchange if self._source.wants_mean else None
+        refused = not all_finite(self._replica.grads)
+        self._refused = self._refused + 1 if refused else 0
+        if exchange is not None:
+            exchange.examines = refused
+        if self._refused >= MOST_REFUSED:
+            ranks = [self.rank] if exchange is None else self._run(exchange.faulty_ranks())
+            whose = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
+            raise Quarantined(
+                f"the gradients of {whose} hold NaN or infinity in {self._refused} steps in a row, the last of them "
+                f"step {self.clock}. Try a lower learning rate, and look at the data of these steps."
+            )
+        if refused:
+            log.warning("the gradient of step %d at rank %d holds NaN or infinity: skipped.", self.clock, self.rank)
+        return refused
 
     def _forget(self) -> None:
         """Cancel the warning of a missing close: the training has ended, in order or by an error."""
@@ -466,10 +503,12 @@ class Attached:
         """Let go of everything because of `error`; that error, with what is known of its cause."""
         if self._error is not None:
             return self._error
-        reason = _reason(self._meeting) if isinstance(error, PeerLost) else None
+        reachable = self._monitor.reachable
+        reason = _reason(self._meeting) if isinstance(error, PeerLost) and reachable else None
         self._error = error if reason is None else PeerLost(f"{reason}. {error}")
         self._forget()
-        _tell(self._meeting, error)
+        if reachable:
+            _tell(self._meeting, error)
         self._optimizer.close()
         if self._worker.server is not None:
             with suppress(DureError):
@@ -477,6 +516,7 @@ class Attached:
                 self._node.loop.run_until(self._node.first(leaving, timeout=LEAVE_SECONDS))
         self._node.wire.close()
         self._ties.close(failed=True)
+        self._monitor.close()
         return self._error
 
 

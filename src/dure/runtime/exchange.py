@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.errors import UsageError
+from dure.finite import all_finite
 from dure.runtime.agreement import Agreement, Intention, all_skip, going_on
 from dure.runtime.overlap import Overlap
 
@@ -35,7 +36,8 @@ Failed = Callable[[BaseException], BaseException]
 class Exchange:
     """Turns the gradient in `replica.grads` into the mean over `group`, in which this rank weighs `share`.
 
-    `failed` is told of an error in the middle of the user's backward, and says what to raise.
+    `failed` is told of an error in the middle of the user's backward, and says what to raise. Set `examines` to have
+    every rank look whether its own gradient is finite before it is summed (`faulty_ranks`).
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Exchange:
         self.going: bool | None = None
         self.skipped = False
         self.left_out = False
+        self.examines = False
+        self._faulty = False
 
     def arm(self) -> None:
         """The next backward is exchanged. `going` tells afterwards whether all ranks continued.
@@ -66,6 +70,7 @@ class Exchange:
         """
         self.going = None
         self._said = None
+        self._faulty = False
         self._overlap.arm(self._launch, self._begin)
 
     def disarm(self) -> None:
@@ -83,6 +88,12 @@ class Exchange:
         assert self.going is not None
         return self.going
 
+    async def faulty_ranks(self) -> list[int]:
+        """The ranks whose own gradients were not finite in the last exchange, where `examines`; all ranks call this."""
+        mine = torch.tensor([float(self._faulty)], device=self._replica.device)
+        said = await self._group.all_gather(mine)
+        return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
+
     def close(self) -> None:
         """Take the hooks off, and let go of operations: they keep the engine's connections open."""
         self._overlap.close()
@@ -97,6 +108,8 @@ class Exchange:
         self.left_out = False
 
     def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
+        if self.examines and not all_finite(part):
+            self._faulty = True
         part *= self._share
         return self._group.all_reduce(part)
 

@@ -53,12 +53,16 @@ IDLE_SECONDS = 1.0
 
 
 class ProcessLoop(Loop):
-    """Runs strands; sleeps in the wire until a message, a timer or a death. `waiting`: it sleeps, as others tell."""
+    """Runs strands; sleeps in the wire until a message, a timer or a death.
+
+    `waiting`: it sleeps now. `check` is called at least once a second of a wait; it raises what ends the wait.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.wire: Wire
         self.waiting = False
+        self.check: Callable[[], None] = nothing
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
 
@@ -79,6 +83,7 @@ class ProcessLoop(Loop):
             if operation.done:
                 return operation.result()
             self.turn(IDLE_SECONDS)
+            self.check()
 
     def turn(self, longest: float) -> None:
         """One round: wait at most `longest` seconds for something to happen, then let it."""
@@ -96,8 +101,7 @@ class ProcessLoop(Loop):
 class ProcessNode:
     """This process, as its roles and services see it.
 
-    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended. `check_ranks` is
-    called once a second of a wait for an operation of the engine; it raises `PeerLost` where a rank is frozen.
+    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
     """
 
     def __init__(
@@ -120,7 +124,6 @@ class ProcessNode:
         self.directory: dict[str, tuple[str, int]] = {}
         self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
-        self.check_ranks: Callable[[], None] = nothing
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
         self.wire = Wire(identity, Hosting(self), limits=limits)

@@ -70,7 +70,7 @@ class Collective(Operation[Any]):
             except RuntimeError:
                 if ended:  # so this is its own error, and not the end of `LOOK`
                     raise
-            self._node.check_ranks()
+            self._node.loop.check()
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,7 @@ class Sends:
             places = meeting.exchange("place", [interface, node.wire.listen(interface)])
             node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing: what there is, is the node's."""
 
 
@@ -78,6 +79,10 @@ class Peers:
                 copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
         share = source.batch_size / worker.total_weight
         source.exchange = Exchange(self._node, engine.group, replica, share, failed)
+
+    def processes(self) -> Mapping[str, int]:
+        """None: there are no servers."""
+        return {}
 
     def rates(self) -> None:
         """Nothing travels with updates: each rank's optimizer steps by itself."""
@@ -113,4 +118,4 @@ class Peers:
     def close(self, *, failed: bool = False) -> None:
         if self._source is not None and self._source.exchange is not None:
             self._source.exchange.close()
-        self._engine.close()
+        self._engine.close(failed=failed)

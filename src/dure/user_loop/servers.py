@@ -76,6 +76,11 @@ class Hosts:
         self._helpers: list[Helper] = []
         self._check_room()
 
+    def processes(self) -> Mapping[str, int]:
+        """The process numbers of the servers that this rank has started."""
+        place, size = self._meeting.place, self._world_size
+        return {f"server {place.rank + size * number}": each.pid for number, each in enumerate([*self._helpers])}
+
     def _check_room(self) -> None:
         """Raise `UsageError` where this machine has no room for the servers of its ranks."""
         shards, place = len(self._ranges), self._meeting.place
@@ -235,7 +240,7 @@ class Hosts:
             if failed:
                 helper.kill()
             else:
-                helper.until_gone()
+                helper.until_gone(self._node.loop.check)
         self._helpers.clear()
 
 

@@ -17,10 +17,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dure.errors import DureError
+from dure.runtime.base import nothing
 from dure.runtime.launch.relay import write_all
 
 START_SECONDS = 120.0
@@ -63,9 +64,17 @@ class Helper:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def until_gone(self) -> None:
-        """Until it has ended by itself: it does when everybody has finished with it, or is gone."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def until_gone(self, check: Callable[[], None] = nothing) -> None:
+        """Until it has ended by itself: it does when everybody has finished with it, or is gone.
+
+        `check` is called once a second, and raises what ends the wait.
+        """
         while self._process.poll() is None:
+            check()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_SECONDS)
         self._release()
