@@ -86,7 +86,8 @@ def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, nursery):
     trial, outcome = local(nursery, "one_worker_of_nan", strategy)
     assert list(outcome.notes["deaths"]) == list(outcome.notes["unfinished"]) == ["worker 1"]
     assert outcome.notes["deaths"]["worker 1"].startswith(why)
-    assert outcome.totals.counts["updates_applied"] == 60
+    counts = outcome.totals.counts
+    assert (counts["updates_applied"], counts["updates_refused"]) == (60, 3)
     assert all_finite(outcome.params)
     assert trial.hub.finished["worker 0"]["done"] == 60
 
@@ -112,6 +113,7 @@ def test_three_in_a_row_in_virtual_time(strategy):
     summary = virtual("one_worker_of_nan", strategy).summary()
     assert list(summary["unfinished"]) == ["worker 1"]
     assert summary["failures_survived"] == 1
+    assert summary["updates_refused"] == 3
     assert math.isfinite(summary["loss"])
 
 

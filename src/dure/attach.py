@@ -85,14 +85,7 @@ def attach(
             f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
         )
     strategy = Strategy.of(sync, topology)
-    because = getattr(strategy.sync, "no_loop", "")
-    if because:
-        raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
-    if isinstance(strategy.topology, Hybrid):
-        raise UsageError(
-            "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
-            'Write topology="collective" or "ps".'
-        )
+    _check_strategy(strategy)
     _check_numbers(batch_size, frozen_after)
     check_unwrapped(model)
     check_free(model, optimizer)
@@ -119,6 +112,17 @@ def attach(
             ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
     return Attached(strategy, meeting, replica, mine, worker, ties, monitor)
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    because = getattr(strategy.sync, "no_loop", "")
+    if because:
+        raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
+    if isinstance(strategy.topology, Hybrid):
+        raise UsageError(
+            "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
+            'Write topology="collective" or "ps".'
+        )
 
 
 def _check_numbers(batch_size: int, frozen_after: float) -> None:

@@ -345,7 +345,8 @@ class WorkerLife(Life):
             except Suspend:
                 await self._checkpoint()
             except DureError as error:
-                await self.node.call(HUB, "failed", kind=type(error).__name__, message=str(error))
+                refused = self.worker.refused
+                await self.node.call(HUB, "failed", kind=type(error).__name__, message=str(error), refused=refused)
                 raise SystemExit(1) from error
             else:
                 return

@@ -150,10 +150,8 @@ class Hub:
         restarts: Restarts | None = None,
         interface: str = "127.0.0.1",
     ) -> None:
-        self.task = task
-        self.watch = watch
-        self.launcher = launcher
-        self.folder = folder
+        self.task, self.watch = task, watch
+        self.launcher, self.folder = launcher, folder
         self.restarts = restarts or Restarts(task, None)
         self.terms = replace(terms, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
@@ -182,6 +180,7 @@ class Hub:
         self.gathering = Gathering(task.merge_buffers)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_row = 0
+        self._refused_of_lost = 0  # gradients of workers that have failed
         self._servers = [f"server {number}" for number in range(task.servers)]
         self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
@@ -350,6 +349,7 @@ class Hub:
 
     def _failed(self, call: Call) -> Reply:
         kind, message = call.fields["kind"], call.fields["message"]
+        self._refused_of_lost += int(call.fields["refused"])
         if kind == "Quarantined" and not self.task.needs_everybody:
             self.casualties.because(call.caller, message.rstrip("."))  # its process ends, and the others go on
         else:
@@ -614,6 +614,7 @@ class Hub:
         totals.seconds = max(said["seconds"] for said in self.finished.values())
         totals.steps = max(said["steps"] for said in self.finished.values())
         values, updates = await self._deliver()
+        totals.counts["updates_refused"] += self._refused_of_lost
         totals.counts["updates_refused"] += sum(int(said.get("refused", 0)) for said in self.finished.values())
         for name in self.evicted:
             self._count_lost(name)
