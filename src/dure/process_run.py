@@ -618,6 +618,7 @@ class Hub:
         totals.counts["updates_refused"] += sum(int(said.get("refused", 0)) for said in self.finished.values())
         for name in self.evicted:
             self._count_lost(name)
+            self._dismissed.add(name)
             self.launcher.signal(name, signal.SIGKILL)  # nobody waits for a stopped process to close its connections
         for name in (*self.finished, *self._servers):
             self._dismissed.add(name)
