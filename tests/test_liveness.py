@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -215,6 +216,50 @@ def test_a_step_of_90_seconds_under_torchrun_is_slow_and_ends_nothing(tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(done.stdout)["unfinished"] == {}
+
+
+def start_rank(rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
+    """A rank of two, of `dure train --on torchrun`, without torchrun's agent: rank 0 holds the store."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dure", "train", f"{JOBS}:waits_now_and_then", "--on", "torchrun", *arguments]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **place, **paths}, **output)
+
+
+@SOAK
+@pytest.mark.parametrize("strategy", ["bsp", "downpour ps"])
+@pytest.mark.parametrize(("frozen", "named"), [(0, "rank 0"), (1, "worker 1")])
+def test_a_frozen_rank_of_train_under_torchrun_ends_or_leaves_the_run(strategy, frozen, named, tmp_path):
+    port = free_port()
+    options = ["--strategy", strategy, "--steps", "2000", "--frozen-after", "3", "--out", str(tmp_path / "run")]
+    ranks = [start_rank(rank, port, *options) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            await_rows(tmp_path / "run" / "history.jsonl")
+            ranks[frozen].send_signal(signal.SIGSTOP)
+            _, errors = ranks[1 - frozen].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert "is frozen" in errors, errors
+    assert named in errors, errors
+    goes_on = strategy == "downpour ps" and frozen == 1
+    assert ranks[1 - frozen].returncode == (3 if goes_on else 1), errors
+    assert "Traceback" not in errors
+
+
+def await_rows(history: Path) -> None:
+    """Until a run has recorded that it makes steps."""
+    deadline = time.monotonic() + 60
+    while not history.exists() or len(history.read_text(encoding="utf-8").splitlines()) < 3:
+        assert time.monotonic() < deadline, "the run makes no steps"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @SOAK

@@ -14,7 +14,7 @@ leave the clock; done(parameters) ---------->  the run's result
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ import torch
 from dure import checkpoint
 from dure.checkpoint import Part
 from dure.errors import CheckpointError, DureError, Refused
-from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec
+from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec, nothing
 from dure.runtime.gradients import Evaluator
 from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.process import ProcessNode
@@ -93,8 +93,11 @@ class Start:
         return cls(terms=Terms(**terms), **plain)
 
 
-def main(task: Task, start: Start) -> None:
-    """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one."""
+def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
+    """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one.
+
+    `check` is called at least once a second of a wait; it raises what ends the run here.
+    """
     torch.set_num_threads(1)
     kind, rank = start.name.split()
     identity = Identity(start.run, start.name, int(rank), start.incarnation)
@@ -103,6 +106,7 @@ def main(task: Task, start: Start) -> None:
     if evaluator is not None:
         task.set_apart(evaluator)
     node = ProcessNode(identity, seed=config.seeded, trace=config.trace, evaluator=evaluator)
+    node.loop.check = check
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
     life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)

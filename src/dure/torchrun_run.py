@@ -29,6 +29,7 @@ from dure.report.record import CHECKPOINTS, Run, versions
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.relay import relayed
 from dure.runtime.launch.torchrun import Meeting, place
+from dure.user_loop.monitor import RankMonitor
 
 if TYPE_CHECKING:
     from dure.outcome import Outcome
@@ -105,6 +106,7 @@ def _lead(
     if folder is not None:
         (folder.parent / LAUNCH).write_text(meeting.place.launch, encoding="utf-8")
     with ExitStack() as stack:
+        stack.callback(RankMonitor(meeting, task.config.frozen_after, ranks=()).close)  # the other ranks hear it
         nursery = stack.enter_context(Nursery())
         nursery.load(task.config.plain())
         ranks = Ranks(nursery, meeting)
@@ -155,14 +157,16 @@ def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
     rank = meeting.place.rank
     interface = meeting.place.interface
     with ExitStack() as stack:
+        monitor = RankMonitor(meeting, config.frozen_after, ranks=[0])  # the launcher there watches all others
+        stack.callback(monitor.close)
         _start_servers(task, meeting, stack)
         given = meeting.get(f"start worker {rank}")
         try:
-            be_member(task, Start.of(name=f"worker {rank}", interface=interface, **given))
+            be_member(task, Start.of(name=f"worker {rank}", interface=interface, **given), monitor.check)
         except SystemExit:
             _let_rank_0_speak(meeting)
             raise
-        record = meeting.get("record", RUN_SECONDS)
+        record = meeting.get("record", RUN_SECONDS, monitor.check)
         meeting.part()
     return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,24 @@ log = logging.getLogger("dure")
 class RankMonitor:
     """Leaves this rank's heartbeats in the store of `meeting`, and reads the others', until `close`.
 
-    `check` raises `PeerLost` once a rank, or the process of a server, has been silent for `frozen_after` seconds.
-    `servers` gives the numbers of the server processes that this rank has started. `reachable`: the store answers.
+    `check` raises `PeerLost` once one of `ranks` (all, if not given), or the process of a server, has been silent for
+    `frozen_after` seconds. `servers` gives the numbers of the server processes that this rank has started.
+    `reachable`: the store answers.
     """
 
-    def __init__(self, meeting: Meeting, frozen_after: float) -> None:
+    def __init__(self, meeting: Meeting, frozen_after: float, ranks: Collection[int] | None = None) -> None:
         place = meeting.place
+        watched = range(place.world_size) if ranks is None else ranks
         self.servers: Callable[[], Mapping[str, int]] = dict
         self.reachable = True
         self._frozen_after = frozen_after
         self._period = min(PERIOD_SECONDS, frozen_after / 8)
         self._rank = place.rank
-        self._others = {f"alive {rank}": f"rank {rank}" for rank in range(place.world_size) if rank != place.rank}
+        self._others = {f"alive {rank}": f"rank {rank}" for rank in watched if rank != place.rank}
         shared: Any = meeting.store
-        self._store: Any = shared.clone() if self._others else None  # a connection of its own: others wait for long
+        self._store: Any = (
+            shared.clone() if place.world_size > 1 else None
+        )  # a connection of its own: others wait for long
         self._notes: dict[str, str] = {}
         self._silence = Silence()
         self._named: set[str] = set()

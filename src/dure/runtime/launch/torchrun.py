@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import CallTimeout, PeerLost, UsageError
+from dure.runtime.base import nothing
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -148,13 +149,17 @@ class Meeting:
     def put(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
-    def get(self, key: str, seconds: float = MEETING_SECONDS) -> Any:
-        """The note under `key`, once it is there. Raises `PeerLost` if some rank has failed, `CallTimeout`."""
+    def get(self, key: str, seconds: float = MEETING_SECONDS, check: Callable[[], None] = nothing) -> Any:
+        """The note under `key`, once it is there. Raises `PeerLost` if some rank has failed, `CallTimeout`.
+
+        `check` is called at each look, and raises what ends the wait.
+        """
         deadline = time.monotonic() + seconds
         while not self.store.check([key]):
             reason = self.failure()
             if reason is not None and not self.store.check([key]):  # it may have left its note before it failed
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
+            check()
             if time.monotonic() > deadline:
                 raise CallTimeout(f"rank {self.place.rank} waited {seconds:g} s for {key!r} from the other ranks.")
             time.sleep(LOOK_SECONDS)
