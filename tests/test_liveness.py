@@ -187,6 +187,23 @@ def test_a_step_of_90_seconds_is_slow_and_ends_nothing(strategy, nursery, tmp_pa
     check_long_step(tmp_path, *run(nursery, strategy, lambda trial: None, **job))
 
 
+@SOAK
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [1.6, 90])
+@pytest.mark.parametrize(
+    "strategy", ["bsp", "bsp collective:algorithm=ring", "bsp ps", "downpour ps", "ad-psgd", "hogwild"]
+)
+def test_a_long_evaluation_ends_nothing(strategy, seconds, nursery, tmp_path):
+    (tmp_path / "seconds").write_text(str(seconds))
+    limits = SOON if seconds < 90 else {"warn_after": 10.0, "frozen_after": 30.0}
+    job = {"job": "one_evaluation_sleeps", "data": tmp_path, "steps": 60, "eval_every": 10, **limits}
+    trial, outcome, notices = run(nursery, strategy, lambda trial: None, **job)
+    assert (tmp_path / "struck").exists(), "no evaluation was long"
+    assert not any("frozen" in text for text in notices)
+    assert outcome.notes["unfinished"] == outcome.notes["deaths"] == outcome.notes["evicted"] == {}
+    assert {said["done"] for said in trial.hub.finished.values()} == {60}
+
+
 def check_long_step(tmp_path, trial, outcome, notices):
     assert (tmp_path / "struck").exists(), "no step was long"
     assert any("slow" in text for text in notices)
