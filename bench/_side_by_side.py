@@ -38,10 +38,12 @@ from dure.runtime.base import Suspend
 from dure.runtime.gradients import Evaluator
 from dure.runtime.process import ProcessNode
 from dure.runtime.process_group import ProcessGroup
-from dure.runtime.wire import Identity
+from dure.runtime.wire import Credentials, Identity
 from dure.task import Task
 
 WARM_UP = 2
+
+CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them
 
 LIMIT = datetime.timedelta(seconds=120)
 
@@ -72,7 +74,9 @@ class Dure:
     """
 
     def __init__(self, task: Task, rank: int) -> None:
-        node = ProcessNode(Identity("bench", f"worker {rank}", rank), evaluator=Evaluator(task.job, exact=True))
+        node = ProcessNode(
+            Identity("bench", f"worker {rank}", rank), CREDENTIALS, evaluator=Evaluator(task.job, exact=True)
+        )
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
         self.task, self.node, self.until = task, node, 0
         life = Unheard(task, node)

@@ -61,7 +61,7 @@ class AllReduces:
 
 def connected(rank: int, workers: int) -> ProcessNode:
     """A node that knows where the others are."""
-    node = ProcessNode(Identity("bench", f"worker {rank}", rank))
+    node = ProcessNode(Identity("bench", f"worker {rank}", rank), side.CREDENTIALS)
     ports: list[Any] = [None] * workers
     dist.all_gather_object(ports, node.wire.listen())
     node.directory.update({f"worker {other}": ("127.0.0.1", port) for other, port in enumerate(ports)})

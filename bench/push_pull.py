@@ -27,17 +27,18 @@ from torch import Tensor
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Address
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity
+from dure.runtime.wire import Credentials, Identity
 from dure.topology.parameter_server import Shard
 
 JOB = "push-pull"
+CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them
 WARM_UP = 3
 
 
 def serve(pipe: Connection, sizes: list[int]) -> None:
     """A server with one shard per size, until the worker has finished."""
     torch.set_num_threads(1)
-    node = ProcessNode(Identity(JOB, "server 0"))
+    node = ProcessNode(Identity(JOB, "server 0"), CREDENTIALS)
     for values in sizes:
         node.serve(f"shard of {values}", Shard(node, torch.zeros(values), OptimizerSpec("sgd", lr=0.1)))
     pipe.send(node.wire.listen())
@@ -124,7 +125,7 @@ def main() -> None:
     server.start()
     peer.start()
     join_gloo(port, 0)
-    node = ProcessNode(Identity(JOB, "worker 0"))
+    node = ProcessNode(Identity(JOB, "worker 0"), CREDENTIALS)
     if not ours.poll(60):
         raise SystemExit("the server did not start")
     node.directory["server 0"] = ("127.0.0.1", ours.recv())

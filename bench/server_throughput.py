@@ -44,10 +44,11 @@ import torch.distributed as dist
 from dure.optim import OptimizerSpec
 from dure.runtime.base import Address
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity, Limits
+from dure.runtime.wire import Credentials, Identity, Limits
 from dure.topology.parameter_server import Shard
 
 JOB = "server-throughput"
+CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them
 HAS_RAY = importlib.util.find_spec("ray") is not None
 LIMIT = datetime.timedelta(seconds=120)
 WARM_UP = 2
@@ -64,7 +65,7 @@ def serve(pipe: Connection, sizes: list[int], workers: int, staging: int) -> Non
     """A server with one shard per size, until all workers have finished."""
     torch.set_num_threads(1)
     limits = Limits(staging_nbytes=staging) if staging else Limits()
-    node = ProcessNode(Identity(JOB, "server 0"), limits=limits)
+    node = ProcessNode(Identity(JOB, "server 0"), CREDENTIALS, limits=limits)
     shards = [Shard(node, torch.zeros(values), OptimizerSpec("sgd", lr=RATE)) for values in sizes]
     for values, shard in zip(sizes, shards, strict=True):
         node.serve(f"shard of {values}", shard)
@@ -149,7 +150,7 @@ class Worker:
     """One process's ends of all arms."""
 
     def __init__(self, rank: int, port: int, store: int, sizes: list[int], ray_address: str | None) -> None:
-        self.node = ProcessNode(Identity(JOB, f"worker {rank}", rank))
+        self.node = ProcessNode(Identity(JOB, f"worker {rank}", rank), CREDENTIALS)
         self.node.directory["server 0"] = ("127.0.0.1", port)
         self.rank, self.seq = rank, dict.fromkeys(sizes, 0)
         self.group = pair(store, rank, 0) if store else None

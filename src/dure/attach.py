@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Coroutine, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,7 @@ from dure.errors import DureError, PeerLost, Quarantined, UsageError
 from dure.finite import all_finite
 from dure.replica import Replica
 from dure.runtime.base import EndOfWork
+from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from dure.codec.base import Codec
+    from dure.runtime.wire.credentials import Integrity
     from dure.sync.base import Sync
 
 T = TypeVar("T")
@@ -63,6 +66,8 @@ def attach(
     codec: Codec | str | None = None,
     batch_size: int = 1,
     frozen_after: float = 30.0,
+    key_file: str | Path | None = None,
+    integrity: Integrity = "mac",
 ) -> Attached:
     """Have `model` trained by a loop of one's own, together with all ranks that were started with this one.
 
@@ -72,9 +77,13 @@ def attach(
     moments and weight decay go on for it. A rank or a server that shows no sign of life for `frozen_after` seconds ends
     the training of all ranks that wait.
 
+    The ranks and their servers admit only processes that have the key of the run: the content of `key_file`, 32 random
+    bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks
+    meet. Tensors between machines have an authentication code, or with `integrity="checksum"` a checksum alone.
+
     Raises:
         UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
-            already, or a wrapper such as DistributedDataParallel synchronizes it.
+            already, a wrapper such as DistributedDataParallel synchronizes it, or others may read the key file.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
@@ -98,7 +107,8 @@ def attach(
         mine = UserOptimizer(optimizer, replica)
         undo.callback(mine.close)
         run, sizes = _introduce(meeting, strategy, replica, batch_size)
-        node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank))
+        credentials = credentials_of(meeting, None if key_file is None else Path(key_file), integrity)
+        node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank), credentials)
         undo.callback(node.wire.close)
         monitor = RankMonitor(meeting, frozen_after)
         undo.callback(monitor.close)
@@ -106,7 +116,7 @@ def attach(
         worker = _worker(node, replica, mine, sizes)
         ties: Peers | Hosts
         if isinstance(strategy.topology, ParameterServer):
-            ties = Hosts(node, meeting, replica, strategy, mine)
+            ties = Hosts(node, meeting, replica, strategy, mine, credentials)
         else:
             assert isinstance(strategy.topology, Collective)
             ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)

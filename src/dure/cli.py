@@ -230,6 +230,8 @@ class Probe:
     """What a codec costs is measured too, on the job's gradients; once for each."""
     data: Path | None = None
     """Folder of data sets."""
+    key_file: Path | None = None
+    """Under torchrun: file with the key that lets the hosts measure each other, as for train."""
     out: Path = Path("cluster.yaml")
     """Where to write the cluster file."""
     json: bool = False
@@ -254,7 +256,9 @@ class Probe:
         job = load_job(self.job, self.data) if self.job else None
         if job is not None:
             try_out(job, self.job, rows=job.batch_size)
-        found = probe(job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data)
+        found = probe(
+            job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data, key_file=self.key_file
+        )
         if found is None:
             return Done({})
         cluster = found.pop("cluster")

@@ -166,6 +166,12 @@ class TrainConfig(Options):
     on: str = ""
     """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well. local if left
     out."""
+    key_file: Path | None = None
+    """Under torchrun: file with the run's key, at least 32 random bytes, of mode 0600, the same at every rank. If left
+    out, rank 0 draws a key and hands it out through torchrun's store."""
+    integrity: Literal["mac", "checksum"] = "mac"
+    """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
+    alone, for private networks. What tells what to do with them has a code always."""
     resume: Path | None = None
     """Folder of a run to go on with, from its last complete checkpoint. Its options hold; steps, epochs and seconds
     may be others."""
@@ -178,6 +184,11 @@ class TrainConfig(Options):
             if self.resume is not None:
                 return  # a run that is resumed has its place
             object.__setattr__(self, "on", "local")
+        if self.key_file is not None and self.on != "torchrun":
+            raise UsageError(
+                f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
+                "key, and a virtual one needs none: leave it out."
+            )
         if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
             raise UsageError(
                 f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,10 @@ from dure.errors import CheckpointError, DureError, Refused
 from dure.runtime.base import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec, nothing
 from dure.runtime.gradients import Evaluator
 from dure.runtime.heartbeat import Heartbeat
+from dure.runtime.launch.engine_store import connected
+from dure.runtime.launch.torchrun import lead_engine
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity, Loss
+from dure.runtime.wire import Credentials, Identity, Loss
 from dure.snapshots import HUB, Snapshots
 from dure.topology.clocked_shard import serve_clock
 from dure.topology.parameter_server import Shard
@@ -75,6 +76,7 @@ class Terms:
 class Start:
     """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from.
 
+    `credentials` are the run's, as plain values: they come through a pipe, and are in no argument and no variable.
     `heartbeat` is what `LivenessMonitor.admit` gave: a process without it sends no heartbeats.
     """
 
@@ -82,6 +84,7 @@ class Start:
     run: str
     incarnation: int
     hub: Sequence[Any]
+    credentials: Mapping[str, Any] = field(repr=False)
     terms: Terms = Terms()
     interface: str = "127.0.0.1"
     resume: str | None = None
@@ -105,7 +108,8 @@ def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
     evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     if evaluator is not None:
         task.set_apart(evaluator)
-    node = ProcessNode(identity, seed=config.seeded, trace=config.trace, evaluator=evaluator)
+    credentials = Credentials.of(start.credentials)
+    node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, evaluator=evaluator)
     node.loop.check = check
     node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
     port = node.wire.listen(start.interface)
@@ -294,6 +298,7 @@ class WorkerLife(Life):
         self.node.serve("process", self._control())
         reply = await self.register(where)
         if task.uses_engine:
+            lead_engine(where[0])
             node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
         self.worker = worker = task.worker(node, node.rank, node.meter)
         if worker.server is not None:
@@ -450,12 +455,11 @@ class WorkerLife(Life):
 def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:
     """Join the engine's process group of all workers; what makes a `Group` of ranks."""
     import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     from dure.runtime.process_group import TIMEOUT, ProcessGroup
 
-    connected = TCPStore(store[0], int(store[1]), workers, is_master=False, timeout=timedelta(seconds=60))
-    prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected)
+    prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected(store, workers))
     dist.init_process_group("gloo", store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
 
     def group(ranks: Sequence[int]) -> ProcessGroup:

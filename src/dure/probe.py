@@ -31,10 +31,11 @@ from dure.runtime.cluster import Cluster, Link, Machines, RoundCost, Servers, Sh
 from dure.runtime.coding import CodecCost, Line
 from dure.runtime.compute import Compute, Constant, LogNormal
 from dure.runtime.launch.helper import Helper
+from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.launch.torchrun import Meeting, Place, place
 from dure.runtime.process import ProcessNode
 from dure.runtime.sounding import SERVICE, Figures, Sounder
-from dure.runtime.wire import Identity, Loss
+from dure.runtime.wire import Credentials, Identity, Loss
 from dure.short_runs import described as described_steps
 from dure.short_runs import short_runs
 from dure.strategy import codec_name, make
@@ -304,11 +305,12 @@ def probe(
     codecs: Sequence[str] = (),
     name: str = "",
     data: Path | None = None,
+    key_file: Path | None = None,
 ) -> Figures | None:
     """Measure; every rank calls this where torchrun has started several. None on all but the first.
 
     On one machine short real runs of `workers` workers are made of the job called `name` (as `dure train` takes it,
-    with its `data`); without a name a step is measured in this process alone.
+    with its `data`); without a name a step is measured in this process alone. `key_file` as for `dure.attach`.
 
     `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `races`,
     `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst
@@ -325,12 +327,13 @@ def probe(
     if here.rank == 0:
         meeting.put("run", f"probe-{secrets.token_hex(4)}")
     run = meeting.get("run")
-    node = ProcessNode(Identity(run, f"host {here.rank}", here.rank))
+    credentials = credentials_of(meeting, key_file)
+    node = ProcessNode(Identity(run, f"host {here.rank}", here.rank), credentials)
     sounder = Sounder(node, job, named)
     node.serve(SERVICE, sounder)
     with ExitStack() as stack:
         stack.callback(node.wire.close)
-        beside = _begin_beside(node, here, stack)
+        beside = _begin_beside(node, here, credentials, stack)
         stack.callback(sounder.over.resolve)  # whoever goes from here on is not missed
         places = meeting.exchange("place", [here.interface, node.wire.listen(here.interface)])
         node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
@@ -359,10 +362,11 @@ def probe(
     return found
 
 
-def _begin_beside(node: ProcessNode, here: Place, stack: ExitStack) -> Helper:
+def _begin_beside(node: ProcessNode, here: Place, credentials: Credentials, stack: ExitStack) -> Helper:
     """A second process on this host."""
     name = f"beside {here.rank}"
     request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
+    request["credentials"] = credentials.plain()
     helper = Helper("dure.runtime.sounding", name, request)
     stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
     return helper

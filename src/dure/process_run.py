@@ -27,11 +27,12 @@ from dure.member import Terms
 from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.room import check_memory, physical_memory
 from dure.runtime.meter import Span
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity, Loss
+from dure.runtime.wire import Credentials, Identity, Loss
 
 if TYPE_CHECKING:
     from dure.task import Task
@@ -148,18 +149,22 @@ class Hub:
         folder: Path | None,
         terms: Terms = Terms(),  # noqa: B008
         restarts: Restarts | None = None,
-        interface: str = "127.0.0.1",
+        interface: str | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        """`interface` is the address at which processes of other machines reach this one; without it there are none."""
         self.task, self.watch = task, watch
         self.launcher, self.folder = launcher, folder
         self.restarts = restarts or Restarts(task, None)
         self.terms = replace(terms, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
-        self.node = ProcessNode(Identity(self.run_name, "hub"), seed=task.config.seeded)
+        self.credentials = credentials or Credentials.drawn(task.config.integrity)
+        self.node = ProcessNode(Identity(self.run_name, "hub"), self.credentials, seed=task.config.seeded)
         self.node.on_lost = self._lost
-        self.address = (interface, self.node.wire.listen(interface))
+        address = interface or "127.0.0.1"
+        self.address = (address, self.node.wire.listen(address))
         self.node.serve("hub", self)
-        self.store = self._store() if task.uses_engine else None
+        self.store = EngineStore(interface, task.workers) if task.uses_engine else None
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []
@@ -170,7 +175,7 @@ class Hub:
         self.ready: set[str] = set()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.liveness = LivenessMonitor(interface, Limits.of(task.config), lambda: launcher.processes)
+        self.liveness = LivenessMonitor(address, Limits.of(task.config), lambda: launcher.processes)
         needed, loop = task.needs_everybody, self.node.loop
         self.casualties = Casualties(launcher, loop, str(task.strategy), needed=needed, folder=folder)
         self.evicted: dict[str, str] = {}
@@ -194,11 +199,6 @@ class Hub:
     def dead(self) -> Mapping[str, str]:
         """Who died and has not come back, and what its connection said."""
         return self.casualties.dead
-
-    def _store(self) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        return TCPStore(self.address[0], 0, self.task.workers, is_master=True, wait_for_workers=False)
 
     # ---- the service
 
@@ -241,7 +241,7 @@ class Hub:
             self.node.spawn(self._bring_back(call.caller), f"introducing {call.caller} again")
         elif newcomer and self.task.graph is not None:
             self._introduce(call.caller)
-        store = None if self.store is None else [self.store.host, self.store.port]
+        store = None if self.store is None else self.store.place
         directory = {name: list(place) for name, place in self.places.items()}
         return Reply({"directory": directory, "store": store, "newcomer": newcomer})
 
@@ -542,6 +542,7 @@ class Hub:
             run=self.run_name,
             incarnation=incarnation,
             hub=list(self.address),
+            credentials=self.credentials.plain(),
             terms=asdict(self.terms),
             resume=None if resume is None else str(resume),
             heartbeat=self.liveness.admit(name),
@@ -692,7 +693,8 @@ class Hub:
         self.node.wire.close(CLOSE_SECONDS if self._dismissed else 0.1)
         self.node.loop.end()
         self.liveness.close()
-        self.store = None
+        if self.store is not None:
+            self.store.close()
 
 
 _TRAFFIC = ("bytes_sent", "bytes_received", "messages")

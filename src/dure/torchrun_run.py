@@ -28,6 +28,7 @@ from dure.process_run import Hub
 from dure.report.record import CHECKPOINTS, Run, versions
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.relay import relayed
+from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.launch.torchrun import Meeting, place
 from dure.user_loop.monitor import RankMonitor
 
@@ -105,12 +106,14 @@ def _lead(
         raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
     if folder is not None:
         (folder.parent / LAUNCH).write_text(meeting.place.launch, encoding="utf-8")
+    credentials = credentials_of(meeting, task.config.key_file, task.config.integrity)
     with ExitStack() as stack:
         stack.callback(RankMonitor(meeting, task.config.frozen_after, ranks=()).close)  # the other ranks hear it
         nursery = stack.enter_context(Nursery())
         nursery.load(task.config.plain())
         ranks = Ranks(nursery, meeting)
-        hub = Hub(task, watch, ranks, folder=folder, interface=meeting.place.interface)
+        interface = meeting.place.interface
+        hub = Hub(task, watch, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(hub.close)
         return hub.run(saved)
 
@@ -140,6 +143,7 @@ class Ranks:
         if _owner(name, self._meeting) == 0:
             self._nursery.start(name, interface=self._meeting.place.interface, **arguments)
         else:
+            del arguments["credentials"]  # which each rank has; the store is no place for them
             self._meeting.put(f"start {name}", arguments)
 
     def look(self) -> None:
@@ -155,14 +159,17 @@ class Ranks:
 def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
     """What the other ranks do: one worker each, and their servers in processes of their own."""
     rank = meeting.place.rank
-    interface = meeting.place.interface
+    mine: dict[str, Any] = {
+        "interface": meeting.place.interface,
+        "credentials": credentials_of(meeting, config.key_file, config.integrity).plain(),
+    }
     with ExitStack() as stack:
         monitor = RankMonitor(meeting, config.frozen_after, ranks=[0])  # the launcher there watches all others
         stack.callback(monitor.close)
-        _start_servers(task, meeting, stack)
+        _start_servers(task, meeting, stack, mine)
         given = meeting.get(f"start worker {rank}")
         try:
-            be_member(task, Start.of(name=f"worker {rank}", interface=interface, **given), monitor.check)
+            be_member(task, Start.of(name=f"worker {rank}", **mine, **given), monitor.check)
         except SystemExit:
             _let_rank_0_speak(meeting)
             raise
@@ -171,7 +178,7 @@ def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
     return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
 
 
-def _start_servers(task: Task, meeting: Meeting, stack: ExitStack) -> None:
+def _start_servers(task: Task, meeting: Meeting, stack: ExitStack, mine: Mapping[str, Any]) -> None:
     names = [
         name for name in map("server {}".format, range(task.servers)) if _owner(name, meeting) == meeting.place.rank
     ]
@@ -181,7 +188,7 @@ def _start_servers(task: Task, meeting: Meeting, stack: ExitStack) -> None:
     nursery.load(task.config.plain())
     for name in names:
         given = meeting.get(f"start {name}")
-        nursery.start(name, interface=meeting.place.interface, **given)
+        nursery.start(name, **mine, **given)
 
 
 def _let_rank_0_speak(meeting: Meeting) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.nodes import World
+from support.raw_caller import CREDENTIALS
 from support.runs import bowls, local, virtual
 
 from dure.errors import Evicted, Refused
@@ -208,7 +209,7 @@ class Processes:
     """A server and three workers of BSP, each on a node of its own, to be closed; `limits` are the server's."""
 
     def __init__(self, numel: int, limits: Limits | None = None) -> None:
-        server = ProcessNode(Identity("job", "server 0"), limits=limits)
+        server = ProcessNode(Identity("job", "server 0"), CREDENTIALS, limits=limits)
         self.shard = Shard(server, torch.zeros(numel), OptimizerSpec(lr=1.0), log=True)
         shards = [server.serve("shard", self.shard)]
         serve_clock(server, ClockService(server, Barrier(), shards, workers=range(3), reduce="sum"), self.shard)
@@ -217,7 +218,7 @@ class Processes:
         self.servers = Servers(
             shards, [[(0, numel)]], Address("server 0", "clock"), clocked=clocked_at(shards, Barrier())
         )
-        self.nodes = [ProcessNode(Identity("job", f"worker {rank}", rank)) for rank in range(3)]
+        self.nodes = [ProcessNode(Identity("job", f"worker {rank}", rank), CREDENTIALS) for rank in range(3)]
         for node in self.nodes:
             node.directory["server 0"] = address
         self.all = [server, *self.nodes]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.raw_caller import CREDENTIALS
 from topology.test_collective import ALGORITHMS, KINDS, call_of, same, values
 
 from dure.errors import PeerLost
@@ -32,7 +33,7 @@ class Real:
     """`size` nodes in this process, each with its own sockets, turned one after another."""
 
     def __init__(self, size: int) -> None:
-        self.nodes = [ProcessNode(Identity("test", f"worker {rank}", rank)) for rank in range(size)]
+        self.nodes = [ProcessNode(Identity("test", f"worker {rank}", rank), CREDENTIALS) for rank in range(size)]
         directory = {node.name: ("127.0.0.1", node.wire.listen()) for node in self.nodes}
         for node in self.nodes:
             node.directory.update(directory)
@@ -129,7 +130,7 @@ RANKS, VICTIM = 5, 2
 
 def be(rank: int, topology: Any, folder: Path) -> None:
     """All-reduce for ever; write down what ended it, and when."""
-    node = ProcessNode(Identity("test", f"worker {rank}", rank))
+    node = ProcessNode(Identity("test", f"worker {rank}", rank), CREDENTIALS)
     tell(folder / f"port-{rank}", node.wire.listen())
     ports = [folder / f"port-{other}" for other in range(RANKS)]
     wait_for(ports)

@@ -4,13 +4,13 @@ And good messages in damaged frames, which a node does not even hear of.
 """
 
 import random
-import socket
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.raw_caller import CREDENTIALS, RawCaller, frame
 
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import add_up
@@ -20,16 +20,7 @@ from dure.runtime.base import Address, nothing
 from dure.runtime.meter import Meter
 from dure.runtime.process import ProcessNode
 from dure.runtime.wire import Identity
-from dure.runtime.wire.frame import (
-    HEADER_NBYTES,
-    Header,
-    Kind,
-    Outgoing,
-    decode_meta,
-    encode_meta,
-    job_code,
-    unpack_header,
-)
+from dure.runtime.wire.frame import Kind
 from dure.strategy import make
 from dure.topology.coded import CodedGroup
 from dure.topology.parameter_server import Shard
@@ -37,15 +28,6 @@ from dure.topology.parameter_server import Shard
 NUMEL = 41
 MEANS = ["fp32", "fp16", "bf16", "int8", "1bit", "strom:threshold=0.5", "top-k:share=0.2", "sign:scaled=true+ef"]
 VOTES = ["sign", "ternary", "ternary:coding=planes", "it-sign"]
-
-
-def frame(kind, meta, payload=b"", *, request=0):
-    header = Header(kind, job_code("job"), 1, 0, request)
-    outgoing, out = Outgoing(header, encode_meta(meta), [memoryview(payload)]), bytearray()
-    while view := outgoing.peek():
-        out += view
-        outgoing.advance(len(view))
-    return out
 
 
 def message_of(codec, numel=NUMEL):
@@ -59,22 +41,19 @@ class Stranger:
     def __init__(self, node):
         self.node = node
         self.port = node.wire.listen(nearby=False)
-        self.sock = None
+        self.raw = None
         self.requests = 0
 
     def enter(self):
         self.leave()
-        self.sock = socket.create_connection(("127.0.0.1", self.port))
-        self.sock.sendall(
-            frame(Kind.HELLO, {"job": "job", "name": "worker 1", "rank": 1, "incarnation": 0, "about": {}, "nonce": ""})
-        )
-        self.until(lambda: any(identity.name == "worker 1" for identity in self.node.wire.callers))
+        self.raw = RawCaller(self.port, self.until)
+        self.raw.enter()
 
     def leave(self):
-        if self.sock is not None:
-            self.sock.close()
+        if self.raw is not None:
+            self.raw.sock.close()
             self.until(lambda: not self.node.wire.callers)
-        self.sock = None
+        self.raw = None
 
     def until(self, condition, seconds=60.0):
         limit = time.monotonic() + seconds
@@ -83,32 +62,25 @@ class Stranger:
             self.node.loop.turn(0.001)
 
     def request(self, service, method, message, **fields):
-        """A request's bytes, as good as any."""
+        """What a request is made of."""
         self.requests += 1
         meta = {"service": service, "method": method, "fields": fields, "tensors": [["uint8", len(message)]]}
-        return frame(Kind.REQUEST, meta, message, request=self.requests)
+        return meta, message, self.requests
+
+    def send(self, request):
+        self.raw.sock.sendall(self.bytes_of(request))
+
+    def bytes_of(self, request):
+        """A request's bytes, as good as any."""
+        meta, message, number = request
+        return frame(Kind.REQUEST, meta, message, request=number, seals=self.raw.seals)
 
     def answer(self):
         """Kind and meta of the answer to the last request."""
-        self.sock.settimeout(0.001)
-        raw = bytearray()
         while True:
-            self.node.loop.turn(0.001)
-            try:
-                more = self.sock.recv(1 << 16)
-            except TimeoutError:
-                continue
-            assert more, "the connection has ended"
-            raw += more
-            while len(raw) >= HEADER_NBYTES:
-                header = unpack_header(bytes(raw[:HEADER_NBYTES]))
-                end = HEADER_NBYTES + header.meta_nbytes
-                if header.request == self.requests and len(raw) >= end:
-                    return header.kind, decode_meta(bytes(raw[HEADER_NBYTES:end]))
-                whole = end + header.payload_nbytes + (8 if header.payload_nbytes else 0)
-                if len(raw) < whole:
-                    break
-                del raw[:whole]
+            found = self.raw.frame()
+            if found.header.request == self.requests:
+                return found.header.kind, found.meta
 
 
 @pytest.fixture
@@ -117,14 +89,14 @@ def stranger():
     made = []
 
     def build(name):
-        node = ProcessNode(Identity("job", name))
+        node = ProcessNode(Identity("job", name), CREDENTIALS)
         made.append(Stranger(node))
         return made[-1]
 
     yield build
     for each in made:
-        if each.sock is not None:
-            each.sock.close()
+        if each.raw is not None:
+            each.raw.sock.close()
         each.node.wire.close(timeout=0.0)
 
 
@@ -168,14 +140,14 @@ def test_a_shard_refuses_what_no_encoder_made(stranger, codec, ordered):
     caller.enter()
     bad = [message for message in damages(codec, good) if len(message) <= shard._coder.most_bytes]
     for seq, message in enumerate(bad, start=1):
-        caller.sock.sendall(push(caller, message, seq, ordered, incarnation=seq))  # after three it must join again
+        caller.send(push(caller, message, seq, ordered, incarnation=seq))  # after three it must join again
         kind, meta = caller.answer()
         assert kind == Kind.ERROR
         assert f"update {seq} of worker 1 is damaged" in str(meta)
         assert shard.refused == seq
     assert (shard.applied, shard.num_staged, shard.version) == (0, 0, 0)
     assert not shard.values.any()
-    caller.sock.sendall(push(caller, good, 1, ordered, incarnation=len(bad) + 1))
+    caller.send(push(caller, good, 1, ordered, incarnation=len(bad) + 1))
     assert caller.answer()[0] == Kind.REPLY
     assert shard.applied + shard.num_staged == 1
     assert bool(shard.values.any()) is not ordered
@@ -187,14 +159,14 @@ def test_after_three_damaged_messages_in_a_row_a_worker_must_join_again(stranger
     good = message_of(codec)
     caller.enter()
     for seq in (1, 2, 3):
-        caller.sock.sendall(push(caller, good[:-1], seq))
+        caller.send(push(caller, good[:-1], seq))
         assert "is damaged" in str(caller.answer()[1])
-    caller.sock.sendall(push(caller, good, 4))
+    caller.send(push(caller, good, 4))
     kind, meta = caller.answer()
     assert kind == Kind.ERROR
     assert "join again" in str(meta)
     assert not shard.values.any()
-    caller.sock.sendall(push(caller, good, 1, incarnation=1))
+    caller.send(push(caller, good, 1, incarnation=1))
     assert caller.answer()[0] == Kind.REPLY
     assert (shard.applied, shard.refused) == (1, 4)
 
@@ -204,7 +176,7 @@ def test_a_shard_takes_no_message_longer_than_any_can_be(stranger, codec):
     """Said from the server's own numbers, before a byte of it is decoded."""
     caller, shard = served(stranger, codec)
     caller.enter()
-    caller.sock.sendall(push(caller, bytes(shard._coder.most_bytes + 1), 0))
+    caller.send(push(caller, bytes(shard._coder.most_bytes + 1), 0))
     kind, meta = caller.answer()
     assert kind == Kind.ERROR
     assert str(shard._coder.most_bytes) in str(meta)
@@ -216,16 +188,16 @@ def test_flipped_bits_never_reach_a_decoder(stranger):
     caller, shard = served(stranger, "1bit")
     chance, good = random.Random(1), push(caller, message_of("1bit"), 1)
     caller.enter()
-    caller.sock.sendall(good)
+    caller.send(good)
     assert caller.answer()[0] == Kind.REPLY
     assert shard.applied == 1
     before, flips = shard.values.clone(), 60
     for _ in range(flips):
-        bad = bytearray(push(caller, message_of("1bit"), 2))
+        caller.enter()
+        bad = caller.bytes_of(push(caller, message_of("1bit"), 2))
         bit = chance.randrange(len(bad) * 8)
         bad[bit // 8] ^= 1 << bit % 8
-        caller.enter()
-        caller.sock.sendall(bad)
+        caller.raw.sock.sendall(bad)
         caller.until(lambda: not caller.node.wire.callers)
     assert caller.node.wire.refused + caller.node.wire.damaged == flips
     assert (shard.applied, shard.refused) == (1, 0)
@@ -249,7 +221,7 @@ def test_a_coded_group_refuses_what_no_encoder_made(stranger, codec):
         ours = caller.node.call(Address("worker 0", "stripe"), method, mine, into=into, round=1, share=0.5)
         ours.when_done(nothing)
         caller.enter()
-        caller.sock.sendall(caller.request("stripe", method, message, round=1, share=0.5))
+        caller.send(caller.request("stripe", method, message, round=1, share=0.5))
         kind, meta = caller.answer()
         if method == "give":
             assert kind == Kind.ERROR

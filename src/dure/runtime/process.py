@@ -30,7 +30,7 @@ from dure.runtime.base import (
 )
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
-from dure.runtime.wire import Identity, Limits, Loss, Request, Respond, Wire
+from dure.runtime.wire import Credentials, Identity, Limits, Loss, Request, Respond, Wire
 
 if TYPE_CHECKING:
     import torch
@@ -101,12 +101,14 @@ class ProcessLoop(Loop):
 class ProcessNode:
     """This process, as its roles and services see it.
 
-    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended.
+    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended. The nodes of a run
+    have the same `credentials`.
     """
 
     def __init__(
         self,
         identity: Identity,
+        credentials: Credentials,
         *,
         seed: int = 0,
         trace: bool = False,
@@ -126,7 +128,7 @@ class ProcessNode:
         self.on_lost: Callable[[Loss], None] | None = None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], ProcessGroup] | None = None
-        self.wire = Wire(identity, Hosting(self), limits=limits)
+        self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
         self.loop.wire = self.wire
         self._outbox = Outbox(self)
         self.serve("outbox", self._outbox)

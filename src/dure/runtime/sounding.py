@@ -30,7 +30,7 @@ from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity
+from dure.runtime.wire import Credentials, Identity
 from dure.topology.client import ServerClient, Servers
 from dure.topology.parameter_server import Shard
 
@@ -287,7 +287,8 @@ def main(starter: Starter) -> None:
     """A second process on a host: what messages within it are measured with."""
     torch.set_num_threads(1)
     request = starter.request()
-    node = ProcessNode(Identity(request["run"], request["name"], request["rank"]))
+    identity = Identity(request["run"], request["name"], request["rank"])
+    node = ProcessNode(identity, Credentials.of(request["credentials"]))
     sounder = Sounder(node)
     node.serve(SERVICE, sounder)
     port = node.wire.listen(request["interface"])

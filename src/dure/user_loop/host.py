@@ -19,7 +19,7 @@ from dure.optim import OptimizerSpec, Segment, restrict
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
-from dure.runtime.wire import Identity, Loss
+from dure.runtime.wire import Credentials, Identity, Loss
 from dure.strategy import make
 from dure.topology.admission import ClockService
 from dure.topology.clocked_shard import serve_clock
@@ -30,8 +30,8 @@ from dure.topology.parameter_server import Shard
 class ShardHost:
     """The service through which the ranks set up and take down one server.
 
-    `request` holds: `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as text,
-    `optimizer` and `segments` as plain values, how many elements of `buffers` each rank has and how many bytes of
+    `request` holds: `credentials`, `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as
+    text, `optimizer` and `segments` as plain values, how many elements of `buffers` each rank has and how many bytes of
     `constants` (0 but on server 0).
 
     | method   | tensors                       | reply                                                            |
@@ -125,7 +125,8 @@ def main(starter: Starter) -> None:
     """The helper's process."""
     torch.set_num_threads(1)
     request = starter.request()
-    node = ProcessNode(Identity(request["run"], f"server {request['number']}", request["number"]))
+    identity = Identity(request["run"], f"server {request['number']}", request["number"])
+    node = ProcessNode(identity, Credentials.of(request["credentials"]))
     host = ShardHost(node, request)
     node.serve("host", host)
     port = node.wire.listen(request["interface"])

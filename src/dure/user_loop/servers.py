@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dure.runtime.exchange import Failed
     from dure.runtime.launch.torchrun import Meeting
     from dure.runtime.process import ProcessNode
+    from dure.runtime.wire import Credentials
     from dure.strategy import Strategy
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.source import LoopSource
@@ -49,6 +50,7 @@ class Hosts:
         replica: Replica,
         strategy: Strategy,
         mine: UserOptimizer,
+        credentials: Credentials,
     ) -> None:
         sync: Any = strategy.sync
         topology: Any = strategy.topology
@@ -63,6 +65,7 @@ class Hosts:
                 'the CPU, or use a method over collectives (topology="collective").'
             )
         self._node = node
+        self._credentials = credentials
         self._meeting = meeting
         self._replica = replica
         self._sync = sync
@@ -152,6 +155,7 @@ class Hosts:
         place = self._meeting.place
         return {
             "run": self._node.identity.job,
+            "credentials": self._credentials.plain(),
             "number": number,
             "shards": len(self._ranges),
             "workers": place.world_size,

@@ -14,11 +14,12 @@ import sys
 import torch
 
 from dure.runtime.base import Reply
-from dure.runtime.wire import Identity, Limits, Request, Wire
+from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
 
 
 def push_for_ever(name, incarnation, port, numel, lent_nbytes):
-    wire = Wire(Identity("job", name, rank=1, incarnation=incarnation), limits=Limits(lent_nbytes=lent_nbytes))
+    identity, limits = Identity("job", name, rank=1, incarnation=incarnation), Limits(lent_nbytes=lent_nbytes)
+    wire = Wire(identity, limits=limits, credentials=Credentials(bytes(range(32))))
     wire.connect("server 0", "127.0.0.1", port, 10.0)
     print(os.getpid(), flush=True)
     gradient, into = torch.full((numel,), float(incarnation)), torch.zeros(numel)

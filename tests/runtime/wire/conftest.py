@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.raw_caller import CREDENTIALS
 
 from dure.errors import Refused
 from dure.runtime.base import TensorSpec
-from dure.runtime.wire import Identity, Limits, Request, Wire
+from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
 
 NEVER = 1 << 60
 """As `Limits.lent_nbytes`: everything travels, nothing is lent."""
+
+KEY = CREDENTIALS.key
 
 
 class Recorder:
@@ -49,10 +52,12 @@ class World:
         self.nearby = True
         self.lent_nbytes = NEVER
 
-    def wire(self, name, host=None, *, rank=0, incarnation=0, job="job", about=None, limits=None, key=None):
+    def wire(
+        self, name, host=None, *, rank=0, incarnation=0, job="job", about=None, limits=None, key=KEY, integrity="mac"
+    ):
         identity = Identity(job, name, rank, incarnation, about or {})
         limits = replace(limits or Limits(handshake_seconds=1.0), lent_nbytes=self.lent_nbytes)
-        wire = Wire(identity, host, limits, key=key)
+        wire = Wire(identity, host, limits, credentials=Credentials(key, integrity))
         self.wires.append(wire)
         return wire
 
@@ -80,9 +85,9 @@ class World:
             raise outcome[0]
         return outcome[0]
 
-    def pair(self, *, caller_host=None, limits=None, key=None):
-        server, host, port = self.server(limits=limits, key=key)
-        caller = self.wire("worker 0", caller_host, limits=limits, key=key)
+    def pair(self, *, caller_host=None, limits=None, integrity="mac"):
+        server, host, port = self.server(limits=limits, integrity=integrity)
+        caller = self.wire("worker 0", caller_host, limits=limits, integrity=integrity)
         self.join(caller, server, port)
         return server, host, caller
 

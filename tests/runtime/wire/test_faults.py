@@ -7,17 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
+from support.raw_caller import HELLO, RawCaller, frame
 
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire import Limits
-from dure.runtime.wire.frame import Header, Kind, Outgoing, encode_meta, job_code, pack_header
+from dure.runtime.wire.frame import Header, Kind, encode_meta, job_code, pack_header
 
 NEVER = 1 << 60  # bytes: nothing is lent, everything travels
 NUMEL = 10_000_000  # more than both sockets' buffers hold
@@ -57,23 +57,10 @@ def start(world, process, line):
     return int(answer)
 
 
-def frame(kind, meta, payload=b"", *, rank=1, request=0):
-    header = Header(kind, job_code("job"), rank, 0, request)
-    outgoing, out = Outgoing(header, encode_meta(meta), [memoryview(payload)]), bytearray()
-    while view := outgoing.peek():
-        out += view
-        outgoing.advance(len(view))
-    return out
-
-
-def hello(name="worker 1"):
-    return frame(Kind.HELLO, {"job": "job", "name": name, "rank": 1, "incarnation": 0, "about": {}, "nonce": ""})
-
-
-def push(values):
+def push(values, seals):
     payload = bytes(torch.full((values,), 1.0).numpy().data)
     meta = {"service": "service", "method": "push", "fields": {}, "tensors": [["float32", values]]}
-    return frame(Kind.REQUEST, meta, payload, request=1)
+    return frame(Kind.REQUEST, meta, payload, request=1, seals=seals)
 
 
 def resident():
@@ -123,13 +110,13 @@ def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, near
 def test_a_host_that_dies_is_missed_within_a_second(world):
     script = (
         "import sys; sys.path[:0] = sys.argv[1].split(':')\n"
-        "from dure.runtime.wire import Identity, Wire\n"
+        "from dure.runtime.wire import Credentials, Identity, Wire\n"
         "class Host:\n"
         "    admit = lambda self, caller: None\n"
         "    expects = lambda self, service, method: ()\n"
         "    request = lambda self, *rest: None\n"
         "    lost = lambda self, loss: None\n"
-        "wire = Wire(Identity('job', 'server 0'), Host())\n"
+        "wire = Wire(Identity('job', 'server 0'), Host(), credentials=Credentials(bytes(range(32))))\n"
         "print(wire.listen(), flush=True)\n"
         "while True: wire.poll(1.0)\n"
     )
@@ -150,28 +137,26 @@ def test_a_host_that_dies_is_missed_within_a_second(world):
 
 def raw_caller(world, server, port):
     """A plain socket, welcomed as worker 1."""
-    sock = socket.create_connection(("127.0.0.1", port))
-    sock.settimeout(5.0)
-    sock.sendall(hello())
-    world.until(lambda: any(identity.name == "worker 1" for identity in server.callers), server)
-    return sock
+    raw = RawCaller(port, lambda condition: world.until(condition, server))
+    raw.enter()
+    return raw
 
 
 def test_flipped_bits_on_the_wire_are_refused_and_change_nothing(world):
     server, host, port = world.server()
     host.specs["push"] = [TensorSpec("float32", 50)]
-    chance, good = random.Random(5), push(50)
+    chance = random.Random(5)
     for trial in range(200):
-        bit = chance.randrange(len(good) * 8)
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        with raw_caller(world, server, port) as sock:
-            sock.sendall(bad)
+        with raw_caller(world, server, port) as raw:
+            bad = push(50, raw.seals)
+            bit = chance.randrange(len(bad) * 8)
+            bad[bit // 8] ^= 1 << bit % 8
+            raw.sock.sendall(bad)
             world.until(lambda trial=trial: len(host.losses) == trial + 1, server)
     assert not host.requests
     assert server.damaged + server.refused == 200
-    with raw_caller(world, server, port) as sock:
-        sock.sendall(good)
+    with raw_caller(world, server, port) as raw:
+        raw.sock.sendall(push(50, raw.seals))
         world.until(lambda: host.requests, server)
 
 
@@ -182,8 +167,9 @@ def test_a_lying_length_is_refused_without_memory(world, payload_nbytes):
     meta = encode_meta({"service": "service", "method": "push", "fields": {}, "tensors": [["float32", 50]]})
     header = Header(Kind.REQUEST, job_code("job"), 1, 0, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta))
     before = resident()
-    with raw_caller(world, server, port) as sock:
-        sock.sendall(pack_header(header) + meta + bytes(1000))
+    with raw_caller(world, server, port) as raw:
+        tag = raw.seals.start(pack_header(header), meta, payload=True).control
+        raw.sock.sendall(pack_header(header) + meta + tag + bytes(1000))
         world.until(lambda: host.losses, server)
     assert "weigh 200 bytes" in host.losses[0].reason
     assert resident() - before < 10 << 20
@@ -191,39 +177,40 @@ def test_a_lying_length_is_refused_without_memory(world, payload_nbytes):
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("kind", "meta", "rank"),
     [
-        frame(Kind.REPLY, {"fields": {}, "tensors": []}),
-        frame(Kind.HELLO, {}),
-        frame(Kind.REQUEST, {"service": 3, "method": "push", "fields": {}, "tensors": []}),
-        frame(Kind.REQUEST, {"service": "service", "method": "ping", "fields": [], "tensors": []}),
-        frame(Kind.CANCEL, {}, rank=2),
+        (Kind.REPLY, {"fields": {}, "tensors": []}, 1),
+        (Kind.HELLO, {}, 1),
+        (Kind.REQUEST, {"service": 3, "method": "push", "fields": {}, "tensors": []}, 1),
+        (Kind.REQUEST, {"service": "service", "method": "ping", "fields": [], "tensors": []}, 1),
+        (Kind.CANCEL, {}, 2),
+        (Kind.PROOF, {}, 1),
     ],
 )
-def test_frames_that_make_no_sense_end_the_connection(world, data):
+def test_frames_that_make_no_sense_end_the_connection(world, kind, meta, rank):
     server, host, port = world.server()
-    with raw_caller(world, server, port) as sock:
-        sock.sendall(data)
+    with raw_caller(world, server, port) as raw:
+        raw.send(kind, meta, rank=rank)
         world.until(lambda: host.losses, server)
     assert server.damaged == 1
     assert not host.requests
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("kind", "meta"),
     [
-        frame(Kind.REQUEST, {"service": "service", "method": "ping", "fields": {}, "tensors": []}),
-        frame(Kind.HELLO, {}),
-        frame(Kind.HELLO, {"job": "job", "name": 3, "rank": 0, "incarnation": 0, "about": {}}),
-        frame(Kind.HELLO, {"job": "job", "name": "x", "rank": -1, "incarnation": 0, "about": {}}),
-        frame(Kind.HELLO, {"job": "job", "name": "x", "rank": 0, "incarnation": 0, "about": {"a": "x" * 20_000}}),
-        b"GET / HTTP/1.1\r\n\r\n".ljust(200),
+        (Kind.REQUEST, {"service": "service", "method": "ping", "fields": {}, "tensors": []}),
+        (Kind.HELLO, {}),
+        (Kind.HELLO, HELLO | {"name": 3}),
+        (Kind.HELLO, HELLO | {"rank": -1}),
+        (Kind.HELLO, HELLO | {"about": {"a": "x" * 20_000}}),
     ],
 )
-def test_nobody_comes_in_without_an_introduction(world, data):
+def test_nobody_comes_in_without_an_introduction(world, kind, meta):
     server, host, port = world.server()
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(data)
+    with RawCaller(port, lambda condition: world.until(condition, server)) as raw:
+        raw.prove()
+        raw.send(kind, meta)
         world.until(lambda: server.damaged == 1, server)
     assert not server.callers
     assert not host.losses
@@ -250,39 +237,3 @@ def test_garbage_and_half_open_connections_cost_nothing(world):
     assert [identity.name for identity in server.callers] == ["worker 0"]
     assert isinstance(world.ask(caller), Reply)
     assert not host.losses
-
-
-def test_a_recorded_introduction_is_worth_nothing_when_there_is_a_key(world):
-    server, host, port = world.server(key=b"key")
-    caller = world.wire("worker 0", key=b"key")
-    recorded = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        # A man in the middle: passes everything on and keeps what the caller said.
-        def relay():
-            inner, _ = listener.accept()
-            outer = socket.create_connection(("127.0.0.1", port))
-            inner.settimeout(0.02)
-            outer.settimeout(0.02)
-            with inner, outer:
-                until = time.monotonic() + 3
-                while time.monotonic() < until and not host.requests:
-                    for a, b in ((inner, outer), (outer, inner)):
-                        with contextlib.suppress(TimeoutError):
-                            data = a.recv(65536)
-                            if a is inner:
-                                recorded.append(data)
-                            b.sendall(data)
-
-        thread = threading.Thread(target=relay)
-        thread.start()
-        world.join(caller, server, listener.getsockname()[1])
-        world.call(caller)
-        world.until(lambda: host.requests)
-        thread.join()
-    assert len(recorded) >= 2
-    world.until(lambda: host.losses)
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(b"".join(recorded))
-        world.until(lambda: server.damaged == 1, server)
-    assert len(host.requests) == 1
-    assert not server.callers

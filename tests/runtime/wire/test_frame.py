@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dure.errors import DamagedFrame, Refused
 from dure.runtime.wire import frame as frames
 from dure.runtime.wire.frame import Header, Kind, Outgoing, Parser, encode_meta, job_code, pack_header
-from dure.runtime.wire.seal import KeyedSeals, session_seals
+from dure.runtime.wire.proof import Prover
+from dure.runtime.wire.seal import KeyedSeals
 
 JOB = job_code("job")
 HEADER = Header(Kind.REQUEST, JOB, rank=3, incarnation=2, request=7)
@@ -117,7 +118,17 @@ def test_random_bytes_are_refused(data):
 @given(st.binary(max_size=300), st.integers(0, 30), st.integers(0, 2**64 - 1))
 def test_a_well_checked_header_with_nonsense_in_it_allocates_nothing(meta, kind, payload_nbytes):
     fields = struct.pack(
-        "<4sHBxQiIQIQQ", b"dure", 1, kind, JOB, 1, 1, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta)
+        "<4sHBxQiIQIQQ",
+        b"dure",
+        frames.VERSION,
+        kind,
+        JOB,
+        1,
+        1,
+        1,
+        len(meta),
+        payload_nbytes,
+        xxhash.xxh3_64_intdigest(meta),
     )
     data = fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + meta
     parser = Parser(JOB)
@@ -155,7 +166,7 @@ def test_errors_name_what_came_and_what_was_awaited():
         feed(Parser(JOB), b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n".ljust(100))
     other = bytearray(pack_header(HEADER))
     other[4] = 9
-    with pytest.raises(Refused, match="version 9, this side 1"):
+    with pytest.raises(Refused, match="version 9, this side 2"):
         feed(Parser(JOB), other)
     with pytest.raises(Refused, match=f"{job_code('other'):016x}"):
         feed(Parser(JOB), pack_header(HEADER._replace(job=job_code("other"))))
@@ -201,18 +212,23 @@ def test_keyed_frames_can_be_neither_repeated_left_out_nor_turned_round():
     def frame(seals):
         return raw(Outgoing(HEADER, b"{}", [memoryview(b"payload")], seals))
 
-    up, down = session_seals(b"key", b"host", b"caller", calling=True)
+    host, caller, fresh, other = (
+        Prover(key, calling=calling) for key, calling in [(b"k", False), (b"k", True), (b"k", True), (b"o", False)]
+    )
+    assert host.meet(caller.mine)
+    assert caller.meet(host.mine)
+    up, down = caller.seals()
     one, two = frame(up), frame(up)
     for data in (one + one, two, frame(down)):
-        _, receiving = session_seals(b"key", b"host", b"caller", calling=False)
         with pytest.raises(DamagedFrame, match="authentication"):
-            feed(Parser(JOB, seals=receiving), data)
-    for key, nonce in ((b"other", b"caller"), (b"key", b"fresh")):
-        _, receiving = session_seals(key, b"host", nonce, calling=False)
+            feed(Parser(JOB, seals=host.seals()[1]), data)
+    assert len(feed(Parser(JOB, seals=host.seals()[1]), one + two)) == 2
+    host.meet(fresh.mine)  # another connection of the same run
+    other.mine = host.mine
+    other.meet(caller.mine)  # the same connection, and another run's key
+    for receiver in (host, other):
         with pytest.raises(DamagedFrame, match="authentication"):
-            feed(Parser(JOB, seals=receiving), one)
-    _, receiving = session_seals(b"key", b"host", b"caller", calling=False)
-    assert len(feed(Parser(JOB, seals=receiving), one + two)) == 2
+            feed(Parser(JOB, seals=receiver.seals()[1]), one)
 
 
 def test_fields_that_json_cannot_say_are_explained():

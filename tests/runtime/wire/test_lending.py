@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from runtime.wire.test_faults import callers, start
+from support.raw_caller import CREDENTIALS
 
 from dure.errors import CallTimeout, DamagedFrame, PeerLost, RemoteError
 from dure.optim import OptimizerSpec
@@ -86,10 +87,10 @@ def test_a_reply_can_be_read_where_it_lies_until_it_is_released(world):
     world.until(lambda: released == ["copied", "borrowed"])
 
 
-@pytest.mark.parametrize(("numel", "nearby", "key"), [(1000, True, None), (NUMEL, False, None), (NUMEL, True, b"key")])
-def test_who_cannot_borrow_is_told_before_and_has_to_give_tensors(world, numel, nearby, key):
+@pytest.mark.parametrize(("numel", "nearby"), [(1000, True), (NUMEL, False)])
+def test_who_cannot_borrow_is_told_before_and_has_to_give_tensors(world, numel, nearby):
     world.nearby = nearby
-    server, host, caller = world.pair(key=key)
+    server, host, caller = world.pair()
     room, released = server.room_like(torch.empty(numel)), []
     host.answer = lambda call, respond: respond(Reply({}, [room], lambda: released.append(1)))
     assert not caller.borrows("server 0", 4 * numel)
@@ -131,10 +132,9 @@ def test_what_a_living_process_may_still_read_is_never_released(world, evicted):
     assert released == ["copied"]
 
 
-@pytest.mark.parametrize(("nearby", "key"), [(False, None), (True, b"secret")], ids=["tcp", "keyed"])
-def test_over_tcp_and_with_a_key_everything_travels(world, nearby, key):
-    world.nearby = nearby
-    server, host, caller = world.pair(key=key)
+def test_over_tcp_everything_travels(world):
+    world.nearby = False
+    server, host, caller = world.pair()
     host.specs["push"] = [SPEC]
     room = server.room_like(torch.empty(NUMEL)).fill_(2.0)
     host.answer = lambda call, respond: respond(Reply({}, [room]))
@@ -272,7 +272,7 @@ def mappings():
 
 
 def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
-    server, worker = (ProcessNode(Identity("job", name)) for name in ("server 0", "worker 0"))
+    server, worker = (ProcessNode(Identity("job", name), CREDENTIALS) for name in ("server 0", "worker 0"))
     shard = Shard(server, torch.zeros(NUMEL), OptimizerSpec("sgd", lr=0.5))
     there = server.serve("shard", shard)
     worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())

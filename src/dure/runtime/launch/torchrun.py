@@ -21,6 +21,7 @@ from typing import Any
 
 from dure.errors import CallTimeout, PeerLost, UsageError
 from dure.runtime.base import nothing
+from dure.runtime.launch.engine_store import listening_store
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +30,9 @@ MEETING_SECONDS = 120.0
 
 ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable by which the engine is told which network its collectives use."""
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""The environment variable by which torchrun says that its agent has the store."""
 
 PARTING_SECONDS = 5.0
 """How long rank 0 waits for the others to have read its last note."""
@@ -192,6 +196,14 @@ def _engine_store(place: Place) -> Any:
 
     if place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
+    if _hosts_store(place):
+        with suppress(OSError):  # the port is taken: by a store of this process, which the engine uses again
+            return listening_store(place.interface, int(os.environ["MASTER_PORT"]), place.world_size)
     meetings = dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS))  # type: ignore[attr-defined]
     store, _, _ = next(meetings)
     return store
+
+
+def _hosts_store(place: Place, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the ranks' store is to be in this process: torchrun's agent has one, other launchers have none."""
+    return place.rank == 0 and environ.get(AGENT_STORE) != "True"

@@ -14,8 +14,21 @@
 | `values` | what these speak of |
 """
 
+from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.outbound import Pending
 from dure.runtime.wire.values import Host, Identity, Limits, Loss, OnDone, Request, Respond, Traffic
 from dure.runtime.wire.wire import Wire
 
-__all__ = ["Host", "Identity", "Limits", "Loss", "OnDone", "Pending", "Request", "Respond", "Traffic", "Wire"]
+__all__ = [
+    "Credentials",
+    "Host",
+    "Identity",
+    "Limits",
+    "Loss",
+    "OnDone",
+    "Pending",
+    "Request",
+    "Respond",
+    "Traffic",
+    "Wire",
+]

@@ -1,13 +1,14 @@
 """Frames: how calls and tensors look as bytes. No input or output in here.
 
-    ┌────────────────────────────┬───────────────┬──────────────────────────┬─────────────┐
-    │ header, 60 bytes           │ meta          │ payload                  │ trailer     │
-    │ fixed fields, own xxh3-64  │ JSON in UTF-8 │ tensors, back to back    │ see `seal`  │
-    └────────────────────────────┴───────────────┴──────────────────────────┴─────────────┘
+    ┌────────────────────────────┬───────────────┬────────────┬──────────────────────────┬────────────┐
+    │ header, 60 bytes           │ meta          │ tag        │ payload                  │ trailer    │
+    │ fixed fields, own xxh3-64  │ JSON in UTF-8 │ see `seal` │ tensors, back to back    │ see `seal` │
+    └────────────────────────────┴───────────────┴────────────┴──────────────────────────┴────────────┘
 
 The header carries its own checksum, so its lengths may be believed before anything else has arrived, and the
-checksum of the meta. The trailer seals the payload: it comes last, so that bytes are hashed piece by piece while they
-are still in the cache, by the sender as they leave and by the receiver as they arrive.
+checksum of the meta. The tag seals both: the meta is read only once it has matched. The trailer seals the payload: it
+comes last, so that bytes are hashed piece by piece while they are still in the cache, by the sender as they leave and
+by the receiver as they arrive. A frame is sealed as it begins to leave, so that one that waits can be taken back.
 
 A sender that gives up half-way (its caller cancelled, and wants its tensor back) fills the rest with zeros and
 closes with the *other* trailer: the frame counts as never sent and the connection stays usable.
@@ -29,7 +30,7 @@ from dure.errors import DamagedFrame, Refused
 from dure.runtime.wire.seal import PlainSeals, Seal, Seals
 
 MAGIC = b"dure"
-VERSION = 1
+VERSION = 2
 PIECE_NBYTES = 1 << 20  # bytes moved, then hashed, at a time: they fit the cache
 SMALL_NBYTES = 1 << 16  # payloads up to here are copied and leave together with their header
 META_NBYTES = 1 << 20
@@ -48,7 +49,7 @@ _decode = json.JSONDecoder().raw_decode
 class Kind(enum.IntEnum):
     """What a frame is."""
 
-    CHALLENGE = 1  # host -> caller, at once: a nonce, and whether frames must be authenticated
+    CHALLENGE = 1  # host -> caller, at once: a nonce (`proof`)
     HELLO = 2  # caller -> host: who I am
     WELCOME = 3  # host -> caller: who I am; calls may begin
     REQUEST = 4
@@ -58,6 +59,7 @@ class Kind(enum.IntEnum):
     REFUSAL = 8  # either way: I close this connection, and why
     GOODBYE = 9  # either way: I have finished
     RETURNED = 10  # caller -> host: the memory that a reply lent has been read
+    PROOF = 11  # either way, after CHALLENGE: this end has the key (`proof`)
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -140,10 +142,11 @@ class Outgoing:
     """A frame on its way out: `peek` at the next bytes, send some, `advance` by as many.
 
     `payload` is lent until `on_sent` was called. Small payloads are copied here, so their tensors are free at once.
+    Frames are sealed, and counted by `seals`, in the order in which they are first peeked at: `started`.
     """
 
     __slots__ = (
-        "_aborted", "_head", "_last", "_left", "_payload", "_seal",
+        "_aborted", "_copied", "_head", "_header", "_last", "_left", "_meta", "_payload", "_seal", "_seals",
         "kind", "nbytes", "on_sent", "request", "started",
     )  # fmt: skip
 
@@ -153,28 +156,31 @@ class Outgoing:
         payload = [view for view in payload if len(view)]
         size = sum(map(len, payload))
         check = xxhash.xxh3_64_intdigest(meta)
-        raw = pack_header(Header(*header[:5], len(meta), size, check))
-        seal = (seals or PlainSeals()).start(raw, meta)
+        self._header = pack_header(Header(*header[:5], len(meta), size, check))
+        self._meta = meta
+        self._seals = seals or PlainSeals()
+        sealed = self._seals.control_nbytes + (self._seals.trailer_nbytes if size else 0)
         self.kind = header.kind
         self.request = header.request
-        self.nbytes = (len(raw) + len(meta) + seal.nbytes(size), size)
+        self.nbytes = (HEADER_NBYTES + len(meta) + sealed, size)
         self.on_sent: Callable[[], None] = _nothing
         self.started = False
-        self._seal: Seal | None = seal
+        self._seal: Seal | None = None
         self._aborted = self._last = False
-        self._payload = deque(payload)
+        self._copied = size <= SMALL_NBYTES
+        self._payload = deque([memoryview(b"".join(payload))] if self._copied and size else payload)
         self._left = size
-        self._head = memoryview(raw + meta)
-        if size <= SMALL_NBYTES:
-            self._join()
+        self._head = _NO_SPACE
 
     @property
     def lent(self) -> bool:
         """Whether tensors are still being read."""
-        return bool(self._payload)
+        return bool(self._payload) and not self._copied
 
     def peek(self) -> memoryview:
         """The next bytes to send; empty when all have left."""
+        if not self.started:
+            self._start()
         if not self._head and not self._left and not self._last:
             self._close()
         if self._head or not self._left:
@@ -183,7 +189,6 @@ class Outgoing:
 
     def advance(self, nbytes: int) -> None:
         """`nbytes` of what `peek` showed have left."""
-        self.started = True
         if self._head:
             self._head = self._head[nbytes:]
             return
@@ -199,28 +204,27 @@ class Outgoing:
 
     def abort(self) -> None:
         """Let go of the tensors now; what is left of the payload becomes zeros and the receiver drops the frame."""
-        if self._payload:
+        if self._payload and not self._copied:
             self._aborted = True
             self._payload.clear()
 
-    def _join(self) -> None:
-        assert self._seal is not None
-        for view in self._payload:
-            self._seal.update(view)
-        self._head = memoryview(b"".join((self._head, *self._payload, self._trailer())))
-        self._payload.clear()
-        self._left = 0
-        self._last = True
+    def _start(self) -> None:
+        self.started = True
+        seal = self._seal = self._seals.start(self._header, self._meta, payload=self._left > 0)
+        parts: list[bytes | memoryview] = [self._header, self._meta, seal.control]
+        if self._copied:
+            for view in self._payload:
+                seal.update(view)
+                parts += [view, seal.close(False)]
+            self._payload.clear()
+            self._left = 0
+            self._last = True
+        self._head = memoryview(b"".join(parts))
 
     def _close(self) -> None:
-        self._head = memoryview(self._trailer())
-        self._last = True
-
-    def _trailer(self) -> bytes:
         assert self._seal is not None
-        trailer = self._seal.close(self._aborted) if self._seal.nbytes(self.nbytes[1]) else b""
-        self._seal = None
-        return trailer
+        self._head = memoryview(self._seal.close(self._aborted))
+        self._last = True
 
 
 @dataclass(slots=True)
@@ -229,14 +233,16 @@ class Frame:
 
     header: Header
     meta: dict[str, Any]
+    raw: bytes = b""
+    """The meta of one that has proved nothing yet, whose JSON is not read."""
     complete: bool = False
     aborted: bool = False
-    trailer_nbytes: int = 0
+    sealed_nbytes: int = 0
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes besides the payload, bytes of payload."""
-        return HEADER_NBYTES + self.header.meta_nbytes + self.trailer_nbytes, self.header.payload_nbytes
+        return HEADER_NBYTES + self.header.meta_nbytes + self.sealed_nbytes, self.header.payload_nbytes
 
 
 class _Stage(enum.Enum):
@@ -253,13 +259,15 @@ class Parser:
     A frame with a payload comes out of `take` twice: incomplete, to be answered with `place` or `drop` (until then
     `space` is empty and nothing is received), and complete, once its trailer matched. Raises `DamagedFrame`
     or `Refused`, after which the bytes have no meaning any more. It allocates its meta (limited), never a payload.
-    `job` is the only `job_code` taken; None, before it is agreed, takes all.
+    `job` is the only `job_code` taken; None, before it is agreed, takes all. Without `reads` a meta is handed out as it
+    is.
     """
 
     def __init__(self, job: int | None, *, seals: Seals | None = None, meta_limit: int = META_NBYTES) -> None:
         self.job = job
         self.seals: Seals = seals or PlainSeals()
         self.meta_limit = meta_limit
+        self.reads = True
         self._inbox = memoryview(bytearray(INBOX_NBYTES))
         self._start = self._stop = 0
         self._stage = _Stage.HEADER
@@ -360,25 +368,27 @@ class Parser:
             raise DamagedFrame(f"a {header.kind.name} announces {header.payload_nbytes} bytes of payload, it has none.")
         self._header = header
         self._seal = None
-        if header.meta_nbytes <= self._stop - self._start:  # the commonest
-            self._meta = self._pop(header.meta_nbytes)
+        size = header.meta_nbytes + self.seals.control_nbytes
+        if size <= self._stop - self._start:  # the commonest
+            self._meta = self._pop(size)
             self._targets.clear()
             self._left = 0
         else:
-            self._meta = bytearray(header.meta_nbytes)
+            self._meta = bytearray(size)
             self._targets = deque([memoryview(self._meta)])
-            self._left = header.meta_nbytes
+            self._left = size
         self._stage = _Stage.META
 
     def _read_meta(self) -> bool:
         """Whether the owner must be asked where the payload goes."""
         header = self._header
         assert header is not None
-        raw = bytes(self._meta)
+        raw, control = bytes(self._meta[: header.meta_nbytes]), bytes(self._meta[header.meta_nbytes :])
         if xxhash.xxh3_64_intdigest(raw) != header.meta_check:
             raise DamagedFrame("a frame's meta does not match its checksum.")
-        self._frame = Frame(header, decode_meta(raw))
-        self._seal = self.seals.start(self._raw_header, raw)
+        self._seal = self.seals.start(self._raw_header, raw, payload=header.payload_nbytes > 0)
+        self._seal.check_control(control)
+        self._frame = Frame(header, decode_meta(raw)) if self.reads else Frame(header, {}, raw)
         self._dropping = False
         self._stage = _Stage.PLACING if header.payload_nbytes else _Stage.TRAILER
         return self._stage is _Stage.PLACING
@@ -406,19 +416,21 @@ class Parser:
                 self._targets.popleft()
 
     def _at_trailer(self) -> bool:
-        assert self._seal is not None
+        return self._stop - self._start >= self._trailer_nbytes()
+
+    def _trailer_nbytes(self) -> int:
         assert self._header is not None
-        return self._stop - self._start >= self._seal.nbytes(self._header.payload_nbytes)
+        return self.seals.trailer_nbytes if self._header.payload_nbytes else 0
 
     def _finish(self) -> Frame:
         assert self._seal is not None
         assert self._header is not None
         assert self._frame is not None
         frame, self._frame = self._frame, None
-        size = self._seal.nbytes(self._header.payload_nbytes)
+        size = self._trailer_nbytes()
         frame.aborted = self._seal.check(self._pop(size)) if size else False
         frame.complete = True
-        frame.trailer_nbytes = size
+        frame.sealed_nbytes = self.seals.control_nbytes + size
         self._stage = _Stage.HEADER
         self._dropping = False
         return frame

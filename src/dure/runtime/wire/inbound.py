@@ -1,13 +1,12 @@
 """The host's end of a connection: who may come in, and requests on their way to the owner.
 
-accepted ── CHALLENGE ──► greeting ── HELLO ──► being admitted ── WELCOME ──► open ──► ended
-                             │ deadline, garbage      │ refused                │ lost, evicted, goodbye
-                             ▼                        ▼                        ▼
+accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ── HELLO ──► being admitted ── WELCOME ──► open ──► ended
+                             │ no key, deadline, garbage               │ refused            │ lost, evicted, goodbye
+                             ▼                                         ▼                    ▼
 """
 
 from __future__ import annotations
 
-import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import has_memory
-from dure.runtime.wire.seal import greeting_seals, session_seals
+from dure.runtime.wire.proof import NONCE_NBYTES, Prover
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss
 
@@ -138,7 +137,7 @@ class Inbound:
         self.answers: dict[int, Answer] = {}
         self.copied: dict[int, Callable[[], None]] = {}  # releases of replies that the caller copies
         self.lent: dict[int, Callable[[], None]] = {}  # and of those that it goes on reading
-        self._nonce = secrets.token_bytes(16)
+        self._prover = Prover(shared.credentials.key, calling=False)
         self._lease: Lease | None = None
         self._dropping = False
         self._full = False
@@ -146,16 +145,16 @@ class Inbound:
         self.link = Link(shared, sock, self)
         callers.came(self)
         self._deadline = shared.pump.timers.after(shared.limits.handshake_seconds, self._too_late)
-        self.link.send(Kind.CHALLENGE, {"nonce": self._nonce.hex(), "keyed": shared.key is not None})
-        if shared.key is not None:
-            greeting = greeting_seals(shared.key, self._nonce)
-            self.link.seal((greeting, greeting))  # what goes back to whoever has another key looks forged to them
+        self.link.send(Kind.CHALLENGE, self._prover.mine)
 
     def connected(self) -> None:
         """It was from the beginning."""
 
     def frame(self, frame: Frame) -> None:
         header = frame.header
+        if not self.link.proven:
+            self._proved(frame)
+            return
         if not self.admitted:
             self._greeted(frame)
             return
@@ -226,14 +225,21 @@ class Inbound:
     def _too_late(self) -> None:
         self.link.end(PeerLost(f"it did not introduce itself within {self.shared.limits.handshake_seconds} s"))
 
+    def _proved(self, frame: Frame) -> None:
+        nonce, proof = frame.raw[:NONCE_NBYTES], frame.raw[NONCE_NBYTES:]
+        if frame.header.kind is not Kind.PROOF or not self._prover.meet(nonce):
+            raise DamagedFrame(f"a {frame.header.kind.name} before the proof that its sender has the key.")
+        if not self._prover.accepts(proof):
+            raise Refused("a caller came without the key of this run.")
+        self.link.send(Kind.PROOF, self._prover.proof)
+        self.link.prove(self._prover.seals())
+
     def _greeted(self, frame: Frame) -> None:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         self.caller = Identity.from_meta(frame.meta)
         self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
-        if self.shared.key is not None:
-            nonce = str(frame.meta.get("nonce")).encode()
-            self.link.seal(session_seals(self.shared.key, self._nonce, nonce, calling=False))
+        self.link.trusted = self.link.trusted and frame.meta.get("trusts") is True
         self.shared.pump.timers.cancel(self._deadline)
         self.link.pause()
         self.shared.pump.events.append(self._admit)
@@ -252,8 +258,10 @@ class Inbound:
             self.admitted = True
             self.link.count_with(self.caller.name)
             self.link.open_up()
-            maps = self.link.neighbor is not None
-            self.link.send(Kind.WELCOME, self.shared.identity.to_meta() | {"maps": maps})
+            about_link = {"maps": self.link.neighbor is not None, "trusts": self.link.trusted}
+            self.link.send(Kind.WELCOME, self.shared.identity.to_meta() | about_link)
+            if self.link.trusted:
+                self.link.trust()
             self.link.resume()
 
     def _announced(self, frame: Frame) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
 from dure.runtime.base import TensorSpec
+from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
     META_NBYTES,
@@ -26,7 +27,8 @@ from dure.runtime.wire.frame import (
 )
 from dure.runtime.wire.lending import Borrower, Lender
 from dure.runtime.wire.nearby import process_behind
-from dure.runtime.wire.seal import PlainSeals, Seals
+from dure.runtime.wire.proof import REFUSAL, UNPROVEN_NBYTES
+from dure.runtime.wire.seal import KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.staging import Staging
 from dure.runtime.wire.values import Host, Identity, Limits, Traffic
 
@@ -42,12 +44,12 @@ _WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
 class Shared:
     """What all links of one wire share."""
 
-    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Pump, key: bytes | None) -> None:
+    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Pump, credentials: Credentials) -> None:
         self.identity = identity
         self.host = host
         self.limits = limits
         self.pump = pump
-        self.key = key
+        self.credentials = credentials
         self.job = job_code(identity.job)
         self.staging = Staging(limits.staging_nbytes)
         self.lender = Lender()
@@ -79,14 +81,17 @@ class Link:
         self.shared = shared
         self.sock = sock
         self.side = side
-        self.parser = Parser(None, meta_limit=GREETING_NBYTES)
+        self.parser = Parser(None, meta_limit=UNPROVEN_NBYTES)
+        self.parser.reads = False
         self.traffic = Traffic()  # until the peer's name is known
         self.seals: Seals = PlainSeals()
         self.queue: deque[Outgoing] = deque()
         self.closed = False
         self.paused = False
-        self.neighbor = process_behind(sock) if shared.key is None else None  # whose memory may be read here
+        self.proven = False  # both ends have shown that they have the key
+        self.neighbor = process_behind(sock)  # whose memory may be read here
         self.lends = False  # whether the neighbor reads memory of this process
+        self.trusted = shared.credentials.integrity == "checksum" or sock.family == socket.AF_UNIX
         self._connecting = connecting
         self._closing = False  # a last word is in the queue; what comes in is ignored
         self._low = 1
@@ -94,9 +99,16 @@ class Link:
         shared.links.add(self)
         self._watch()
 
-    def seal(self, keys: tuple[Seals, Seals]) -> None:
-        """From the next frame on, seal with the first and check with the second."""
-        self.seals, self.parser.seals = keys
+    def prove(self, seals: tuple[KeyedSeals, KeyedSeals]) -> None:
+        """Both ends have the key: from the next frame on, seal with the first and check with the second."""
+        self.proven = self.parser.reads = True
+        self.parser.meta_limit = GREETING_NBYTES
+        self.seals, self.parser.seals = self._keyed = seals
+
+    def trust(self) -> None:
+        """Both ends take what carries their payloads for safe: a checksum will do for them."""
+        for seals in self._keyed:
+            seals.trust()
 
     def open_up(self) -> None:
         """The peer is known: metas may be longer, and all frames are of one job."""
@@ -137,17 +149,18 @@ class Link:
 
     def withdraw(self, frame: Outgoing) -> bool:
         """Take back a frame of which nothing has left; otherwise let go of its tensors. Whether it was taken back."""
-        if frame in self.queue and not frame.started and isinstance(self.seals, PlainSeals):
+        if frame in self.queue and not frame.started:
             self.queue.remove(frame)
             return True
         frame.abort()
         return False
 
     def refuse(self, error: RemoteError) -> None:
-        """Say why, then close; the peer has `linger_seconds` to read it."""
+        """Say why, then close; the peer has `linger_seconds` to read it. Without the key it hears but `REFUSAL`."""
         if self.closed or self._closing:
             return
-        self._last_word(Kind.REFUSAL, {"error": type(error).__name__, "message": str(error)[:4096]})
+        reason = {"error": type(error).__name__, "message": str(error)[:4096]}
+        self._last_word(Kind.REFUSAL, reason if self.proven else REFUSAL)
         self.shared.pump.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
         self.side.ended(error, False)
 
@@ -210,7 +223,9 @@ class Link:
         self, kind: Kind, meta: Mapping[str, Any] | bytes, payload: Sequence[memoryview], request: int
     ) -> Outgoing:
         me = self.shared.identity
-        header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
+        header = Header(kind, 0, 0, 0)  # nothing of the run for one that may not have the key
+        if self.proven:
+            header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
         raw = meta if isinstance(meta, bytes) else encode_meta(meta)
         return Outgoing(header, raw, payload, self.seals)
 
@@ -222,7 +237,7 @@ class Link:
         if len(self.queue) == 1 and not self._connecting:
             self._write()
 
-    def _last_word(self, kind: Kind, meta: Mapping[str, Any]) -> None:
+    def _last_word(self, kind: Kind, meta: Mapping[str, Any] | bytes) -> None:
         self._closing = True
         self.paused = False
         self._post(self._frame(kind, meta, (), 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import connect_nearby, is_loopback
-from dure.runtime.wire.seal import greeting_seals, session_seals
+from dure.runtime.wire.proof import Prover
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 _KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 """The errors that reach the caller as what the host raised; every other is a `RemoteError`."""
+
+
+_SAME_KEY = "Give all processes of a run the same key, and each the address of its own run's processes."
 
 
 class Pending:
@@ -79,7 +81,8 @@ class Outbound:
         self._rooms: dict[int, Lease] = {}  # what the host reads the tensors of a request in
         self._receiving: Pending | None = None
         self._dropping = False
-        self._nonce = secrets.token_bytes(16).hex()
+        self._prover = Prover(shared.credentials.key, calling=True)
+        self._challenged = False
         self.link = Link(shared, _begin(address), self, connecting=True)
 
     def request(self, request: Request, on_done: OnDone) -> Pending:
@@ -166,7 +169,9 @@ class Outbound:
 
     def frame(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if kind is Kind.REFUSAL:
+        if not self.link.proven:
+            self._proved(frame)
+        elif kind is Kind.REFUSAL:
             self.link.end(self._told(frame.meta))
         elif kind is Kind.GOODBYE:
             self.link.end(PeerLost("it has finished"), finished=True)
@@ -205,9 +210,7 @@ class Outbound:
         self.finish(pending, error)
 
     def _greeted(self, frame: Frame) -> None:
-        if frame.header.kind is Kind.CHALLENGE:
-            self._introduce(frame.meta)
-        elif frame.header.kind is Kind.WELCOME:
+        if frame.header.kind is Kind.WELCOME:
             host = Identity.from_meta(frame.meta)
             if host.name != self.name:
                 raise Refused(
@@ -215,27 +218,32 @@ class Outbound:
                 )
             self.host = host
             self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
+            if self.link.trusted and frame.meta.get("trusts") is True:
+                self.link.trust()
             self.link.count_with(self.name)
             self.link.open_up()
             self.shared.pump.events.append(self.on_open)
         else:
             raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
 
-    def _introduce(self, challenge: dict[str, Any]) -> None:
-        key, keyed = self.shared.key, challenge.get("keyed")
-        if keyed is not (key is not None):
-            has = "has a key, this process has none" if keyed else "has no key, this process has one"
-            raise Refused(f"{self.name} {has}: give all processes of the job the same key.")
-        maps = self.link.neighbor is not None
-        meta = self.shared.identity.to_meta() | {"nonce": self._nonce, "maps": maps}
-        if key is None:
-            self.link.send(Kind.HELLO, meta)
-            return
-        nonce = _nonce(challenge)
-        ours, theirs = session_seals(key, nonce, self._nonce.encode(), calling=True)
-        self.link.seal((greeting_seals(key, nonce), theirs))
-        self.link.send(Kind.HELLO, meta)
-        self.link.seal((ours, theirs))
+    def _proved(self, frame: Frame) -> None:
+        """Answer the host's nonce, and check its proof; then say who calls."""
+        kind = frame.header.kind
+        if kind is Kind.REFUSAL:
+            self.link.end(Refused(f"{self.name} did not take this process's key. {_SAME_KEY}"))
+        elif kind is Kind.GOODBYE:
+            self.link.end(PeerLost("it has finished"), finished=True)
+        elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
+            self._challenged = True
+            self.link.send(Kind.PROOF, self._prover.mine + self._prover.proof)
+        elif kind is not Kind.PROOF or not self._challenged:
+            raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
+        elif not self._prover.accepts(frame.raw):
+            raise Refused(f"the process at its address has not the key of this run. {_SAME_KEY}")
+        else:
+            self.link.prove(self._prover.seals())
+            about_link = {"maps": self.link.neighbor is not None, "trusts": self.link.trusted}
+            self.link.send(Kind.HELLO, self.shared.identity.to_meta() | about_link)
 
     def _told(self, meta: dict[str, Any]) -> RemoteError:
         kind = _ERRORS.get(str(meta.get("error")), RemoteError)
@@ -354,13 +362,6 @@ def _begin(address: tuple[str, int]) -> socket.socket:
         sock.close()
         raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {errno.errorcode.get(code, code)}")
     return sock
-
-
-def _nonce(challenge: dict[str, Any]) -> bytes:
-    try:
-        return bytes.fromhex(challenge["nonce"])
-    except (KeyError, TypeError, ValueError):
-        raise DamagedFrame("a challenge without a nonce.") from None
 
 
 def _shown(pending: Pending) -> str:

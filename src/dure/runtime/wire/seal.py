@@ -1,38 +1,58 @@
 """Seals: what proves that a frame arrived as it was sent.
 
-| | trailer | covers | against |
+| | after the meta | after a payload | against |
 |---|---|---|---|
-| `PlainSeals` | xxh3-64, 8 bytes, after a payload | the payload; header and meta have their own | damage |
-| `KeyedSeals` | HMAC-SHA256, 32 bytes, always | all, its direction and place in the stream | forgery, replay |
+| `PlainSeals` | nothing: header and meta have checksums | xxh3-64 of the payload, 8 bytes | damage |
+| `KeyedSeals` | a tag: direction, count, header, meta | a tag: these, payload's digest | forgery, replay, damage |
 
-The key of a connection is derived from the job's key and one fresh nonce from each side, so that nothing recorded
-on one connection is worth anything on another.
+A tag is BLAKE2b in its keyed mode (RFC 7693) with a digest of 16 bytes, under a key of the connection. 16 bytes are
+enough: an attacker has one guess in 2^128 per connection, since the first wrong tag ends it, and cannot search for
+collisions without the key. The payload's digest is SHA-256 (a hash that is then authenticated), or xxh3-64 where the
+payload cannot be changed on its way (`KeyedSeals.trust`). `docs/decisions/0005-sealed-frames.md` has the figures.
+
+The plain seals serve until both sides have proved that they have the key (`proof`), and carry no payload then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from typing import Protocol
 
 import xxhash
 
 from dure.errors import DamagedFrame
 
+TAG_NBYTES = 16
+
 _ALL_ONES = (1 << 64) - 1
+
+
+class Digest(Protocol):
+    """A hash of a payload, piece by piece."""
+
+    def update(self, piece: memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
 
 
 class Seal(Protocol):
     """Of one frame. `update` with its payload in order, then `close` (sender) or `check` (receiver)."""
 
-    def nbytes(self, payload_nbytes: int) -> int:
-        """What the trailer weighs."""
+    @property
+    def control(self) -> bytes:
+        """What follows the meta."""
+        ...
+
+    def check_control(self, got: bytes) -> None:
+        """Raises `DamagedFrame` when what follows the meta is not `control`."""
         ...
 
     def update(self, piece: memoryview) -> None: ...
 
     def close(self, aborted: bool) -> bytes:
-        """The trailer; `aborted` marks a frame that its sender gave up."""
+        """The trailer of the payload; `aborted` marks a frame that its sender gave up."""
         ...
 
     def check(self, trailer: bytes) -> bool:
@@ -43,17 +63,29 @@ class Seal(Protocol):
 class Seals(Protocol):
     """Of one direction of one connection: a seal for each frame in turn."""
 
-    def start(self, header: bytes, meta: bytes) -> Seal: ...
+    @property
+    def control_nbytes(self) -> int:
+        """What follows a meta weighs."""
+        ...
+
+    @property
+    def trailer_nbytes(self) -> int:
+        """What follows a payload weighs."""
+        ...
+
+    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal: ...
 
 
 class _Plain:
     __slots__ = ("_hash",)
 
+    control = b""
+
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
 
-    def nbytes(self, payload_nbytes: int) -> int:
-        return 8 if payload_nbytes else 0
+    def check_control(self, got: bytes) -> None:
+        """Nothing follows the meta."""
 
     def update(self, piece: memoryview) -> None:
         self._hash.update(piece)
@@ -73,27 +105,35 @@ class _Plain:
 class PlainSeals:
     """Checksums: find damage, stop nobody."""
 
-    def start(self, header: bytes, meta: bytes) -> Seal:
+    control_nbytes = 0
+    trailer_nbytes = 8
+
+    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal:
         return _Plain()
 
 
 class _Keyed:
-    __slots__ = ("_mac",)
+    """`mac` has taken in count, header and meta; the payload's digest comes last."""
 
-    def __init__(self, key: bytes, *parts: bytes) -> None:
-        self._mac = hmac.new(key, digestmod=hashlib.sha256)
-        for part in parts:
-            self._mac.update(part)
+    __slots__ = ("_digest", "_mac", "control")
 
-    def nbytes(self, payload_nbytes: int) -> int:
-        return 32
+    def __init__(self, mac: hashlib.blake2b, digest: Callable[[], Digest], *, payload: bool) -> None:
+        self._mac = mac
+        self._digest = digest() if payload else None
+        self.control = mac.digest()
+
+    def check_control(self, got: bytes) -> None:
+        if not hmac.compare_digest(got, self.control):
+            raise _forged()
 
     def update(self, piece: memoryview) -> None:
-        self._mac.update(piece)
+        assert self._digest is not None
+        self._digest.update(piece)
 
     def close(self, aborted: bool) -> bytes:
+        assert self._digest is not None
         mac = self._mac.copy()
-        mac.update(b"aborted" if aborted else b"whole")
+        mac.update(self._digest.digest() + (b"aborted" if aborted else b"whole"))
         return mac.digest()
 
     def check(self, trailer: bytes) -> bool:
@@ -101,37 +141,30 @@ class _Keyed:
             return False
         if hmac.compare_digest(trailer, self.close(True)):
             return True
-        raise DamagedFrame("a frame's authentication code does not match: another key, or changed on the way.")
+        raise _forged()
 
 
 class KeyedSeals:
-    """HMAC-SHA256 under the connection's key; counts frames, so none can be left out, repeated or turned round."""
+    """Tags under the connection's key; counts frames, so none can be left out, repeated or turned round."""
+
+    control_nbytes = trailer_nbytes = TAG_NBYTES
 
     def __init__(self, key: bytes, direction: bytes) -> None:
-        self._key = key
-        self._direction = direction
+        """`key` is of at most 64 bytes, `direction` of at most 16: the limits of BLAKE2b's key and personalization."""
+        self._empty = hashlib.blake2b(key=key, digest_size=TAG_NBYTES, person=direction)
+        self._digest: Callable[[], Digest] = hashlib.sha256
         self._count = 0
 
-    def start(self, header: bytes, meta: bytes) -> Seal:
-        count = self._count.to_bytes(8, "little")
+    def trust(self) -> None:
+        """From the next frame on, take a checksum for the digest of a payload: nobody can change it on its way."""
+        self._digest = xxhash.xxh3_64
+
+    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal:
+        mac = self._empty.copy()
+        mac.update(self._count.to_bytes(8, "little") + header + meta)
         self._count += 1
-        return _Keyed(self._key, self._direction, count, header, meta)
+        return _Keyed(mac, self._digest, payload=payload)
 
 
-def connection_key(key: bytes, *nonces: bytes) -> bytes:
-    """The key of one connection, from the job's `key` and the sides' nonces."""
-    return hmac.new(
-        key, b"dure" + b"".join(hashlib.sha256(nonce).digest() for nonce in nonces), hashlib.sha256
-    ).digest()
-
-
-def greeting_seals(key: bytes, host_nonce: bytes) -> Seals:
-    """Of the caller's HELLO: proves, to the host that drew `host_nonce` just now, that the caller has the key."""
-    return KeyedSeals(connection_key(key, host_nonce), b"hello")
-
-
-def session_seals(key: bytes, host_nonce: bytes, caller_nonce: bytes, *, calling: bool) -> tuple[Seals, Seals]:
-    """Of everything after it: (of what this end sends, of what it receives)."""
-    secret = connection_key(key, host_nonce, caller_nonce)
-    up, down = KeyedSeals(secret, b"to host"), KeyedSeals(secret, b"to caller")
-    return (up, down) if calling else (down, up)
+def _forged() -> DamagedFrame:
+    return DamagedFrame("a frame's authentication code does not match: another key, or changed on the way.")

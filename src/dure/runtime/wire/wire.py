@@ -2,7 +2,7 @@
 
 No threads of its own: `poll` does everything, in the caller's thread, in bounded turns.
 
-    wire = Wire(Identity(job="digits", name="worker 0"))
+    wire = Wire(Identity(job="digits", name="worker 0"), credentials=Credentials.drawn())
     wire.connect("server 0", "127.0.0.1", port)
     wire.call("server 0", Request("shard", "push", [gradient], into=[values]), on_done)
     while waiting:
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
+from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
 from dure.runtime.wire.nearby import HERE, is_loopback, is_mine, listen_nearby
@@ -39,11 +40,16 @@ class Wire:
     """One process's connections. Of one thread: its owner's; `wake` alone may be called from any."""
 
     def __init__(
-        self, identity: Identity, host: Host | None = None, limits: Limits | None = None, *, key: bytes | None = None
+        self,
+        identity: Identity,
+        host: Host | None = None,
+        limits: Limits | None = None,
+        *,
+        credentials: Credentials,
     ) -> None:
-        """`key`, the same in all processes of a job, has every frame authenticated by HMAC-SHA256."""
+        """`credentials` are the same in all processes of a job: no other is let in, or called."""
         self._pump = Pump()
-        self._shared = Shared(identity, host or ServesNobody(), limits or Limits(), self._pump, key)
+        self._shared = Shared(identity, host or ServesNobody(), limits or Limits(), self._pump, credentials)
         self._callers = Callers(self._shared)
         self._hosts: dict[str, Outbound] = {}
         self._listeners: list[_Listener] = []
@@ -184,7 +190,7 @@ class Wire:
         """
         if tensor.device.type != "cpu":
             return torch.empty_like(tensor)
-        if not HERE or tensor.nbytes < self._shared.limits.lent_nbytes or self._shared.key is not None:
+        if not HERE or tensor.nbytes < self._shared.limits.lent_nbytes:
             return torch.empty_like(tensor)
         return self._shared.lender.empty(tensor.nbytes).view(tensor.dtype).view_as(tensor)
 
