@@ -47,14 +47,15 @@ class Heartbeat:
     def __init__(
         self, address: tuple[str, int], token: str, state: Callable[[], tuple[int, bool]], period: float
     ) -> None:
-        self._address = address
         self._token = bytes.fromhex(token)
         self._period = period
         self._state = state
         self._stopped = threading.Event()
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        with contextlib.suppress(OSError):  # nobody but the observer is heard on this port, and on its network alone
+            self._socket.connect(address)
         self._thread = threading.Thread(target=self._send, name="dure heartbeat", daemon=True)
         self._thread.start()
 
@@ -67,7 +68,7 @@ class Heartbeat:
     def _send(self) -> None:
         while not self._stopped.is_set():
             with contextlib.suppress(OSError):  # a datagram may be lost: the next comes in a second
-                self._socket.sendto(_DATAGRAM.pack(self._token, *self._state()), self._address)
+                self._socket.send(_DATAGRAM.pack(self._token, *self._state()))
             self._stopped.wait(self._period)
 
 
