@@ -911,8 +911,11 @@ def test_the_example_prints_the_same_under_torchrun():
 
 def test_train_under_torchrun(tmp_path):
     command = ["-m", "dure", "train", "digits-mlp", "--sync", "ssp", "--on", "torchrun", "--steps", 60]
-    started = time.monotonic()
-    done = torchrun(*command, "--topology", "ps:shards=2", "--out", tmp_path / "run", "--json")
+    started, key, secret = time.monotonic(), tmp_path / "key", os.urandom(32)
+    key.write_bytes(secret)
+    key.chmod(0o600)
+    options = ["--topology", "ps:shards=2", "--key-file", key, "--integrity", "checksum"]
+    done = torchrun(*command, *options, "--out", tmp_path / "run", "--json")
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = done.stdout.splitlines()  # rank 0's, and nobody else's
     summary = json.loads(line)
@@ -921,6 +924,8 @@ def test_train_under_torchrun(tmp_path):
     assert summary["accuracy"] > 0.85
     assert 0 < summary["seconds"] < time.monotonic() - started
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"] == summary["params_sha256"]
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not any(secret in text or secret.hex().encode() in text for text in written)
 
 
 RESTARTED = """

@@ -44,7 +44,7 @@ class Credentials:
         """With the key that is the content of a file. Raises `UsageError` where others may read it, or it is short."""
         right = f"head -c {KEY_NBYTES} /dev/urandom > {path}, then chmod 600 {path}"
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_opened) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise UsageError(f"the key file {path} is no regular file. Make one: {right}.")
@@ -74,3 +74,8 @@ class Credentials:
     def plain(self) -> dict[str, str]:
         """As values that JSON has: for a pipe to a process of the run, and nothing else."""
         return {"key": self.key.hex(), "integrity": self.integrity}
+
+
+def _opened(path: str, flags: int) -> int:
+    """A pipe that nobody writes to is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
