@@ -28,8 +28,10 @@ MAY_CHANGE = (
     "tensorboard",
     "warn_after",
     "frozen_after",
+    "key_file",
+    "integrity",
 )
-"""How far a run goes, where its data lies on this machine, what else is written of it, and its patience."""
+"""How far a run goes, where its data and its key lie on this machine, what else is written of it, and its patience."""
 
 
 def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
