@@ -324,9 +324,7 @@ def probe(
     named = _named(codecs)
     here = place() or Place()
     meeting = Meeting(here, "probe")
-    if here.rank == 0:
-        meeting.put("run", f"probe-{secrets.token_hex(4)}")
-    run = meeting.get("run")
+    run = meeting.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
     credentials = credentials_of(meeting, key_file)
     node = ProcessNode(Identity(run, f"host {here.rank}", here.rank), credentials)
     sounder = Sounder(node, job, named)

@@ -171,8 +171,7 @@ class Hub:
         self.grader = Grader(task, self._graded, watch)
         self.incarnations: dict[str, int] = {}
         self.places: dict[str, tuple[str, int]] = {}
-        self.present: set[str] = set()
-        self.ready: set[str] = set()
+        self.present, self.ready = set[str](), set[str]()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.liveness = LivenessMonitor(address, Limits.of(task.config), lambda: launcher.processes)
@@ -184,8 +183,7 @@ class Hub:
         self.at: dict[str, int] = {}  # of each worker, the step boundary that it has last told of
         self.gathering = Gathering(task.merge_buffers)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
-        self._last_row = 0
-        self._refused_of_lost = 0  # gradients of workers that have failed
+        self._last_row = self._refused_of_lost = 0  # a step; gradients of workers that have failed
         self._servers = [f"server {number}" for number in range(task.servers)]
         self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
