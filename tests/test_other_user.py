@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +109,9 @@ class Attacker:
         self._read, write = os.pipe()
         self.found = None
         self._said = b""
-        self.pid = os.fork()
+        with warnings.catch_warnings():  # the child takes no lock that a thread of this process may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
         if not self.pid:
             status = 1
             try:

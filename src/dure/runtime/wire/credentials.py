@@ -22,9 +22,10 @@ Integrity = Literal["mac", "checksum"]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The secret `key` of a run, and how payloads between machines are protected: by a code under the key, "mac", or
+    """The secret `key` of a run, the same in all its processes, and how payloads between machines are protected.
 
-    by a "checksum" alone, which finds damage and no forgery. Frames without their payloads have a code always.
+    `integrity` is "mac", an authentication code under the key, or "checksum", which finds damage and no forgery. Both
+    ends of a connection must say "checksum". Headers and fields have a code always.
     """
 
     key: bytes = field(repr=False)
