@@ -44,7 +44,7 @@ from _side_by_side import told
 
 from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire import Credentials, Identity, Limits, Request, Respond, Wire
-from dure.runtime.wire.seal import KeyedSeals, Seal
+from dure.runtime.wire.seal import KeyedSeals, check_tag
 
 ROOT = Path(__file__).parents[1]
 SMALL_NBYTES = 300
@@ -174,10 +174,9 @@ def one_code() -> float:
     seals, header, meta = KeyedSeals(bytes(32), b"to host"), bytes(60), bytes(SMALL_NBYTES - 60)
 
     def check() -> None:
-        seal: Seal = seals.start(header, meta, payload=False)
-        seal.check_control(seal.control)
+        check_tag(seals.tag(header, meta), seals.tag(header, meta))
 
-    return fastest(check, 5000)
+    return fastest(check, 5000) / 2
 
 
 # ---- TLS

@@ -168,7 +168,7 @@ def test_a_lying_length_is_refused_without_memory(world, payload_nbytes):
     header = Header(Kind.REQUEST, job_code("job"), 1, 0, 1, len(meta), payload_nbytes, xxhash.xxh3_64_intdigest(meta))
     before = resident()
     with raw_caller(world, server, port) as raw:
-        tag = raw.seals.start(pack_header(header), meta, payload=True).control
+        tag = raw.seals.tag(pack_header(header), meta)
         raw.sock.sendall(pack_header(header) + meta + tag + bytes(1000))
         world.until(lambda: host.losses, server)
     assert "weigh 200 bytes" in host.losses[0].reason

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dure.errors import DamagedFrame, Refused
-from dure.runtime.wire.seal import PlainSeals, Seal, Seals
+from dure.runtime.wire.seal import PlainSeals, Seal, Seals, check_tag
 
 MAGIC = b"dure"
 VERSION = 2
@@ -159,7 +159,7 @@ class Outgoing:
         self._header = pack_header(Header(*header[:5], len(meta), size, check))
         self._meta = meta
         self._seals = seals or PlainSeals()
-        sealed = self._seals.control_nbytes + (self._seals.trailer_nbytes if size else 0)
+        sealed = self._seals.tag_nbytes + (self._seals.trailer_nbytes if size else 0)
         self.kind = header.kind
         self.request = header.request
         self.nbytes = (HEADER_NBYTES + len(meta) + sealed, size)
@@ -210,12 +210,15 @@ class Outgoing:
 
     def _start(self) -> None:
         self.started = True
-        seal = self._seal = self._seals.start(self._header, self._meta, payload=self._left > 0)
-        parts: list[bytes | memoryview] = [self._header, self._meta, seal.control]
+        parts: list[bytes | memoryview]
+        parts = [self._header, self._meta, self._seals.tag(self._header, self._meta)]
+        if self._left:
+            self._seal = self._seals.payload()
         if self._copied:
             for view in self._payload:
-                seal.update(view)
-                parts += [view, seal.close(False)]
+                assert self._seal is not None
+                self._seal.update(view)
+                parts += [view, self._seal.close(False)]
             self._payload.clear()
             self._left = 0
             self._last = True
@@ -368,7 +371,7 @@ class Parser:
             raise DamagedFrame(f"a {header.kind.name} announces {header.payload_nbytes} bytes of payload, it has none.")
         self._header = header
         self._seal = None
-        size = header.meta_nbytes + self.seals.control_nbytes
+        size = header.meta_nbytes + self.seals.tag_nbytes
         if size <= self._stop - self._start:  # the commonest
             self._meta = self._pop(size)
             self._targets.clear()
@@ -383,11 +386,11 @@ class Parser:
         """Whether the owner must be asked where the payload goes."""
         header = self._header
         assert header is not None
-        raw, control = bytes(self._meta[: header.meta_nbytes]), bytes(self._meta[header.meta_nbytes :])
+        raw, tag = bytes(self._meta[: header.meta_nbytes]), bytes(self._meta[header.meta_nbytes :])
         if xxhash.xxh3_64_intdigest(raw) != header.meta_check:
             raise DamagedFrame("a frame's meta does not match its checksum.")
-        self._seal = self.seals.start(self._raw_header, raw, payload=header.payload_nbytes > 0)
-        self._seal.check_control(control)
+        check_tag(tag, self.seals.tag(self._raw_header, raw))
+        self._seal = self.seals.payload() if header.payload_nbytes else None
         self._frame = Frame(header, decode_meta(raw)) if self.reads else Frame(header, {}, raw)
         self._dropping = False
         self._stage = _Stage.PLACING if header.payload_nbytes else _Stage.TRAILER
@@ -423,14 +426,13 @@ class Parser:
         return self.seals.trailer_nbytes if self._header.payload_nbytes else 0
 
     def _finish(self) -> Frame:
-        assert self._seal is not None
-        assert self._header is not None
         assert self._frame is not None
         frame, self._frame = self._frame, None
         size = self._trailer_nbytes()
-        frame.aborted = self._seal.check(self._pop(size)) if size else False
+        if self._seal is not None:
+            frame.aborted = self._seal.check(self._pop(size))
         frame.complete = True
-        frame.sealed_nbytes = self.seals.control_nbytes + size
+        frame.sealed_nbytes = self.seals.tag_nbytes + size
         self._stage = _Stage.HEADER
         self._dropping = False
         return frame

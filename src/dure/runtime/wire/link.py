@@ -223,9 +223,10 @@ class Link:
         self, kind: Kind, meta: Mapping[str, Any] | bytes, payload: Sequence[memoryview], request: int
     ) -> Outgoing:
         me = self.shared.identity
-        header = Header(kind, 0, 0, 0)  # nothing of the run for one that may not have the key
         if self.proven:
             header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
+        else:
+            header = Header(kind, 0, 0, 0)  # nothing of the run for one that may not have the key
         raw = meta if isinstance(meta, bytes) else encode_meta(meta)
         return Outgoing(header, raw, payload, self.seals)
 

@@ -38,21 +38,12 @@ class Digest(Protocol):
 
 
 class Seal(Protocol):
-    """Of one frame. `update` with its payload in order, then `close` (sender) or `check` (receiver)."""
+    """Of one payload. `update` with it in order, then `close` (sender) or `check` (receiver)."""
 
-    @property
-    def control(self) -> bytes:
-        """What follows the meta."""
-        ...
-
-    def check_control(self, got: bytes) -> None:
-        """Raises `DamagedFrame` when what follows the meta is not `control`."""
-        ...
-
-    def update(self, piece: memoryview) -> None: ...
+    def update(self, piece: memoryview, /) -> None: ...
 
     def close(self, aborted: bool) -> bytes:
-        """The trailer of the payload; `aborted` marks a frame that its sender gave up."""
+        """The trailer; `aborted` marks a frame that its sender gave up."""
         ...
 
     def check(self, trailer: bytes) -> bool:
@@ -61,10 +52,10 @@ class Seal(Protocol):
 
 
 class Seals(Protocol):
-    """Of one direction of one connection: a seal for each frame in turn."""
+    """Of one direction of one connection: for each frame in turn its tag, then a seal of its payload if it has one."""
 
     @property
-    def control_nbytes(self) -> int:
+    def tag_nbytes(self) -> int:
         """What follows a meta weighs."""
         ...
 
@@ -73,22 +64,21 @@ class Seals(Protocol):
         """What follows a payload weighs."""
         ...
 
-    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal: ...
+    def tag(self, header: bytes, meta: bytes) -> bytes:
+        """What follows the meta of the next frame. The receiver compares it with what has come (`check_tag`)."""
+        ...
+
+    def payload(self) -> Seal:
+        """A seal for the payload of the frame whose tag was asked for last."""
+        ...
 
 
 class _Plain:
-    __slots__ = ("_hash",)
-
-    control = b""
+    __slots__ = ("_hash", "update")
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
-
-    def check_control(self, got: bytes) -> None:
-        """Nothing follows the meta."""
-
-    def update(self, piece: memoryview) -> None:
-        self._hash.update(piece)
+        self.update = self._hash.update
 
     def close(self, aborted: bool) -> bytes:
         digest = self._hash.intdigest()
@@ -105,33 +95,27 @@ class _Plain:
 class PlainSeals:
     """Checksums: find damage, stop nobody."""
 
-    control_nbytes = 0
+    tag_nbytes = 0
     trailer_nbytes = 8
 
-    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal:
+    def tag(self, header: bytes, meta: bytes) -> bytes:
+        return b""
+
+    def payload(self) -> Seal:
         return _Plain()
 
 
 class _Keyed:
     """`mac` has taken in count, header and meta; the payload's digest comes last."""
 
-    __slots__ = ("_digest", "_mac", "control")
+    __slots__ = ("_digest", "_mac", "update")
 
-    def __init__(self, mac: hashlib.blake2b, digest: Callable[[], Digest], *, payload: bool) -> None:
+    def __init__(self, mac: hashlib.blake2b, digest: Digest) -> None:
         self._mac = mac
-        self._digest = digest() if payload else None
-        self.control = mac.digest()
-
-    def check_control(self, got: bytes) -> None:
-        if not hmac.compare_digest(got, self.control):
-            raise _forged()
-
-    def update(self, piece: memoryview) -> None:
-        assert self._digest is not None
-        self._digest.update(piece)
+        self._digest = digest
+        self.update = digest.update
 
     def close(self, aborted: bool) -> bytes:
-        assert self._digest is not None
         mac = self._mac.copy()
         mac.update(self._digest.digest() + (b"aborted" if aborted else b"whole"))
         return mac.digest()
@@ -147,11 +131,11 @@ class _Keyed:
 class KeyedSeals:
     """Tags under the connection's key; counts frames, so none can be left out, repeated or turned round."""
 
-    control_nbytes = trailer_nbytes = TAG_NBYTES
+    tag_nbytes = trailer_nbytes = TAG_NBYTES
 
     def __init__(self, key: bytes, direction: bytes) -> None:
         """`key` is of at most 64 bytes, `direction` of at most 16: the limits of BLAKE2b's key and personalization."""
-        self._empty = hashlib.blake2b(key=key, digest_size=TAG_NBYTES, person=direction)
+        self._empty = self._mac = hashlib.blake2b(key=key, digest_size=TAG_NBYTES, person=direction)
         self._digest: Callable[[], Digest] = hashlib.sha256
         self._count = 0
 
@@ -159,11 +143,20 @@ class KeyedSeals:
         """From the next frame on, take a checksum for the digest of a payload: nobody can change it on its way."""
         self._digest = xxhash.xxh3_64
 
-    def start(self, header: bytes, meta: bytes, *, payload: bool) -> Seal:
-        mac = self._empty.copy()
+    def tag(self, header: bytes, meta: bytes) -> bytes:
+        mac = self._mac = self._empty.copy()
         mac.update(self._count.to_bytes(8, "little") + header + meta)
         self._count += 1
-        return _Keyed(mac, self._digest, payload=payload)
+        return mac.digest()
+
+    def payload(self) -> Seal:
+        return _Keyed(self._mac, self._digest())
+
+
+def check_tag(got: bytes, expected: bytes) -> None:
+    """Raises `DamagedFrame` where a frame's tag is not the one that it should have."""
+    if not hmac.compare_digest(got, expected):
+        raise _forged()
 
 
 def _forged() -> DamagedFrame:
