@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.disks import small_disk
 
 import dure
 from dure import checkpoint
@@ -270,19 +271,6 @@ def test_one_process_that_cannot_write_costs_a_real_run_a_checkpoint(tmp_path, c
     assert [record.args[0] for record in caplog.records] == [5, 10]
     assert "File too large" in caplog.text
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
-@contextmanager
-def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    mounted = shutil.which("mount") and os.geteuid() == 0
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
-    if not mounted or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk is for root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("on", ["virtual", "local"])

@@ -108,7 +108,8 @@ class Train(TrainConfig):
             from dure.train import AtHand, run
 
             finished = run(config, AtHand(nursery=nursery))
-        return Done(finished.summary(), [_run_table(finished)], *_lacking([finished]))
+        said, status = _lacking([finished])
+        return Done(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class Compare(CompareConfig):
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         said, status = _lacking(comparison.runs)
         written = _written(comparison.report, config.report)
-        return Done(comparison.summary(), [table], "\n".join(filter(None, (written, said))), status)
+        return Done(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,9 +484,17 @@ def _configuration(config: Options) -> Done:
     return Done(config.plain(), [yaml.safe_dump(config.plain(), sort_keys=False)])
 
 
-def _written(report: Path, asked: Path | None) -> str:
+def _lines(*said: str) -> str:
+    return "\n".join(filter(None, said))
+
+
+def _written(report: Path | None, asked: Path | None) -> str:
     from dure.report.html import DEFAULT
 
+    if report is None:
+        return (
+            "dure: the report is not written. Make it with dure report from the folders of the runs, if they have some."
+        )
     kept = f" ({DEFAULT} was there already and stays)" if asked is None and report != DEFAULT else ""
     return f"report: {report}{kept}"
 
@@ -499,6 +508,16 @@ def _lacking(runs: Sequence[Run]) -> tuple[str, int]:
             causes = "; ".join(f"{name} ({cause})" for name, cause in missing.items())
             lines.append(f"dure: the run has ended without all the work of {causes}.")
     return "\n".join(lines), LACKING if lines else 0
+
+
+def _unwritten(runs: Sequence[Run]) -> str:
+    """The files that are missing in the records of `runs`, or lack a part."""
+    lines = []
+    for run in runs:
+        causes = "; ".join(f"{name} ({cause})" for name, cause in run.summary().get("unwritten", {}).items())
+        if causes:
+            lines.append(f"dure: the record in {run.path} is not whole: {causes}. The result is as shown.")
+    return "\n".join(lines)
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.config import FEW, CompareConfig, goal
 from dure.errors import UsageError
+from dure.report.unwritten import Unwritten
 
 if TYPE_CHECKING:
     from dure.job import Job
@@ -23,14 +24,17 @@ log = logging.getLogger("dure")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Finished runs, in the order in which they were asked for, and the file of their report."""
+    """Finished runs, in the order in which they were asked for, and the file of their report, if it was written."""
 
     runs: Sequence[Run]
-    report: Path
+    report: Path | None
 
     def summary(self) -> dict[str, Any]:
         """The JSON of `dure compare`."""
-        return {"runs": [run.summary() for run in self.runs], "report": str(self.report)}
+        return {
+            "runs": [run.summary() for run in self.runs],
+            "report": None if self.report is None else str(self.report),
+        }
 
 
 def compare(
@@ -68,5 +72,7 @@ def run_all(
     runs = [run(each, AtHand(job, cluster, nursery=nursery)) for each in configs]
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
-    report = write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
-    return Comparison(runs, report)
+    unwritten = Unwritten()
+    with unwritten.tolerated(str(path)):
+        write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
+    return Comparison(runs, None if unwritten.causes else path)

@@ -175,6 +175,9 @@ class TrainConfig(Options):
     resume: Path | None = None
     """Folder of a run to go on with, from its last complete checkpoint. Its options hold; steps, epochs and seconds
     may be others."""
+    trust: bool = False
+    """Run the code that the resumed run names as FILE.py:NAME also where the file has changed since the run began, lies
+    elsewhere, or lies in the run's folder."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -194,6 +197,10 @@ class TrainConfig(Options):
                 f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'
                 f"{nearest(self.on, PLACES)}"
             )
+
+    def plain(self) -> dict[str, Any]:
+        """As `Options.plain`, without `trust`: it is given anew each time."""
+        return {name: value for name, value in Options.plain(self).items() if name != "trust"}
 
     @property
     def virtual(self) -> bool:

@@ -14,6 +14,7 @@ from dure.report.record import read_run
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, DEFAULTS, make, member_text
 from dure.text import value_text
+from dure.trust import check
 
 CLUSTER = "cluster.yaml"
 """Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
@@ -40,22 +41,26 @@ def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
     `cluster` is the object that was given as a place, if one was. An option that is as if left out is not given.
 
     Raises:
-        UsageError: an option that was given says something else than the run does.
+        UsageError: an option that was given says something else than the run does, or the code that the run names has
+            changed (`trust.check`).
     """
     folder = config.resume
     assert folder is not None
-    saved = TrainConfig.of({**read_run(folder).config, "resume": folder, "out": folder})
+    record = read_run(folder)
+    if not config.trust:
+        check(folder, record.config, record.code)
+    saved = TrainConfig.of({**record.config, "resume": folder, "out": folder, "trust": config.trust})
     asked = ((option, getattr(config, option.name)) for option in fields(config))
     given = {option.name: value for option, value in asked if value != option.default}
     changes = {name: given.pop(name) for name in MAY_CHANGE if name in given}
     given = {**given, **config.members()}
-    for name in ("strategy", "resume"):
+    for name in ("strategy", "resume", "trust"):
         given.pop(name, None)
     has = _facts(saved)
     wrong = {name: value for name, value in given.items() if not _agrees(name, value, has, cluster)}
     if wrong:
         raise UsageError(_refusal(saved, wrong, has))
-    return TrainConfig.of({**saved.plain(), **changes})
+    return TrainConfig.of({**saved.plain(), **changes, "trust": config.trust})
 
 
 def cluster_of(folder: Path) -> Cluster | None:

@@ -274,6 +274,8 @@ def codec_name(codec: Codec) -> str:
 def check_codec_name(name: str) -> None:
     """Raises `StrategyError` for what no `codec_name` is."""
     for position, part in enumerate(name.split("+")):
+        if own_file.split(part):
+            raise StrategyError(f'"{part}" is a file, and a codec goes by its name in the catalogue.')
         find(part, WRAPPER if position else "codec")
     _check_joined(*name.split("+"))
 

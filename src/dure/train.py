@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,22 +18,28 @@ from dure.job import Job, load_job
 from dure.outcome import Outcome, check_applied, summary
 from dure.own_file import blamed
 from dure.payoff import payoff
+from dure.report.files import replacing
 from dure.report.progress import Progress
-from dure.report.record import Run, RunFolder, versions
+from dure.report.record import TRACE, Run, RunFolder, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
+from dure.report.unwritten import Unwritten
 from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task, check_rates
 from dure.topology.spec import ParameterServer
 from dure.trial import try_out, try_to_count
+from dure.trust import fingerprints
 from dure.virtual_run import VirtualRun, Watch
 
 if TYPE_CHECKING:
     from dure.report.sinks import Sink
     from dure.runtime.launch.nursery import Nursery
     from dure.virtual_run import State
+
+TENSORBOARD = "tensorboard"
+"""The folder of TensorBoard's events in that of a run."""
 
 EVALUATIONS = 20
 """How often a run is evaluated where nothing else is asked for."""
@@ -118,7 +124,8 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         _ = task.ranges  # said now, not once processes are there
     with _recording(task) as (folder, watch, progress):
         if folder is not None and cluster is not None:
-            (folder.path / CLUSTER).write_text(cluster.to_yaml(), encoding="utf-8")
+            with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
+                file.write(cluster.to_yaml())
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
         if config.virtual:
             assert cluster is not None
@@ -220,18 +227,20 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
-            folder.write_config(config.plain(), seed=config.seeded)
+            folder.write_config(config.plain(), seed=config.seeded, code=fingerprints(config.plain()))
             if config.tensorboard:
-                sinks.append(TensorBoard(folder.path / "tensorboard"))
-                stack.callback(sinks[0].close)
+                with folder.unwritten.tolerated(TENSORBOARD):
+                    sinks.append(TensorBoard(folder.path / TENSORBOARD))
+                stack.callback(_close, sinks, folder.unwritten)
         place = " (virtual)" if config.virtual else ""
         progress = stack.enter_context(Progress(_short(task.strategy), place, clock=time.monotonic))
 
         def row(values: dict[str, Any]) -> None:
             if folder is not None:
                 folder.append(values)
-            for sink in sinks:
-                sink.write(values)
+                for sink in sinks:
+                    with folder.unwritten.tolerated(TENSORBOARD):
+                        sink.write(values)
 
         def save(step: int, state: State) -> None:
             assert folder is not None
@@ -245,6 +254,12 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]
                 folder.rewind(rows)
 
         yield folder, Watch(row, advance, progress.evaluating, save, rewind, progress.notice), progress
+
+
+def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
+    for sink in sinks:
+        with unwritten.tolerated(TENSORBOARD):
+            sink.close()
 
 
 def _short(strategy: Strategy) -> str:
@@ -280,9 +295,12 @@ def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Clu
     if task.codec is not None:
         figures["payoff"] = payoff(task, outcome.totals, cluster)
     if folder is not None:
-        folder.write_summary(figures)
+        folder.close()
         if config.trace:
-            write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
+            with folder.unwritten.tolerated(TRACE):
+                write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
+        figures["unwritten"] = folder.unwritten.causes
+        folder.write_summary(figures)
     check_applied(outcome.totals)
     path = folder.path if folder is not None else None
     return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded)

@@ -1,4 +1,4 @@
-"""JSON that any reader can parse, and files that are whole or absent.
+"""JSON that any reader can parse, files that are whole or absent, and files to which whole records are appended.
 
 JSON has no word for what is no number. Here "NaN", "Infinity" and "-Infinity" are written as these texts, as
 Protocol Buffers' JSON mapping does.
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -67,3 +67,32 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+class AppendedFile:
+    """Appends whole records to the end of `path`; a record is with the operating system when `append` returns.
+
+    Of a record that the disk has no room for, nothing stays in the file. It is kept, and written before the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = cast(BinaryIO, path.open("ab", buffering=0))
+        self._kept = b""
+
+    def append(self, record: bytes) -> None:
+        """Raises OSError where this record, and those that are kept, are not written."""
+        self._kept += record
+        end = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(self._kept)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(end)
+            raise
+        self._kept = b""
+
+    def close(self) -> None:
+        """Raises OSError where records are lost: there is still no room for what was kept."""
+        with self._file:
+            self.append(b"")

@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dure.errors import RecordError, UsageError
 from dure.report.files import from_json, replacing, to_json
 from dure.report.sinks import JsonLines
+from dure.report.unwritten import Unwritten
 
 CONFIG, HISTORY, SUMMARY, TRACE, CHECKPOINTS = (
     "config.json",
@@ -50,7 +52,8 @@ class Run:
     """What is known of one run: fresh from training, or read from its folder.
 
     `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
-    `summary.json` (empty for a run that did not finish).
+    `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
+    (`trust.fingerprints`).
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Run:
     path: Path | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
+    code: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """The figures of `dure train --json`. Of a run that did not finish: what its last row of history says."""
@@ -76,10 +80,14 @@ class Run:
 
 
 class RunFolder:
-    """The folder that a run writes. Made by `create`, `numbered` or `resume`; a context manager."""
+    """The folder that a run writes. Made by `create`, `numbered` or `resume`; a context manager.
+
+    A file that cannot be written, as on a full disk, is one of `unwritten`, and raises nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.unwritten = Unwritten()
         self._history: JsonLines | None = None
 
     @classmethod
@@ -136,9 +144,17 @@ class RunFolder:
     def rewind(self, rows: int) -> None:
         """Drop all but the first `rows` of the history: the run goes on from there."""
         self.close()
-        kept = read_history(self.path / HISTORY)[:rows]
-        with replacing(self.path / HISTORY) as file:
-            file.writelines(f"{to_json(row)}\n" for row in kept)
+        path = self.path / HISTORY
+        if not path.exists():
+            return
+        *lines, _torn = path.read_bytes().split(b"\n")
+        end = 0
+        for line in lines:
+            if not rows:
+                break
+            end, rows = end + len(line) + 1, rows - bool(line.strip())
+        with path.open("r+b") as file:  # a shorter file needs no room on the disk
+            file.truncate(end)
 
     @property
     def checkpoints(self) -> Path:
@@ -148,15 +164,24 @@ class RunFolder:
     def trace(self) -> Path:
         return self.path / TRACE
 
-    def write_config(self, config: Mapping[str, Any], *, seed: int | None) -> None:
-        """Write `config.json`: the configuration that is used, the seed, and this environment's versions."""
-        self._write(CONFIG, {"config": config, "seed": seed, "versions": versions()})
+    def write_config(
+        self, config: Mapping[str, Any], *, seed: int | None, code: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Write `config.json`: the configuration that is used, the seed, the `code` that the configuration names.
+
+        With them go this environment's versions.
+        """
+        self._write(CONFIG, {"config": config, "seed": seed, "versions": versions(), "code": dict(code)})
 
     def append(self, row: Row) -> None:
-        """Add a row to the history; it is with the operating system when this returns."""
-        if self._history is None:
-            self._history = JsonLines(self.path / HISTORY)
-        self._history.write(row)
+        """Add a row to the history; it is with the operating system when this returns, unless there is no room.
+
+        A row for which there is no room is written with a later one.
+        """
+        with self.unwritten.tolerated(HISTORY):
+            if self._history is None:
+                self._history = JsonLines(self.path / HISTORY)
+            self._history.write(row)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, whole or not at all."""
@@ -164,7 +189,8 @@ class RunFolder:
 
     def close(self) -> None:
         if self._history is not None:
-            self._history.close()
+            with self.unwritten.tolerated(HISTORY):
+                self._history.close()
             self._history = None
 
     def __enter__(self) -> RunFolder:
@@ -174,7 +200,7 @@ class RunFolder:
         self.close()
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        with replacing(self.path / name) as file:
+        with self.unwritten.tolerated(name), replacing(self.path / name) as file:
             file.write(to_json(value, indent=2) + "\n")
 
 
@@ -191,7 +217,7 @@ def read_run(path: str | Path) -> Run:
         raise RecordError(f'{path / CONFIG} has no object "config"; it is no configuration that dure wrote.')
     figures = _read_object(path / SUMMARY) if (path / SUMMARY).exists() else {}
     history = read_history(path / HISTORY)
-    return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"))
+    return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"), record.get("code", {}))
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

@@ -11,16 +11,23 @@ A row is a mapping such as `{"seconds": 1.5, "step": 20, "updates": 40, "samples
 
 from __future__ import annotations
 
+import io
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from dure.errors import UsageError
-from dure.report.files import to_json
+from dure.report.files import AppendedFile, to_json
 
 
 class Sink(Protocol):
-    """Takes rows as they come. After `write` returned, a kill of this process does not lose the row."""
+    """Takes rows as they come. After `write` returned, a kill of this process does not lose the row.
+
+    Both raise OSError where there is no room for all rows so far; a later `write` tries again.
+    """
 
     def write(self, row: Mapping[str, Any]) -> None: ...
 
@@ -31,12 +38,11 @@ class JsonLines:
     """One row per line, flushed line by line. Appends to `path` after its last whole line."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("ab")  # noqa: SIM115  (open for as long as the run)
+        self._file = AppendedFile(Path(path))
         _drop_torn_line(Path(path))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(to_json(row).encode("utf-8") + b"\n")
-        self._file.flush()
+        self._file.append(to_json(row).encode("utf-8") + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -58,19 +64,35 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise UsageError(
                 f"TensorBoard events were asked for in {folder}, but the package 'tensorboard' cannot be imported "
                 f"({error}). Install it: pip install 'dure[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._event, self._summary, self._records = Event, Summary, RecordWriter
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(Path(folder) / name)
+        self._begun = False
 
     def write(self, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if name not in ("step", "seconds") and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, row["step"], walltime=row["seconds"])
-        self._writer.flush()
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if name not in ("step", "seconds") and isinstance(value, (int, float))
+        ]
+        if not self._begun:
+            self._begun = True
+            self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(self._event(wall_time=row["seconds"], step=row["step"], summary=self._summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _append(self, event: Any) -> None:
+        record = io.BytesIO()  # `torch.utils.tensorboard` writes from a thread, where a full disk ends the thread
+        self._records(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())

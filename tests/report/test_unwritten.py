@@ -1,0 +1,104 @@
+import json
+import resource
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from support.disks import fill, small_disk
+
+import dure
+from dure.cli import main
+from dure.job import load_job
+from dure.report import read_run
+from dure.report.files import AppendedFile
+
+EVERYTHING = {"history.jsonl", "trace.json", "summary.json", "tensorboard"}
+OPTIONS = ["--sync", "ssp", "--steps", "40", "--eval-every", "10", "--trace", "--tensorboard"]
+
+
+@pytest.mark.parametrize("on", ["virtual", "local"])
+def test_a_disk_that_is_full_from_the_start_costs_the_record_and_not_the_result(tmp_path, capsys, caplog, on):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        fill(disk)
+        status = main(
+            ["train", "digits-mlp", *OPTIONS, "--on", on, "--workers", "2", "--out", str(disk / "run"), "--json"]
+        )
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
+    summary = json.loads(out)
+    assert summary["samples"] == 2 * 40 * 32
+    assert summary["unwritten"].keys() >= EVERYTHING | {"config.json"}
+    assert "Traceback" not in errors
+    for name in EVERYTHING:
+        assert caplog.text.count(f"{name} cannot be written (No space left on device)") == 1
+    assert "is not whole: config.json (No space left on device); " in errors.splitlines()[-1]
+
+
+def test_a_disk_that_fills_up_in_between_keeps_what_was_written_before(tmp_path):
+    job, steps = load_job("digits-mlp"), []
+
+    def loss(outputs, targets):
+        steps.append(1)
+        if len(steps) == 60:
+            fill(tmp_path / "disk")
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    with small_disk(tmp_path / "disk", 64) as disk:
+        run = dure.train(replace(job, loss=loss), on="virtual", workers=2, steps=800, eval_every=1, out=disk / "run")
+        assert run.summary()["unwritten"].keys() == {"history.jsonl", "summary.json"}
+        shutil.copytree(disk / "run", tmp_path / "kept")
+    kept = read_run(tmp_path / "kept")
+    assert 10 < len(kept.history) < len(run.history)
+    assert kept.history == run.history[: len(kept.history)]
+
+
+def test_a_report_for_which_there_is_no_room_costs_no_comparison(tmp_path, capsys):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        fill(disk)
+        command = ["compare", "digits-mlp", "--strategy", "bsp", "--on", "virtual", "--steps", "4", "--workers", "2"]
+        assert main([*command, "--report", str(disk / "report.html"), "--json"]) == 0
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["report"] is None
+    assert json.loads(out)["runs"][0]["samples"] == 2 * 4 * 32
+    assert "the report is not written" in errors
+
+
+# ---- a file of whole records
+
+
+@pytest.fixture
+def limit():
+    """A function that sets the largest size of files that this process writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_without_room_leaves_nothing_and_is_written_with_the_next(tmp_path, limit):
+    path = tmp_path / "rows"
+    file = AppendedFile(path)
+    file.append(b"first\n")
+    limit(10)
+    for record in (b"second\n", b"third\n"):
+        with pytest.raises(OSError, match="File too large"):
+            file.append(record)
+        assert path.read_bytes() == b"first\n"
+    limit(100)
+    file.append(b"fourth\n")
+    file.close()
+    assert path.read_bytes() == b"first\nsecond\nthird\nfourth\n"
+
+
+def test_closing_writes_what_was_kept_or_says_that_it_is_lost(tmp_path, limit):
+    kept, lost = AppendedFile(tmp_path / "kept"), AppendedFile(tmp_path / "lost")
+    limit(3)
+    for file in (kept, lost):
+        with pytest.raises(OSError, match="File too large"):
+            file.append(b"record\n")
+    with pytest.raises(OSError, match="File too large"):
+        lost.close()
+    limit(100)
+    kept.close()
+    assert (tmp_path / "kept").read_bytes() == b"record\n"
+    assert (tmp_path / "lost").read_bytes() == b""
