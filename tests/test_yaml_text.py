@@ -20,3 +20,9 @@ def test_a_key_that_is_there_twice_is_an_error(text):
 def test_nothing_but_plain_values_is_made():
     with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
         read_yaml("!!python/object/apply:os.system [ls]")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 5000])
+def test_what_is_nested_too_deep_is_no_yaml(text):
+    with pytest.raises(yaml.YAMLError, match="nested too deep"):
+        read_yaml(text)

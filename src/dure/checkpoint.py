@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dure.errors import CheckpointError
+from dure.errors import CheckpointError, DureError
+from dure.report.files import check_regular, read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,18 @@ KEEP = 3
 """How many checkpoints stay on the disk."""
 
 FORMAT = 1
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+    CheckpointError,
+)
+"""What reading a damaged checkpoint raises."""
 
 LATEST = "LATEST"
 """The file that names the newest folder."""
@@ -126,15 +140,44 @@ def load(folder: Path) -> Checkpoint:
             continue
         try:
             return Checkpoint(_step_of(candidate), _read(candidate), passed_over)
-        except (OSError, ValueError, KeyError, SafetensorError, CheckpointError) as error:
+        except UNREADABLE as error:
             passed_over.append(f"{candidate.name}: {error}")
     seen = f" Passed over: {'; '.join(passed_over)}." if passed_over else ""
     raise CheckpointError(f"no complete checkpoint in {folder}.{seen} Start without --resume, or name another folder.")
 
 
+@contextmanager
+def fitting(part: str) -> Iterator[None]:
+    """While open, state that a part lacks, or has in another form than this run, is a `CheckpointError` naming it."""
+    try:
+        yield
+    except DureError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f'the part "{part}" of the checkpoint does not fit this run ({type(error).__name__}: {error}). It is of '
+            "another job, strategy or version, or incomplete: resume the run that wrote it, or start anew."
+        ) from error
+
+
+def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a checkpoint of another run than one whose job, strategy and sizes are `origin`."""
+    with fitting("run"):
+        wrote = dict(checkpoint.parts["run"].plain.get("origin", origin))  # older ones do not say
+    differ = [
+        f"{name} {wrote.get(name)} in place of {value}" for name, value in origin.items() if wrote.get(name) != value
+    ]
+    if differ:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is of another run: {', '.join(differ)}. Resume the run that "
+            "wrote it, or start anew."
+        )
+
+
 def rows(checkpoint: Checkpoint) -> int:
     """How many rows of history a checkpoint of a run has."""
-    return len(checkpoint.parts["run"].plain["history"])
+    with fitting("run"):
+        return len(checkpoint.parts["run"].plain["history"])
 
 
 def prune(folder: Path, keep: int = KEEP) -> None:
@@ -150,7 +193,7 @@ def _step_of(path: Path) -> int:
 
 
 def _read(candidate: Path) -> dict[str, Part]:
-    manifest = json.loads((candidate / "manifest.json").read_text())
+    manifest = _read_object(candidate / "manifest.json")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"format {manifest['format']}, and this version reads {FORMAT}")
     if manifest.pop("xxh3") != _own_digest(manifest) or manifest["step"] != _step_of(candidate):
@@ -160,9 +203,16 @@ def _read(candidate: Path) -> dict[str, Part]:
             raise CheckpointError(f"{name} is damaged: it does not match the manifest")
     names = [name.removesuffix(".json") for name in manifest["files"] if name.endswith(".json")]
     return {
-        name: Part(load_file(candidate / f"{name}.safetensors"), json.loads((candidate / f"{name}.json").read_text()))
+        name: Part(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
         for name in names
     }
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = json.loads(read_regular(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} holds {type(value).__name__} where an object was expected")
+    return value
 
 
 def _own_digest(manifest: Mapping[str, Any]) -> str:
@@ -171,6 +221,7 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest = xxhash.xxh3_64()
+    check_regular(path)
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)

@@ -163,7 +163,7 @@ class Life:
         if loss.peer != "hub":
             return
         if not self.delivered:
-            raise SystemExit(1)
+            raise SystemExit(f"its connection to the launcher ended: {loss.reason}")
         self.bye.resolve()
 
 
@@ -209,11 +209,14 @@ class ServerLife(Life):
             self.clock.shards_return = bool(terms.return_seconds)
             self.coordinator = self.task.coordinator(self.clock, terms.evict_seconds)
         if parts:
-            self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
-            if self.clock is not None:
-                self.clock.restore(parts["clock"].plain)
-            if self.coordinator is not None:
-                self.coordinator.restore(parts["coordinator"].plain)
+            with checkpoint.fitting(f"shard-{number}"):
+                self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
+            with checkpoint.fitting("clock"):
+                if self.clock is not None:
+                    self.clock.restore(parts["clock"].plain)
+            with checkpoint.fitting("coordinator"):
+                if self.coordinator is not None:
+                    self.coordinator.restore(parts["coordinator"].plain)
         if parts and self.node.incarnation and isinstance(self.shard, Shard):
             self.shard.come_back(self.node.incarnation)
         self.node.serve("shard", self.shard)
@@ -339,9 +342,10 @@ class WorkerLife(Life):
             self.worker.boundary.suspend = self._suspend_due
         mine = parts.get(f"worker-{self.node.rank}")
         if mine is not None:
-            self.worker.restore(mine.tensors, mine.plain)
-            self.counted = dict(mine.plain["counted"])
-            self.node.meter.seconds.update(mine.plain["time"])
+            with checkpoint.fitting(f"worker-{self.node.rank}"):
+                self.worker.restore(mine.tensors, mine.plain)
+                self.counted = dict(mine.plain["counted"])
+                self.node.meter.seconds.update(mine.plain["time"])
         return mine is not None
 
     async def _work(self) -> None:

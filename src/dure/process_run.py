@@ -409,6 +409,7 @@ class Hub:
             "seconds": self.node.now(),
             "progress": self.progress,
             "finished": self.finished,
+            "origin": self.task.origin,
         }
         tensors = {}
         for name, (values, buffers) in self.delivered.items() if not self._servers else ():
@@ -549,7 +550,8 @@ class Hub:
     def run(self, resume: Path | None = None, *, after: Hub | None = None) -> Outcome:
         """Start everybody, and wait until the work is done; `after` a hub of the same run that has lost a server."""
         if resume is not None:
-            self._resume(checkpoint.load(resume).parts["run"])
+            with checkpoint.fitting("run"):
+                self._resume(checkpoint.load(resume).parts["run"])
         if after is not None:
             self.totals.seconds = after.node.now()
             self.totals.failures_survived = after.totals.failures_survived + 1

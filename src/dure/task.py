@@ -130,6 +130,12 @@ class Task:
         return topology.shards if isinstance(topology, ParameterServer) else int(self.shares_memory)
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that wrote it, for `checkpoint.check_origin`."""
+        sizes = {"workers": self.workers, "parameters": self.replica.numel}
+        return {"job": self.job.name, **self.strategy.text(), **sizes}
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all workers are on one machine and the model is in its memory."""
         return isinstance(self.strategy.topology, SharedMemory)

@@ -20,7 +20,7 @@ from dure.own_file import blamed
 from dure.payoff import payoff
 from dure.report.files import replacing
 from dure.report.progress import Progress
-from dure.report.record import TRACE, Run, RunFolder, versions
+from dure.report.record import CHECKPOINTS, TRACE, Run, RunFolder, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
 from dure.report.unwritten import Unwritten
@@ -223,7 +223,7 @@ def _check(task: Task, cluster: Cluster | None) -> None:
 def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
     config = task.config
     with ExitStack() as stack:
-        folder = _folder(config)
+        folder = _folder(task)
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
@@ -267,9 +267,11 @@ def _short(strategy: Strategy) -> str:
     return " ".join(text for text in strategy.text().values() if text not in ("fp32", "none"))
 
 
-def _folder(config: TrainConfig) -> RunFolder | None:
+def _folder(task: Task) -> RunFolder | None:
+    config = task.config
     if config.resume is not None:
-        newest = checkpoint.load(config.resume / "checkpoints")
+        newest = checkpoint.load(config.resume / CHECKPOINTS)
+        checkpoint.check_origin(newest, task.origin)
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
 
@@ -294,12 +296,12 @@ def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Clu
     figures = summary(task, outcome, kind)
     if task.codec is not None:
         figures["payoff"] = payoff(task, outcome.totals, cluster)
+    figures["unwritten"] = {} if folder is None else folder.unwritten.causes
     if folder is not None:
         folder.close()
         if config.trace:
             with folder.unwritten.tolerated(TRACE):
                 write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
-        figures["unwritten"] = folder.unwritten.causes
         folder.write_summary(figures)
     check_applied(outcome.totals)
     path = folder.path if folder is not None else None

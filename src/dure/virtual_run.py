@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dure.checkpoint import Part
+from dure.checkpoint import Part, fitting
 from dure.errors import DureError, PeerLost, Quarantined
 from dure.examine import Examiner
 from dure.gathering import Gathering
@@ -109,14 +109,18 @@ class VirtualRun:
             return self._run(state)
 
     def _run(self, state: State | None) -> Outcome:
-        if state is not None:
-            self.history = [dict(row) for row in state["run"].plain["history"]]
+        segment = Segment(self, None) if state is None else self._resume(state)
         while True:
-            segment = Segment(self, state)
             state = segment.run()
             if state is None:
                 return segment.outcome()
             self.watch.checkpoint(segment.checkpoint_step, state)
+            segment = Segment(self, state)
+
+    def _resume(self, state: State) -> Segment:
+        with fitting("run"):
+            self.history = [dict(row) for row in state["run"].plain["history"]]
+            return Segment(self, state)
 
 
 class Segment:
@@ -156,7 +160,11 @@ class Segment:
         self.row_shards: list[RowShard] = []
         self.clock: ClockService | None = None
         self.coordinator: Coordinator | None = None
-        self._build(state)
+        try:
+            self._build(state)
+        except DureError:
+            self.runtime.kernel.end()
+            raise
         self._schedule_events()
 
     # ---- building
@@ -186,12 +194,14 @@ class Segment:
             self.clock = task.clock(self.runtime.nodes["server 0"])
             self.clock.on_evicted = self._evicted
             if state is not None:
-                self.clock.restore(state["clock"].plain)
+                with fitting("clock"):
+                    self.clock.restore(state["clock"].plain)
             serve_clock(self.runtime.nodes["server 0"], self.clock, self.shards[0])
         self.coordinator = task.coordinator(self.clock) if self.clock is not None else None
         if self.coordinator is not None:
             if state is not None:
-                self.coordinator.restore(state["coordinator"].plain)
+                with fitting("coordinator"):
+                    self.coordinator.restore(state["coordinator"].plain)
             self.runtime.nodes["server 0"].serve("coordinator", self.coordinator)
             leading = self.coordinator.lead(task.sync.coordinate, self.started)
             self.runtime.nodes["server 0"].spawn(leading, "the coordinator")
@@ -213,7 +223,8 @@ class Segment:
             self.row_shards.append(self.task.row_shard(node, number))
         shard = [*self.shards, *self.row_shards][-1]
         if state is not None:
-            shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
+            with fitting(f"shard-{number}"):
+                shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
         node.serve("shard", shard)
 
     def _draw_durations(self, rank: int) -> None:
@@ -237,10 +248,11 @@ class Segment:
             assert state is not None
             part = state[f"worker-{rank}"]
             buffers = worker.buffers
-            worker.restore(part.tensors, part.plain)
+            with fitting(f"worker-{rank}"):
+                worker.restore(part.tensors, part.plain)
+                self.durations[rank].skip(part.plain["drawn"])
             if self.task.config.timing_only:
                 worker.buffers = buffers  # of which no checkpoint has more than that they are there
-            self.durations[rank].skip(part.plain["drawn"])
         if not newcomer:
             self.at.setdefault(rank, 0)
         self.workers[rank] = worker
@@ -571,6 +583,7 @@ class Segment:
             "retired_updates": sorted(self._retired_updates().items()),
             "checkpoint": self.checkpoint_step,
             "history": self.whole.history,
+            "origin": self.task.origin,
         }
         state: State = {"run": Part({}, run)} | {f"retired-{rank}": part for rank, part in retired.items()}
         for rank, worker in living.items():

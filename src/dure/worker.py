@@ -896,6 +896,8 @@ class Worker:
         from dure.topology.client import Pulled
 
         if not isinstance(self.params, Ghost):
+            if tensors["params"].shape != self.params.shape:
+                raise ValueError(f"{tensors['params'].numel()} parameters in place of {self.params.numel()}")
             self.params = tensors["params"].clone()
         self.buffers = tensors["buffers"].clone() if "buffers" in tensors else None
         self.kept_plain = copy.deepcopy(plain["kept"])

@@ -25,5 +25,7 @@ def read_yaml(text: str) -> Any:
     loader = _Once(text)
     try:
         return loader.get_single_data()
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deep") from error
     finally:
         loader.dispose()

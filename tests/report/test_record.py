@@ -163,10 +163,10 @@ def test_no_run_is_told_apart_from_a_wrong_place(tmp_path):
     [
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "[1]", "list where an object"),
-        ("config.json", "{}", 'no object "config"'),
+        ("config.json", "{}", "config field required"),
         ("summary.json", "\x00\x00", "summary.json is damaged"),
-        ("history.jsonl", '{"step": 0}\n{"st\n{"step": 2}\n', "line 2 of .*history.jsonl"),
-        ("history.jsonl", '{"step": 0}\n7\n', "line 2 of .*no row"),
+        ("history.jsonl", '{"seconds": 0}\n{"st\n{"seconds": 2}\n', "line 2 of .*history.jsonl"),
+        ("history.jsonl", '{"seconds": 0}\n7\n', "line 2 of .*no row"),
         ("history.jsonl", b"\xff\xfe\n", "line 1 of"),
     ],
 )

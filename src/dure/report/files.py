@@ -6,6 +6,7 @@ Protocol Buffers' JSON mapping does.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -45,6 +46,18 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return value
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe or a device under the name of a record's file: reading it may wait for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file of a record. Raises OSError where there is none, or it is no regular file."""
+    check_regular(path)
+    return path.read_bytes()
 
 
 @contextmanager

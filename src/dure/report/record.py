@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import Any
 
 from dure.errors import RecordError, UsageError
-from dure.report.files import from_json, replacing, to_json
+from dure.report.files import from_json, read_regular, replacing, to_json
+from dure.report.schema import check_config, check_figures, check_row
 from dure.report.sinks import JsonLines
 from dure.report.unwritten import Unwritten
 
@@ -211,11 +212,10 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     _require_run(path)
-    record = _read_object(path / CONFIG)
-    config = record.get("config")
-    if not isinstance(config, dict):
-        raise RecordError(f'{path / CONFIG} has no object "config"; it is no configuration that dure wrote.')
-    figures = _read_object(path / SUMMARY) if (path / SUMMARY).exists() else {}
+    record = check_config(_read_object(path / CONFIG), str(path / CONFIG))
+    config = record["config"]
+    summary = path / SUMMARY
+    figures = check_figures(_read_object(summary), str(summary)) if summary.exists() else {}
     history = read_history(path / HISTORY)
     return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"), record.get("code", {}))
 
@@ -227,18 +227,18 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, _torn = _read(path).split(b"\n")
     return [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = from_json(line.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"line {number} of {path} is damaged ({error}). Remove the line to use the rest.") from error
     if not isinstance(row, dict):
         raise RecordError(f"line {number} of {path} is no row of a history: it holds {line[:40]!r}.")
-    return row
+    return check_row(row, f"line {number} of {path}")
 
 
 def _require_run(path: Path) -> None:
@@ -251,10 +251,17 @@ def _require_run(path: Path) -> None:
         raise UsageError(f"{path} holds no run: there is no {CONFIG} in it.{hint}")
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = from_json(_read(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: {error}.") from error
     if not isinstance(value, dict):
         raise RecordError(f"{path} holds {type(value).__name__} where an object was expected.")

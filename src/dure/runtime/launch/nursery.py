@@ -275,6 +275,10 @@ class _Forks:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+        except DureError as error:  # a sentence, which is told to the launcher as our last words
+            sys.stderr.write(f"{' '.join(str(error).split())}\n")
         except BaseException as error:  # noqa: BLE001  (told to the launcher, through our last words)
             relay.flush()
             traceback.print_exception(error)

@@ -1,0 +1,89 @@
+"""Types of what a run's record holds, as far as reports read it. What is not named here may be anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dure.errors import RecordError
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Config(_Open):
+    config: dict[str, Any]
+    seed: int | None = None
+    versions: dict[str, str] = {}
+
+
+class _Row(_Open):
+    seconds: float
+    step: float = 0
+    updates: float = 0
+    samples: float = 0
+    bytes: float = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    consensus: float | None = None
+
+
+class _Staleness(_Open):
+    histogram: dict[str, int] = {}
+
+
+class _Graph(_Open):
+    neighbors: int
+    gap: float
+    averagings_to_halve: float
+    workers: int
+    edges: list[list[int]]
+
+
+class _Payoff(_Open):
+    coding: float = 0.0
+    link: float | None = None
+    break_even: float | None = None
+    steps: list[dict[str, float]] = []
+
+
+class _Figures(_Open):
+    strategy: dict[str, str] | str = ""
+    workers: int = 1
+    loss: float | None = None
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    staleness: _Staleness | None = None
+    graph: _Graph | None = None
+    payoff: _Payoff | None = None
+
+
+def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The content of `config.json`. Raises `RecordError`, which names `where`, if it is none."""
+    return _checked(_Config, values, where)
+
+
+def check_row(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of a history. Raises `RecordError`, which names `where`, if it is none."""
+    return _checked(_Row, values, where)
+
+
+def check_figures(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The content of `summary.json`. Raises `RecordError`, which names `where`, if it is none."""
+    return _checked(_Figures, values, where)
+
+
+def _checked(kind: type[BaseModel], values: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Input ")
+        shown = "" if first["type"] == "missing" else f", and holds {str(first['input'])[:40]!r}"
+        raise RecordError(
+            f"{where} is not what dure wrote: {place} {reason[:1].lower()}{reason[1:]}{shown}."
+        ) from error
+    return values
