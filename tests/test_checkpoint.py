@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
-from support.disks import small_disk
+from support.disks import largest_file, small_disk
 
 import dure
 from dure import checkpoint
@@ -226,16 +223,6 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
 
 # ---- a full disk
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def check_previous(folder: Path, step: int) -> None:

@@ -1,11 +1,10 @@
 import json
-import resource
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from support.disks import fill, small_disk
+from support.disks import fill, largest_file, small_disk
 
 import dure
 from dure.cli import main
@@ -67,38 +66,28 @@ def test_a_report_for_which_there_is_no_room_costs_no_comparison(tmp_path, capsy
 # ---- a file of whole records
 
 
-@pytest.fixture
-def limit():
-    """A function that sets the largest size of files that this process writes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_record_without_room_leaves_nothing_and_is_written_with_the_next(tmp_path, limit):
+def test_a_record_without_room_leaves_nothing_and_is_written_with_the_next(tmp_path):
     path = tmp_path / "rows"
     file = AppendedFile(path)
     file.append(b"first\n")
-    limit(10)
-    for record in (b"second\n", b"third\n"):
-        with pytest.raises(OSError, match="File too large"):
-            file.append(record)
-        assert path.read_bytes() == b"first\n"
-    limit(100)
+    with largest_file(10):
+        for record in (b"second\n", b"third\n"):
+            with pytest.raises(OSError, match="File too large"):
+                file.append(record)
+            assert path.read_bytes() == b"first\n"
     file.append(b"fourth\n")
     file.close()
     assert path.read_bytes() == b"first\nsecond\nthird\nfourth\n"
 
 
-def test_closing_writes_what_was_kept_or_says_that_it_is_lost(tmp_path, limit):
+def test_closing_writes_what_was_kept_or_says_that_it_is_lost(tmp_path):
     kept, lost = AppendedFile(tmp_path / "kept"), AppendedFile(tmp_path / "lost")
-    limit(3)
-    for file in (kept, lost):
+    with largest_file(3):
+        for file in (kept, lost):
+            with pytest.raises(OSError, match="File too large"):
+                file.append(b"record\n")
         with pytest.raises(OSError, match="File too large"):
-            file.append(b"record\n")
-    with pytest.raises(OSError, match="File too large"):
-        lost.close()
-    limit(100)
+            lost.close()
     kept.close()
     assert (tmp_path / "kept").read_bytes() == b"record\n"
     assert (tmp_path / "lost").read_bytes() == b""

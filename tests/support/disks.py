@@ -1,6 +1,7 @@
 """Small file systems, for tests of what is written where there is no room."""
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,3 +29,14 @@ def fill(folder: Path) -> None:
     with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """While open, this process and those that it starts write no file that is larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
