@@ -62,9 +62,9 @@ class Casualties:
 
     def failed(self, name: str, kind: str, message: str) -> None:
         """What a worker says that it ended with; `kind` is a class of `errors`."""
-        self.failures[name] = getattr(errors, kind, DureError)(
-            message if name in message or kind == "Quarantined" else f"{name}: {message}"
-        )
+        found = getattr(errors, kind, None)
+        known = found if isinstance(found, type) and issubclass(found, DureError) else DureError
+        self.failures[name] = known(message if name in message or kind == "Quarantined" else f"{name}: {message}")
         self._wait_for(f"{name} failed")
 
     def returned(self, name: str) -> None:

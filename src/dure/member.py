@@ -31,6 +31,7 @@ from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.torchrun import lead_engine
 from dure.runtime.process import ProcessNode
+from dure.runtime.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.runtime.wire import Credentials, Identity, Loss
 from dure.snapshots import HUB, Snapshots
 from dure.topology.clocked_shard import serve_clock
@@ -55,6 +56,9 @@ COUNTED = ("bytes_sent", "bytes_received", "messages")
 
 SPANS = 4000
 """Spans per message."""
+
+MESSAGE = 4000
+"""Characters of an error that the hub is told of."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +171,25 @@ class Life:
         self.bye.resolve()
 
 
+CONTROL = {
+    "bye": Method(DRIVER),
+    "settle": Method(DRIVER),
+    "evaluate": Method(DRIVER),
+    "save": Method(DRIVER, {"draft": TEXT}),
+    "suspend": Method(DRIVER, {"step": COUNT}),
+    "lost": Method(DRIVER, {"name": NODE}),
+    "frozen": Method(DRIVER, {"name": NODE}),
+    "returned": Method(DRIVER, {"name": NODE}),
+    "meet": Method(DRIVER, {"name": NODE, "place": PLACE}),
+}
+"""What the hub may tell processes; each has handlers for a part of it."""
+
+
 class Control:
     """The service by which the hub tells a process what to do: `handlers` by method, plain or `async`."""
 
     def __init__(self, **handlers: Any) -> None:
+        self.protocol = {method: CONTROL[method] for method in handlers}
         self._handlers = handlers
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
@@ -358,8 +377,8 @@ class WorkerLife(Life):
             except Suspend:
                 await self._checkpoint()
             except DureError as error:
-                refused = self.worker.refused
-                await self.node.call(HUB, "failed", kind=type(error).__name__, message=str(error), refused=refused)
+                kind, message = type(error).__name__, str(error)[:MESSAGE]
+                await self.node.call(HUB, "failed", kind=kind, message=message, refused=self.worker.refused)
                 raise SystemExit(1) from error
             else:
                 return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -23,15 +23,32 @@ from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
 from dure.gathering import Gathering
 from dure.liveness import FORK_SERVER, Limits, LivenessMonitor
-from dure.member import Terms
+from dure.member import COUNTED, Terms
 from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.room import check_memory, physical_memory
-from dure.runtime.meter import Span
+from dure.runtime.meter import SPAN_KINDS, Span
 from dure.runtime.process import ProcessNode
+from dure.runtime.protocol import (
+    CLOCK,
+    COUNT,
+    FINITE,
+    NODE,
+    NODES,
+    NUMBER,
+    PORT,
+    TEXT,
+    WORKERS,
+    Method,
+    listed,
+    mapping,
+    nullable,
+    one_of,
+    row,
+)
 from dure.runtime.wire import Credentials, Identity, Loss
 
 if TYPE_CHECKING:
@@ -200,6 +217,30 @@ class Hub:
 
     # ---- the service
 
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "register": Method(NODES, {"host": TEXT, "port": PORT}),
+        "ready": Method(NODES),
+        "progress": Method(
+            WORKERS, {"steps": COUNT, "at": COUNT, "done": COUNT, "loss": nullable(NUMBER), "bytes": COUNT}
+        ),
+        "snapshot": Method(WORKERS, {"seconds": FINITE, "steps": COUNT, "bytes": COUNT, "updates": COUNT}),
+        "part": Method(WORKERS, {"steps": COUNT, "updates": COUNT, "at_servers": COUNT, "at": COUNT}),
+        "slowest": Method(WORKERS),
+        "spans": Method(WORKERS, {"spans": listed(row(TEXT, one_of(*SPAN_KINDS), FINITE, FINITE, TEXT))}),
+        "suspended": Method(WORKERS, {"step": COUNT}),
+        "saved": Method(WORKERS, {"problem": nullable(TEXT)}),
+        "evicted": Method(CLOCK, {"worker": NODE}),
+        "failed": Method(WORKERS, {"kind": TEXT, "message": TEXT, "refused": COUNT}),
+        "done": Method(
+            WORKERS,
+            {
+                "time": mapping(FINITE),
+                "seconds": FINITE,
+                **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),
+            },
+        ),
+    }
+
     def expects(self, method: str) -> Sequence[TensorSpec]:
         if method not in ("snapshot", "part", "done"):
             return ()
@@ -227,6 +268,8 @@ class Hub:
         }.get(call.method)
         if handler is None:
             raise Refused(f'the hub has no method "{call.method}".')
+        if call.caller not in self._everyone:
+            raise Refused(f"{call.caller} is no process of this run.")
         return handler(call)
 
     async def _register(self, call: Call) -> Reply:

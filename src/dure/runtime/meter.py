@@ -8,6 +8,9 @@ from typing import NamedTuple
 KINDS = ("compute", "communicate", "wait", "apply")
 """What a node's time may go to."""
 
+SPAN_KINDS = (*KINDS, "send", "recv")
+"""What a span may be."""
+
 
 class Span(NamedTuple):
     """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.

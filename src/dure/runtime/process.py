@@ -7,10 +7,11 @@ is on its way meanwhile goes on in the wire's helper thread, and is heard of whe
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from dure.runtime.base import (
 )
 from dure.runtime.gradients import GradientWork
 from dure.runtime.meter import Meter
+from dure.runtime.protocol import COUNT, Method, check
 from dure.runtime.wire import Credentials, Identity, Limits, Loss, Request, Respond, Wire
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from dure.runtime.process_group import ProcessGroup
 
 T = TypeVar("T")
+
+log = logging.getLogger("dure")
 
 CALL_SECONDS = 300.0
 """How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
@@ -279,8 +283,13 @@ class ProcessNode:
 
         self.handle(service, call, answered)
 
-    def handle(self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None]) -> None:
-        """Have a service of this node answer `call`, now or later."""
+    def handle(
+        self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
+    ) -> None:
+        """Have a service of this node answer `call`, now or later.
+
+        An error in the handler of an `isolated` call ends that call, and not this process.
+        """
         try:
             answer = self.services[service].handle(call)
         except RemoteError as error:
@@ -288,6 +297,11 @@ class ProcessNode:
             return
         except DureError as error:
             respond(Refused(str(error)))
+            return
+        except Exception as error:
+            if not isolated:
+                raise
+            respond(self._failed(service, call, error))
             return
         if isinstance(answer, Reply):
             respond(answer)
@@ -303,10 +317,20 @@ class ProcessNode:
                 respond(error)
             except DureError as error:
                 respond(Refused(str(error)))
+            except Exception as error:
+                if not isolated:
+                    raise
+                respond(self._failed(service, call, error))
             else:
                 respond(reply)
 
         later.when_done(done)
+
+    def _failed(self, service: str, call: Call, error: Exception) -> Refused:
+        """Log what a handler has raised, and say so to the caller."""
+        place = f"{call.method} of {service} at {self.name}"
+        log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
+        return Refused(f"{place} has failed with {type(error).__name__}: {error}")
 
 
 class Hosting:
@@ -327,7 +351,14 @@ class Hosting:
         return services[service].expects(method)
 
     def request(self, service: str, call: Call, respond: Respond) -> None:
-        self._node.handle(service, call, respond)
+        protocol: Mapping[str, Method] = getattr(self._node.services[service], "protocol", {})
+        try:
+            if call.method in protocol:
+                check(service, protocol[call.method], call)
+        except Refused as error:
+            respond(error)
+            return
+        self._node.handle(service, call, respond, isolated=True)
 
     def lost(self, loss: Loss) -> None:
         node = self._node
@@ -343,6 +374,8 @@ class Hosting:
 
 class Outbox:
     """Messages point to point, kept by their sender until the receiver fetches them: it alone knows their size."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {"fetch": Method(fields={"tag": COUNT})}
 
     def __init__(self, node: ProcessNode) -> None:
         self._node = node

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from dure.errors import Evicted, PeerLost, Refused
 from dure.runtime.base import Address, Call, Node, Operation, Reply, TensorSpec
+from dure.runtime.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
 from dure.sync.clock import Abort, Accept, Close, End, Policy, Start, Verdict
+from dure.topology.fields import LIFE, STAGED
 from dure.topology.ledger import Ledger
 from dure.topology.patience import EVICT_SECONDS, Patience
 
@@ -93,6 +95,18 @@ class ClockService:
         }
         for worker in sorted(self.live):
             self._carry_out(policy.join(worker) if policy is not None else [])
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "join": Method(WORKERS, {"worker": OWN}),
+        "ask": Method(WORKERS, LIFE),
+        "offer": Method(WORKERS, {**LIFE, "base": COUNT}),
+        "staged": Method(WORKERS, {**LIFE, **STAGED}),
+        "next": Method(WORKERS, {**LIFE, **STAGED}),
+        "watch": Method(WORKERS, LIFE),
+        "progress": Method(WORKERS, LIFE),
+        "leave": Method(WORKERS, {**LIFE, "finished": TRUTH}),
+        "status": Method((*DRIVER, *WORKERS)),
+    }
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         method = self.methods.get(call.method)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from dure.errors import Refused, WorkOver
 from dure.runtime.base import Address, Call, Reply, TensorSpec
+from dure.runtime.protocol import WORKERS, Method
+from dure.topology.fields import HAS, LIFE, PUSHED, WORD
 from dure.topology.parameter_server import Shard
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ class ClockedShard:
             "proceed": self._proceed,
             "exchange": self._exchange,
         }
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "push": Method(WORKERS, {**PUSHED, **WORD}),
+        "proceed": Method(WORKERS, {**LIFE, **HAS}),
+        "exchange": Method(WORKERS, {**PUSHED, **WORD, **HAS}),
+    }
 
     def handle(self, call: Call) -> Awaitable[Reply]:
         method = self._methods.get(call.method)

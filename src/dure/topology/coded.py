@@ -13,7 +13,7 @@ combining by what the codec costs (`runtime.coding`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,6 +22,7 @@ from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 from dure.finite import all_finite
 from dure.runtime.base import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
+from dure.runtime.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
 from dure.topology.sharding import Shaped, equal_ranges
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class Desk:
         self._complete: dict[int, Operation[Any]] = {}
         self._faulty: dict[int, list[int]] = {}
         self._gone = ""
+
+    protocol: ClassVar[Mapping[str, Method]] = dict.fromkeys(
+        ("give", "take"), Method(WORKERS, {"round": COUNT, "share": FINITE, "faulty": maybe(TRUTH)})
+    )
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.method not in ("give", "take") or call.caller not in self._members:

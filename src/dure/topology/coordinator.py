@@ -24,10 +24,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from dure.errors import DureError, Evicted, Refused
 from dure.runtime.base import Address, Call, EndOfWork, Operation, Reply, TensorSpec
+from dure.runtime.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
+from dure.topology.fields import REPORT
 from dure.topology.patience import EVICT_SECONDS, Patience
 from dure.topology.portions import Portions, Run
 
@@ -161,6 +163,10 @@ class Coordinator:
         return math.fsum(self._losses.values()) / total, dots
 
     # ---- what workers say
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "ask": Method(WORKERS, {"worker": OWN, "incarnation": COUNT, "due": TRUTH, "report": nullable(REPORT)}),
+    }
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.method != "ask":

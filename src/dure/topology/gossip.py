@@ -30,13 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from dure.errors import Busy, CallTimeout, Refused, RemoteError
 from dure.runtime.base import Address, Call, Cancelled, Ghost, Node, Operation, Reply, TensorSpec
+from dure.runtime.protocol import COUNT, TRUTH, WORKERS, Method, listed
 from dure.topology.graph import knit
 
 if TYPE_CHECKING:
@@ -316,6 +317,13 @@ class Peer:
             self.model.params = changed
 
     # ---- the passive side: a service
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "meet": Method(WORKERS, {"number": listed(COUNT)}),
+        "settle": Method(WORKERS, {"number": listed(COUNT), "stands": TRUTH}),
+        "copy": Method(WORKERS),
+        "look": Method(WORKERS),
+    }
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         method = self._methods.get(call.method)

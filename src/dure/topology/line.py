@@ -6,13 +6,14 @@ ahead. Nobody waits for one who is gone: the first to notice tells all, and ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.base import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
+from dure.runtime.protocol import COUNT, WORKERS, Method
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,8 @@ class Loss:
             )
 
     # ---- the service
+
+    protocol: ClassVar[Mapping[str, Method]] = {"gone": Method(WORKERS, {"rank": COUNT})}
 
     def handle(self, call: Call) -> Reply:
         if call.method != "gone" or call.fields["rank"] not in self._ranks:

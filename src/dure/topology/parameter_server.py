@@ -28,7 +28,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -36,10 +36,12 @@ from dure.codec.exchange import tallying
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.optim import FlatOptimizer, OptimizerSpec, Segment
 from dure.runtime.base import Apply, Call, Coding, Ghost, Node, Operation, Reply, TensorSpec, nothing, taking
+from dure.runtime.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, Method, listed, maybe, nullable
 from dure.topology.admission import ClockService
 from dure.topology.buffers import Buffer, Pool
 from dure.topology.client import Joined, Pulled, ServerClient, Servers
 from dure.topology.corrections import Corrections, Member
+from dure.topology.fields import CLOSED, COMMAND, LEFT, LIFE, PUSHED
 from dure.topology.ledger import Ledger
 from dure.topology.sharding import Ranges
 from dure.topology.vectors import Vectors
@@ -188,6 +190,29 @@ class Shard:
     def num_staged(self) -> int:
         """Updates that wait for their group to close."""
         return len(self._staged)
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "push": Method(WORKERS, PUSHED),
+        "close": Method(CLOCK, CLOSED),
+        "pull": Method(
+            WORKERS,
+            {
+                "version": maybe(nullable(COUNT)),
+                "counted": maybe(TRUTH),
+                "worker": maybe(OWN),
+                "incarnation": maybe(COUNT),
+            },
+        ),
+        "held": Method(WORKERS, {"version": COUNT}),
+        "follow": Method(WORKERS, {"version": nullable(COUNT), "has": nullable(COUNT)}),
+        "optimizer": Method(WORKERS, {"version": COUNT}),
+        "withdraw": Method(WORKERS, {**LIFE, "seq": COUNT}),
+        "leave": Method(CLOCK, LEFT),
+        "status": Method((*DRIVER, *WORKERS)),
+        "order": Method(CLOCK, {"commands": listed(COMMAND)}),
+        "stage": Method(WORKERS, {**LIFE, "seq": COUNT}),
+        "fetch": Method(WORKERS, {"name": TEXT}),
+    }
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         method = self.methods.get(call.method)

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from dure.errors import Refused, StrategyError, UsageError
 from dure.optim import FlatOptimizer, OptimizerSpec, RowOptimizer, Segment, leaves_alone, restrict
 from dure.runtime.base import Address, Apply, Call, Node, Operation, Reply, TensorSpec
+from dure.runtime.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, Method
 from dure.topology.hybrid import Apart, Plan, Rows, ServerPart, Table, rows_read, scatter
 
 if TYPE_CHECKING:
@@ -120,6 +121,13 @@ class RowShard:
     @property
     def staleness(self) -> dict[int, int]:
         return {0: self.applied} if self.applied else {}
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "read": Method(WORKERS, {"version": COUNT}),
+        "push": Method(WORKERS, {"worker": OWN, "version": COUNT, "lr": RATE}),
+        "copy": Method(WORKERS, {"version": COUNT}),
+        "status": Method((*DRIVER, *WORKERS)),
+    }
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
         dtype = str(self.values.dtype).removeprefix("torch.")

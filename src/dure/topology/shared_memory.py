@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ import torch
 from dure.errors import Refused
 from dure.finite import all_finite
 from dure.runtime.base import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
+from dure.runtime.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Method, maybe, nullable
+from dure.topology.fields import CLOSED, LEFT, LIFE
 from dure.topology.ledger import Ledger
 
 BUCKETS = 248
@@ -386,6 +388,15 @@ class SharedShard:
     @property
     def staleness(self) -> dict[int, int]:
         return self.segment.staleness
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "where": Method(WORKERS),
+        "pull": Method(WORKERS, {"counted": maybe(TRUTH), "version": maybe(nullable(COUNT))}),
+        "contribute": Method(WORKERS, {**LIFE, "weight": FINITE}),
+        "close": Method(CLOCK, CLOSED),
+        "leave": Method(CLOCK, LEFT),
+        "status": Method((*DRIVER, *WORKERS)),
+    }
 
     def handle(self, call: Call) -> Reply:
         method = self._methods.get(call.method)

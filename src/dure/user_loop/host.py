@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ from dure.optim import OptimizerSpec, Segment, restrict
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
+from dure.runtime.protocol import PLACE, WORKERS, Method, mapping
 from dure.runtime.wire import Credentials, Identity, Loss
 from dure.strategy import make
 from dure.topology.admission import ClockService
@@ -51,6 +52,12 @@ class ShardHost:
         self._gone: set[str] = set()
         self._all_finished: Operation[None] = node.promise("all workers to finish")
         node.on_lost = self._lost
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "open": Method(("worker 0",), {"directory": mapping(PLACE)}),
+        "first": Method(WORKERS),
+        "finish": Method(WORKERS),
+    }
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
         count = self._request["buffers"]

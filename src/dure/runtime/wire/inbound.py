@@ -7,6 +7,7 @@ accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ─�
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.nearby import has_memory
 from dure.runtime.wire.proof import NONCE_NBYTES, Prover
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of
-from dure.runtime.wire.values import Identity, Loss
+from dure.runtime.wire.staging import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.values import Identity, Limits, Loss
 
 if TYPE_CHECKING:
     import socket
 
 _LOOK_SECONDS = 0.25  # how often callers who wait for room are looked after
+_LONGEST_LOOK_SECONDS = 1.0
 
 
 class Callers:
@@ -86,8 +88,7 @@ class Callers:
 
     def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
         """Memory for a payload; without it `inbound` stands in line and is told by `placed`."""
-        elsewhere = inbound.waiting is not None
-        lease = None if self._line else self.shared.staging.take(specs, elsewhere=elsewhere)
+        lease = None if any(map(self._may_hold, self._line)) else self._take(inbound)
         if lease is None:
             self._line.append(inbound)
             self._look_soon()
@@ -97,15 +98,25 @@ class Callers:
         if self._line:
             self.shared.pump.soon(self._serve_line)
 
+    def _take(self, inbound: Inbound) -> Lease | None:
+        elsewhere = inbound.waiting is not None
+        return self.shared.staging.take(inbound.wanted, elsewhere=elsewhere, share=inbound.share)
+
+    def _may_hold(self, inbound: Inbound) -> bool:
+        """Whether `inbound` waits for others; not where it holds its share itself."""
+        return not inbound.link.closed and not self.shared.staging.exceeds(inbound.share, inbound.wanted)
+
     def _serve_line(self) -> None:
-        while self._line:
-            first = self._line[0]
-            if not first.link.closed:
-                lease = self.shared.staging.take(first.wanted, elsewhere=first.waiting is not None)
+        """Give room to those who wait, in order."""
+        for waiting in list(self._line):
+            if waiting.link.closed:
+                self._line.remove(waiting)
+            elif self._may_hold(waiting):
+                lease = self._take(waiting)
                 if lease is None:
                     return
-                first.placed(lease)
-            self._line.popleft()
+                self._line.remove(waiting)
+                waiting.placed(lease)
 
     def _look_soon(self) -> None:
         if not self._looking:
@@ -113,14 +124,40 @@ class Callers:
             self.shared.pump.timers.after(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Whoever died in line is not read, so it would not be noticed."""
+        """Whoever died in line is not read, so it would not be noticed. Whoever stands still keeps others waiting."""
         self._looking = False
+        for inbound in list(self.open.values()):
+            inbound.check_progress()
         for waiting in list(self._line):
             if waiting.link.deserted():
                 waiting.link.end(PeerLost("its connection closed in the middle of a message"))
         self._serve_line()
         if self._line:
             self._look_soon()
+
+
+class Stall:
+    """Seconds for which a payload has stood still, as far as somebody looks several times a second.
+
+    A pause of this process counts for no more than `_LONGEST_LOOK_SECONDS`: what has come meanwhile is unread.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._seconds = 0.0
+        self._looked = self._received = 0.0
+
+    def begin(self, received_nbytes: int) -> None:
+        """A payload begins to come."""
+        self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
+
+    def is_over(self, received_nbytes: int) -> bool:
+        """Whether it has stood still for too long, now that so many bytes have come in all."""
+        now = time.monotonic()
+        gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
+        came, self._received = received_nbytes - self._received, received_nbytes
+        self._seconds = 0.0 if came > self._limits.least_speed * gap else self._seconds + gap
+        return self._seconds >= self._limits.stall_seconds
 
 
 class Inbound:
@@ -138,7 +175,9 @@ class Inbound:
         self.copied: dict[int, Callable[[], None]] = {}  # releases of replies that the caller copies
         self.lent: dict[int, Callable[[], None]] = {}  # and of those that it goes on reading
         self._prover = Prover(shared.credentials.key, calling=False)
+        self.share = Share()
         self._lease: Lease | None = None
+        self._stalled = Stall(shared.limits)
         self._dropping = False
         self._full = False
         self._ended = False
@@ -277,8 +316,17 @@ class Inbound:
         else:
             self._receive_into(lease)
 
+    def check_progress(self) -> None:
+        """End a connection whose payload stands still. Called now and then while others wait for memory."""
+        if self._lease is None or self.link.paused:
+            return
+        if self._stalled.is_over(self.link.received_nbytes):
+            size = self._lease.memory.nbytes
+            self.link.end(PeerLost(f"its payload of {size} bytes stood still while others waited for memory"))
+
     def _receive_into(self, lease: Lease) -> None:
         self._lease = lease
+        self._stalled.begin(self.link.received_nbytes)
         self.link.parser.place(lease.memory.views)
 
     def _refuse(self, frame: Frame, error: Refused) -> None:

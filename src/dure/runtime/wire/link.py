@@ -88,6 +88,7 @@ class Link:
         self.queue: deque[Outgoing] = deque()
         self.closed = False
         self.paused = False
+        self.received_nbytes = 0
         self.proven = False  # both ends have shown that they have the key
         self.neighbor = process_behind(sock)  # whose memory may be read here
         self.lends = False  # whether the neighbor reads memory of this process
@@ -301,6 +302,7 @@ class Link:
         except OSError as error:
             self.end(PeerLost(error.strerror or str(error)))
             return 0
+        self.received_nbytes += max(got, 0)
         if not got:
             self.end(PeerLost("its connection closed" + ("" if self.parser.idle else " in the middle of a message")))
         return got

@@ -16,6 +16,10 @@ from dure.runtime.base import TensorSpec
 
 ALIGNMENT = 64  # bytes
 _ROUND = 1 << 12
+
+SHARE = 8
+"""One caller holds at most one part in so many of a staging's budget."""
+
 _NAMES = {torch.float32: "float32", torch.uint8: "uint8"}
 """Of the commonest dtypes: to ask one for its name takes longer than all else that is asked of it."""
 
@@ -134,14 +138,26 @@ class Memory:
             offset += _aligned(stop - offset)
 
 
+class Share:
+    """The bytes of a staging that one caller holds."""
+
+    __slots__ = ("held_nbytes",)
+
+    def __init__(self) -> None:
+        self.held_nbytes = 0
+
+
 class Lease:
-    """Memory of one request until `release`."""
+    """Memory of one request until `release`, counted in its caller's `share`."""
 
-    __slots__ = ("_staging", "memory")
+    __slots__ = ("_share", "_staging", "memory")
 
-    def __init__(self, staging: Staging | None, memory: Memory) -> None:
+    def __init__(self, staging: Staging | None, memory: Memory, share: Share | None = None) -> None:
         self._staging = staging
+        self._share = share
         self.memory = memory
+        if share is not None:
+            share.held_nbytes += memory.nbytes
 
     @staticmethod
     def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
@@ -165,20 +181,25 @@ class Lease:
         """Give the memory back. Doing so twice changes nothing."""
         if self._staging is not None:
             self._staging.give_back(self.memory)
-            self._staging = None
+            self._leave()
 
     def forget(self) -> None:
         """Never use the memory again: somebody may still look at it."""
         if self._staging is not None:
             self._staging.held_nbytes -= self.memory.nbytes
-            self._staging = None
+            self._leave()
+
+    def _leave(self) -> None:
+        self._staging = None
+        if self._share is not None:
+            self._share.held_nbytes -= self.memory.nbytes
 
 
 class Staging:
     """Recycled memory within a budget of bytes.
 
-    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever. `empty` makes
-    so many bytes of memory.
+    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever. One caller
+    holds at most the `SHARE`th part, or one payload. `empty` makes so many bytes of memory.
     """
 
     def __init__(self, budget_nbytes: int, empty: Callable[[int], torch.Tensor] = _empty) -> None:
@@ -189,11 +210,12 @@ class Staging:
         self._idle: OrderedDict[int, list[Memory]] = OrderedDict()  # by size; least recently used first
         self._idle_nbytes = 0
 
-    def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False) -> Lease | None:
+    def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False, share: Share | None = None) -> Lease | None:
         """Memory for `specs`, or None when there is no room now. What lies `elsewhere` counts, and gets no memory."""
-        size = sum(_aligned(nbytes_of(spec)) for spec in specs)
-        size = -(-size // _ROUND) * _ROUND
+        size = _size(specs)
         if self.held_nbytes and self.held_nbytes + size > self.budget_nbytes:
+            return None
+        if share is not None and self.exceeds(share, specs):
             return None
         memory = None if elsewhere else self._recycled(size)
         if memory is None:
@@ -204,7 +226,11 @@ class Staging:
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
         if not elsewhere:
             memory.cut(specs)
-        return Lease(self, memory)
+        return Lease(self, memory, share)
+
+    def exceeds(self, share: Share, specs: Sequence[TensorSpec]) -> bool:
+        """Whether a caller would hold more than it may."""
+        return bool(share.held_nbytes) and share.held_nbytes + _size(specs) > self.budget_nbytes // SHARE
 
     def give_back(self, memory: Memory) -> None:
         size = memory.nbytes
@@ -232,6 +258,11 @@ class Staging:
             self._idle_nbytes -= oldest
             if not buffers:
                 del self._idle[oldest]
+
+
+def _size(specs: Sequence[TensorSpec]) -> int:
+    size = sum(_aligned(nbytes_of(spec)) for spec in specs)
+    return -(-size // _ROUND) * _ROUND
 
 
 def _aligned(nbytes: int) -> int:

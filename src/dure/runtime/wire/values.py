@@ -59,6 +59,10 @@ class Limits:
 
     staging_nbytes: int = 1 << 30
     """Memory for requests on their way in; callers over it wait."""
+    stall_seconds: float = 5.0
+    """How long a payload that others wait for may stand still; one slower than `least_speed` stands still."""
+    least_speed: float = 4096.0
+    """Bytes per second."""
     drain_nbytes: int = 1 << 16
     """A refused payload up to this size is received and forgotten; a larger one costs its sender the connection."""
     turn_nbytes: int = 1 << 22
