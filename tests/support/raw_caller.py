@@ -82,10 +82,10 @@ class RawCaller:
         self.seals, self._parser.seals = prover.seals()
         self._parser.reads = True
 
-    def enter(self) -> None:
-        """Come in as worker 1."""
+    def enter(self, name: str = "worker 1") -> None:
+        """Come in under that name, with rank 1."""
         self.prove()
-        self.send(Kind.HELLO, HELLO)
+        self.send(Kind.HELLO, {**HELLO, "name": name})
         assert self.frame().header.kind is Kind.WELCOME
 
     def __enter__(self) -> RawCaller:

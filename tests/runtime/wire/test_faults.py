@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -237,3 +238,58 @@ def test_garbage_and_half_open_connections_cost_nothing(world):
     assert [identity.name for identity in server.callers] == ["worker 0"]
     assert isinstance(world.ask(caller), Reply)
     assert not host.losses
+
+
+# ---- callers that announce a payload and stand still
+
+
+QUARTER = 1 << 16
+"""Values of a payload of which four fill the budget."""
+
+
+def stalled_callers(world, server, port, count, *, sent):
+    """Callers that each announce a payload of QUARTER values and send so many bytes of it; and the bytes left."""
+    found = []
+    for number in range(count):
+        caller = RawCaller(port, lambda condition: world.until(condition, server))
+        caller.enter(f"stalled {number}")
+        whole = push(QUARTER, caller.seals)
+        caller.sock.sendall(whole[: len(whole) - 4 * QUARTER + sent])
+        found.append((caller, whole[len(whole) - 4 * QUARTER + sent :]))
+    return found
+
+
+def test_callers_that_stand_still_keep_no_memory_from_others(world):
+    limits = Limits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.5)
+    server, host, port = world.server(limits=limits)
+    host.specs["push"] = [TensorSpec("float32", QUARTER)]
+    host.answer = lambda call, respond: respond(Reply())
+    caller = world.wire("worker 0")
+    world.join(caller, server, port)
+    with contextlib.ExitStack() as stack:
+        for each, _ in stalled_callers(world, server, port, 8, sent=1000):
+            stack.enter_context(each)
+        for _ in range(3):
+            out, _ = world.call(caller, "push", [torch.ones(QUARTER)])
+            world.until(lambda: out, caller, server, seconds=20.0)  # noqa: B023  (it is over before the next)
+            assert isinstance(out[0], Reply)
+        world.until(lambda: len(host.losses) == 8, server, seconds=20.0)
+    assert {loss.peer for loss in host.losses} == {f"stalled {number}" for number in range(8)}
+    assert "stood still while others waited for memory" in host.losses[0].reason
+
+
+def test_a_caller_that_stands_still_where_nobody_waits_may_go_on(world):
+    limits = Limits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.2)
+    server, host, port = world.server(limits=limits)
+    host.specs["push"] = [TensorSpec("float32", QUARTER)]
+    ((caller, rest),) = stalled_callers(world, server, port, 1, sent=1000)
+    with caller:
+        ended = time.monotonic() + 1.0
+        while time.monotonic() < ended:
+            server.poll(0.01)
+        caller.sock.setblocking(True)
+        sender = threading.Thread(target=caller.sock.sendall, args=(rest,))
+        sender.start()
+        world.until(lambda: host.requests or host.losses, server)
+        sender.join()
+    assert host.requests[0][0].tensors[0].tolist() == [1.0] * QUARTER

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.runtime.base import TensorSpec
-from dure.runtime.wire.staging import Lease, Staging, announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.staging import Lease, Share, Staging, announced, bytes_of, described, nbytes_of, spec_of
 
 
 def spec(nbytes):
@@ -84,3 +84,16 @@ def test_words_for_specs():
     with pytest.raises(TypeError, match="no dtype of torch"):
         nbytes_of(TensorSpec("float33", 1))
     assert [tensor.numel() for tensor in Lease.of_nothing([TensorSpec("int64", 0)]).tensors] == [0]
+
+
+def test_one_caller_holds_its_share_or_one_payload():
+    staging, mine, other = Staging(8 << 20), Share(), Share()
+    first = staging.take(spec(3 << 18), share=mine)
+    assert staging.take(spec(3 << 18), share=mine) is None
+    assert staging.take(spec(3 << 18), share=other) is not None
+    first.release()
+    assert mine.held_nbytes == 0
+    large = staging.take(spec(5 << 20), share=mine)
+    assert large is not None, "a payload above the share travels alone"
+    large.forget()
+    assert mine.held_nbytes == 0
