@@ -10,9 +10,9 @@ has not done all its work, 130 interrupted, 143 terminated.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, fields
@@ -26,6 +26,7 @@ from tyro.conf import Positional, UseAppendAction
 from dure import __version__
 from dure.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.errors import DureError, UsageError
+from dure.interruption import Interrupted, Interruption
 from dure.own_file import blamed
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
 
@@ -70,7 +71,7 @@ class Methods:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Return the rows and their tables."""
         from dure.methods import described, tables
 
@@ -96,7 +97,7 @@ class Train(TrainConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Run it; return its summary, and the same as a table."""
         config = _as(TrainConfig, self)
         if config.resume is None:  # a part of what a resumed run has may make no sense alone
@@ -107,7 +108,7 @@ class Train(TrainConfig):
         with _nursery(config.on or "local") as nursery:
             from dure.train import AtHand, run
 
-            finished = run(config, AtHand(nursery=nursery))
+            finished = run(config, AtHand(nursery=nursery, interruption=interruption))
         said, status = _lacking([finished])
         return Done(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
 
@@ -135,7 +136,7 @@ class Compare(CompareConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Run them; return the summaries and the table."""
         config = _as(CompareConfig, self)
         if self.print_config:
@@ -144,8 +145,9 @@ class Compare(CompareConfig):
         with _nursery(*(config.on or ("local",))) as nursery:
             from dure.compare import run_all
             from dure.report.table import FittedComparison
+            from dure.train import AtHand
 
-            comparison = run_all(config, nursery=nursery)
+            comparison = run_all(config, AtHand(nursery=nursery, interruption=interruption))
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         said, status = _lacking(comparison.runs)
         written = _written(comparison.report, config.report)
@@ -169,7 +171,7 @@ class Report:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Write the report; return the summaries and the table."""
         from dure.report.html import DEFAULT, free, write_report
         from dure.report.record import read_run
@@ -205,7 +207,7 @@ class Reproduce:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Make it; return its rows and its table."""
         from dure.reproduce import check, find
 
@@ -243,7 +245,7 @@ class Probe:
         """Under torchrun every rank measures."""
         return "torchrun" if os.environ.get("RANK") else ""
 
-    def execute(self) -> Done:
+    def execute(self, interruption: Interruption) -> Done:
         """Measure, write the file; return the constants, what they were made of, and their table."""
         import torch
 
@@ -282,23 +284,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if list(arguments) == ["--version"]:
         print(__version__)  # noqa: T201
         return 0
+    interruption = Interruption()
+    command: Command | None = None
     try:
-        command = parse(arguments, os.environ)
-        with _results(for_good=given is None) as out:
-            with _ended_by_sigterm(), blamed("your own code raised", DureError, only=True):
-                done = command.execute()
-            if _speaks(command):
-                _tell(done, out, as_json=command.json)
-        return done.status
+        with interruption.heard():
+            command = parse(arguments, os.environ)
+            with _results(for_good=given is None) as out:
+                with blamed("your own code raised", DureError, only=True):
+                    done = command.execute(interruption)
+                if _speaks(command):
+                    _tell(done, out, as_json=command.json)
+            return done.status
     except DureError as error:
         _say(f"dure: {' '.join(str(error).split())}")
+        if interruption.number is not None:
+            return _interrupted(interruption.number, command)
         return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        _say("dure: interrupted")
-        return 128 + signal.SIGINT
-    except _Terminated:
-        _say("dure: terminated")
-        return 128 + signal.SIGTERM
+    except Interrupted as end:
+        return _interrupted(end.number, command)
     except BrokenPipeError:  # the reader has seen enough
         pass
     return 0
@@ -339,25 +342,17 @@ def _tell(done: Done, out: TextIO, *, as_json: bool) -> None:
     out.flush()
 
 
-class _Terminated(BaseException):
-    """SIGTERM came."""
+def _interrupted(number: int, command: Command | None) -> int:
+    """Say that a signal has ended `command`, and how to go on with its run if it has a checkpoint; the exit status."""
+    _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
+    folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
+    if folder is not None:
+        from dure.checkpoint import LATEST
+        from dure.report.record import CHECKPOINTS
 
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """While open, SIGTERM ends the work as Ctrl-C does: what was started is ended, what was begun is closed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
-
-    def end(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        if (folder / CHECKPOINTS / LATEST).exists():
+            _say(f"resume with: dure train --resume {shlex.quote(str(folder))}")
+    return 128 + number
 
 
 @contextmanager

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dure.job import Job
     from dure.report.record import Run
     from dure.runtime.cluster import Cluster
-    from dure.runtime.launch.nursery import Nursery
+    from dure.train import AtHand
 
 
 log = logging.getLogger("dure")
@@ -49,27 +49,27 @@ def compare(
     if strategies and named:
         raise UsageError(f"strategies are given by place, {strategies}, and by name, {named}: give them once.")
     strategies = strategies or ((named,) if isinstance(named, str) else tuple(named))
+    from dure.train import AtHand
+
     given, name = (None, job) if isinstance(job, str) else (job, job.name)
     if isinstance(on, str):
         on = (on,)
     cluster, places = (None, tuple(on)) if isinstance(on, Sequence) else (on, ("virtual",))
     config = CompareConfig.of({**options, "job": name, "strategies": strategies, "on": places})
-    return run_all(config, job=given, cluster=cluster)
+    return run_all(config, AtHand(given, cluster))
 
 
-def run_all(
-    config: CompareConfig, *, job: Job | None = None, cluster: Cluster | None = None, nursery: Nursery | None = None
-) -> Comparison:
+def run_all(config: CompareConfig, at_hand: AtHand) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts."""
     from dure.report.html import DEFAULT, free, write_report
-    from dure.train import AtHand, run
+    from dure.train import run
 
     configs = list(config.runs())
     for each in configs:
         each.chosen()
     if not config.strategies:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
-    runs = [run(each, AtHand(job, cluster, nursery=nursery)) for each in configs]
+    runs = [run(each, at_hand) for each in configs]
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()

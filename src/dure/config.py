@@ -88,6 +88,8 @@ class Options:
     frozen_after: Seconds = 30.0
     """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
     the run ends."""
+    grace: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     timing_only: bool = False
     """No tensors at all, only what takes how long (virtual time)."""
     out: Path | None = None

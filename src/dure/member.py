@@ -313,7 +313,7 @@ class WorkerLife(Life):
 
     def _control(self) -> Control:
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
-        return Control(bye=self.bye.resolve, **handlers)
+        return Control(bye=self.bye.resolve, stop_at=self._stop_at, **handlers)
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         node, task = self.node, self.task
@@ -459,6 +459,14 @@ class WorkerLife(Life):
         self.suspending = True
         if self.worker.asking and self._role is not None:
             self._role.throw(Suspend())
+
+    def _stop_at(self, step: int) -> None:
+        """Stop for a checkpoint at the clock `step`, with all other workers."""
+        if step <= self.worker.clock:
+            raise Refused(
+                f"{self.node.name} is at clock {self.worker.clock} and cannot stop at {step}: name a later one."
+            )
+        self.next_checkpoint = step
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)

@@ -22,6 +22,8 @@ from dure.checkpoint_round import CheckpointRound
 from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
 from dure.gathering import Gathering
+from dure.interruption import Interruption
+from dure.last_checkpoint import LastCheckpoint, stop_together
 from dure.liveness import FORK_SERVER, Limits, LivenessMonitor
 from dure.member import COUNTED, Terms
 from dure.outcome import Outcome, Totals
@@ -168,6 +170,7 @@ class Hub:
         restarts: Restarts | None = None,
         interface: str | None = None,
         credentials: Credentials | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         """`interface` is the address at which processes of other machines reach this one; without it there are none."""
         self.task, self.watch = task, watch
@@ -209,6 +212,7 @@ class Hub:
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
         self.checkpoint_due = task.config.checkpoint_every or 0
+        self.last_checkpoint = LastCheckpoint(self, interruption or Interruption(), task.config.grace)
 
     @property
     def dead(self) -> Mapping[str, str]:
@@ -408,15 +412,44 @@ class Hub:
     # ---- checkpoints
 
     async def _suspend(self, call: Call) -> Reply:
-        if self.round is None:
-            assert self.folder is not None
-            self.round = CheckpointRound(self.node, self.folder, self.checkpoint_due, self._living)
-            work = self.round.carry_out(self._suspend_others, self._save_servers, self._part)
-            self.node.spawn(work, "the checkpoint")
-        current = self.round
+        current = self.round or self._begin_round(self.checkpoint_due)
         current.stopped(call.caller)
         await current.all_stopped
         return Reply({"draft": str(current.draft)})
+
+    def _begin_round(self, step: int) -> CheckpointRound:
+        assert self.folder is not None
+        self.round = CheckpointRound(self.node, self.folder, step, self._living)
+        work = self.round.carry_out(self._suspend_others, self._save_servers, self._part)
+        self.node.spawn(work, "the checkpoint")
+        return self.round
+
+    @property
+    def can_checkpoint(self) -> bool:
+        """Whether a checkpoint can be written at a step that is not scheduled."""
+        saving = self.folder is not None and bool(self.task.config.checkpoint_every)
+        return saving and self._going.done and bool(self._living())
+
+    async def checkpoint_now(self) -> None:
+        """Write a checkpoint before the next one is due."""
+        every = self.task.config.checkpoint_every or 0
+        if self.task.lockstep:
+            await stop_together(self)
+            while self.round is None:
+                await self.node.sleep(0.01)  # until the first worker has stopped
+        current = self.round
+        if current is None:
+            reached = max((int(said["steps"]) for said in self.progress.values()), default=0)
+            current = self._begin_round(min(self.checkpoint_due, max(self.checkpoint_due - every + 1, reached)))
+            current.look()
+        await current.committed
+
+    async def stop_at(self, step: int) -> None:
+        """Tell all workers the clock at which to stop for a checkpoint. Raises `Refused` if one has passed it."""
+        self.checkpoint_due = step
+        asked = [self.node.call(Address(name, "process"), "stop_at", step=step) for name in self._living()]
+        for answer in asked:
+            await answer
 
     async def _save(self, call: Call) -> Reply:
         assert self.round is not None
@@ -434,7 +467,7 @@ class Hub:
         if not self.task.lockstep:
             for name in sorted(self.round.waits_for()):
                 with suppress(RemoteError):  # it has just died, or is only about to come
-                    await self.node.call(Address(name, "process"), "suspend", step=self.round.step)
+                    await self.node.call(Address(name, "process"), "suspend", step=self.checkpoint_due)
 
     async def _save_servers(self, draft: Path) -> None:
         if self._servers:
@@ -623,6 +656,7 @@ class Hub:
             self.totals.failures_survived += 1
             self.start(name, resume=self.folder)
         self.casualties.check(self._workers, self.restarts)
+        self.last_checkpoint.look()
         if not self._going.done and self.node.now() > START_SECONDS:
             missing = sorted(self._everyone - self.ready - self.dead.keys())
             raise DureError(f"{', '.join(missing)} did not come up within {START_SECONDS:g} s.")
@@ -748,12 +782,21 @@ def _number(name: str) -> int:
 
 
 def run_processes(
-    task: Task, watch: Watch, resume: Path | None, folder: Path | None, *, named: bool, nursery: Nursery | None = None
+    task: Task,
+    watch: Watch,
+    resume: Path | None,
+    folder: Path | None,
+    *,
+    named: bool,
+    nursery: Nursery | None = None,
+    interruption: Interruption | None = None,
 ) -> Outcome:
     """Train `task` on processes of this machine.
 
     `named`: its job can be made again from its name. `nursery`, if it was begun earlier, is its owner's to close.
+    Raises `Interrupted` after `interruption`, once a checkpoint is written where that is possible.
     """
+    interruption = interruption or Interruption()
     if not named:
         raise UsageError(
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
@@ -767,18 +810,26 @@ def run_processes(
         nursery.load(task.config.plain())
         stack.callback(nursery.clear)
         restarts = Restarts(task, folder)
-        return keep_running(lambda: Hub(task, watch, nursery, folder=folder, restarts=restarts), nursery, resume)
+
+        def make() -> Hub:
+            return Hub(task, watch, nursery, folder=folder, restarts=restarts, interruption=interruption)
+
+        return keep_running(make, nursery, resume, interruption)
 
 
-def keep_running(make: Callable[[], Hub], nursery: Nursery, resume: Path | None) -> Outcome:
+def keep_running(
+    make: Callable[[], Hub], nursery: Nursery, resume: Path | None, interruption: Interruption | None = None
+) -> Outcome:
     """One hub after another, each going on from the last checkpoint, until the work is done."""
+    interruption = interruption or Interruption()
     before: Hub | None = None
     pause: float | None = 0.0
     while True:
         hub = make()
         try:
             hub.node.loop.run_until(hub.node.sleep(pause or 0.0))
-            return hub.run(resume, after=before)
+            with interruption.deferred():
+                return hub.run(resume, after=before)
         except DureError:
             pause = hub.begin_again()
             if pause is None:

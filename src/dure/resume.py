@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "frozen_after",
     "key_file",
     "integrity",
+    "grace",
 )
 """How far a run goes, where its data and its key lie on this machine, what else is written of it, and its patience."""
 

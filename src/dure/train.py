@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from dure import checkpoint
 from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
 from dure.groups import scaled
+from dure.interruption import Interruption
 from dure.job import Job, load_job
 from dure.outcome import Outcome, check_applied, summary
 from dure.own_file import blamed
@@ -79,12 +80,13 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
 
 @dataclass(frozen=True)
 class AtHand:
-    """Objects behind the names in a configuration, and a nursery begun earlier, where the caller has them."""
+    """Objects behind the names in a configuration, a nursery begun earlier, and the signals that the caller hears."""
 
     job: Job | None = None
     cluster: Cluster | None = None
     strategy: Strategy | None = None
     nursery: Nursery | None = None
+    interruption: Interruption = field(default_factory=Interruption)
 
 
 def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
@@ -105,7 +107,8 @@ def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
 def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path | None, at_hand: AtHand) -> Outcome:
     from dure.process_run import run_processes
 
-    return run_processes(task, watch, saved, place, named=at_hand.job is None, nursery=at_hand.nursery)
+    named, interruption = at_hand.job is None, at_hand.interruption
+    return run_processes(task, watch, saved, place, named=named, nursery=at_hand.nursery, interruption=interruption)
 
 
 def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
@@ -122,7 +125,7 @@ def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcom
         try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if isinstance(task.strategy.topology, ParameterServer):
         _ = task.ranges  # said now, not once processes are there
-    with _recording(task) as (folder, watch, progress):
+    with _recording(task, at_hand.interruption) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
                 file.write(cluster.to_yaml())
@@ -220,7 +223,7 @@ def _check(task: Task, cluster: Cluster | None) -> None:
 
 
 @contextmanager
-def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
+def _recording(task: Task, interruption: Interruption) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
     config = task.config
     with ExitStack() as stack:
         folder = _folder(task)
@@ -248,6 +251,8 @@ def _recording(task: Task) -> Iterator[tuple[RunFolder | None, Watch, Progress]]
 
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
             progress.update(step, steps if steps < ENDLESS else None, loss, samples)
+            if config.virtual:
+                interruption.check()
 
         def rewind(rows: int) -> None:
             if folder is not None:

@@ -16,6 +16,7 @@ import torch
 from support import faulty_jobs
 
 from dure.config import TrainConfig
+from dure.interruption import Interruption
 from dure.member import Terms
 from dure.optim import FlatOptimizer
 from dure.outcome import Outcome
@@ -79,14 +80,15 @@ class Trial:
         always: bool = False,
         nursery: Nursery | None = None,
         watch: Watch | None = None,
+        interruption: Interruption | None = None,
     ) -> Outcome:
         """To its end; `act` is called at every turn, from when all are ready on or `always`."""
         folder = self.config.out and self.config.out / "checkpoints"
         restarts = Restarts(self.task, folder)
 
         def make() -> Driven:
-            shown = watch or Watch()
-            hub = Driven(self.task, shown, self.nursery, folder=folder, terms=self.terms, restarts=restarts)
+            shown, given = watch or Watch(), {"folder": folder, "restarts": restarts, "interruption": interruption}
+            hub = Driven(self.task, shown, self.nursery, terms=self.terms, **given)
             hub.act = lambda _: act(self)
             hub.always = always
             self.hubs.append(hub)
@@ -96,7 +98,7 @@ class Trial:
             self.nursery = nursery or stack.enter_context(Nursery())
             self.nursery.load(self.config.plain())
             try:
-                return keep_running(make, self.nursery, None)
+                return keep_running(make, self.nursery, self.config.resume and folder, interruption)
             finally:
                 self.nursery.clear()
 

@@ -1,0 +1,93 @@
+"""SIGINT and SIGTERM of a `dure` command: they end its work, or first let a run write a checkpoint.
+
+    first signal    work raises `Interrupted` where it is; in a `deferred` block the signal is only noted, and the block
+                    asks `check` when it can end
+    second signal   raises in a `deferred` block too
+    third signal    the system's default: the process is killed
+
+An exception that a signal handler raises can be lost: Python ignores it inside `__del__`, a weak reference's callback
+or a callback of native code. So the signal is noted as well, and loops ask `check` in each of their turns.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+SAME_SECONDS = 1.0
+"""Signals within so many seconds count as one: Ctrl-C reaches a rank from the terminal and again from torchrun."""
+
+
+class Interrupted(BaseException):
+    """A signal ends the work. `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by signal {number} ({signal.Signals(number).name}).")
+        self.number = number
+
+
+class Interruption:
+    """The first of the signals `NUMBERS` that has come while `heard` is open.
+
+    `number` is the signal's, None before. Signals are the main thread's: on another thread `heard` does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._came = 0.0
+        self._times = 0
+        self._deferred = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the signal came; 0 before."""
+        return time.monotonic() - self._came if self.number is not None else 0.0
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal has come."""
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Install the handlers, of signals that are not ignored; at the end, the ones before."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in NUMBERS}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, self._arrived)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While open, the first signal is only noted. Raises `Interrupted` at once if one has come before."""
+        self._deferred = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._deferred = False
+
+    def _arrived(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._came = number, now
+        elif now < self._came + SAME_SECONDS:
+            return
+        self._times += 1
+        if self._times > 1:
+            for each in NUMBERS:
+                signal.signal(each, signal.SIG_DFL)
+        if self._times > 1 or not self._deferred:
+            raise Interrupted(self.number)
