@@ -51,7 +51,14 @@ def interrupted(nursery, strategy, act, **options):
     return trial, time.monotonic() - act.at
 
 
-@pytest.mark.parametrize("strategy", ["bsp", "bsp ps:shards=2", "averaging:period=8", "ssp ps", "ad-psgd"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "bsp",
+        "ssp ps",
+        *(pytest.param(text, marks=pytest.mark.soak) for text in ("bsp ps:shards=2", "averaging:period=8", "ad-psgd")),
+    ],
+)
 def test_sigterm_leaves_a_checkpoint_of_all_processes(strategy, nursery, tmp_path):
     trial, seconds = interrupted(nursery, strategy, Terminate(), out=tmp_path)
     assert seconds < 10
@@ -77,6 +84,7 @@ def test_a_run_that_is_resumed_after_sigterm_ends_as_if_undisturbed(nursery, tmp
     assert torch.equal(rest.params, whole.params)
 
 
+@pytest.mark.soak
 def test_a_second_sigterm_ends_the_run_without_a_checkpoint(nursery, tmp_path):
     stopped = Terminate(then=1.2)
 
@@ -109,7 +117,7 @@ def test_a_run_that_cannot_write_its_checkpoint_ends_after_the_grace(nursery, tm
     assert "no checkpoint was written within 1 s; --grace gives a run more time" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"grace": 0}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"grace": 0}, marks=pytest.mark.soak)])
 def test_sigterm_ends_a_run_without_checkpoints_at_once(options, nursery, tmp_path):
     act = Terminate()
     given = {"out": tmp_path, "grace": 0} if options else {"out": None, "checkpoint_every": None}

@@ -223,7 +223,10 @@ def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
 def command(*options):
     """`dure train` as a process of its own, which hears SIGINT even if the tests run where it is ignored."""
     name = configured("waits_now_and_then", "bsp").job
-    arguments = ["train", name, "--on", "local", "--workers", "2", "--steps", "100000", *options]
+    return started("train", name, "--on", "local", "--workers", "2", "--steps", "100000", *options)
+
+
+def started(*arguments):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
@@ -293,6 +296,52 @@ def test_a_kill_under_collectives_is_exit_status_1():
     assert said.splitlines()[-1].startswith("dure: worker")
     assert "killed by signal 9" in said.splitlines()[-1]
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "worker killed",
+        *(pytest.param(end, marks=pytest.mark.soak) for end in ("done", "fork server killed", "launcher killed")),
+    ],
+)
+def test_the_end_of_a_worker_ends_the_processes_that_its_code_has_started(end, tmp_path):
+    options = {"workers": 2, "data": tmp_path, "steps": 100 if end == "done" else 100_000}
+    if end == "launcher killed":
+        name = configured("starts_processes", "ssp ps").job
+        process = started("train", name, "--strategy", "ssp ps", "--workers", "2", "--data", str(tmp_path))
+        numbers = noted(tmp_path)
+        process.kill()
+        process.communicate(timeout=LATEST)
+        assert gone_within(numbers, 5)
+        return
+    trial = Trial(configured("starts_processes", "ssp ps", **options))
+
+    def act(trial):
+        if end == "done" or len([*tmp_path.glob("*.child")]) < 2 or hasattr(act, "numbers"):
+            return
+        act.numbers = noted(tmp_path)
+        if end == "fork server killed":
+            os.kill(trial.pids()[0], signal.SIGKILL)
+        for name in ("worker 0", "worker 1"):
+            trial.kill(name)
+
+    if end == "done":
+        trial.run(act)
+        assert gone_within(noted(tmp_path), 5)
+        return
+    with pytest.raises(DureError):
+        trial.run(act)
+    assert gone_within(act.numbers, 5)
+
+
+def noted(folder):
+    """The processes that two workers have started, once both are there."""
+    deadline = time.monotonic() + LATEST
+    while len(found := [path.read_text() for path in folder.glob("*.child")]) < 2 or "" in found:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [int(text) for text in found]
 
 
 def children_of(pid):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -223,6 +224,22 @@ def one_exits(data_root: Path) -> Job:
 
 def one_crashes(data_root: Path) -> Job:
     return one(lambda: os.kill(os.getpid(), signal.SIGSEGV), data_root)
+
+
+def starts_processes(data_root: Path) -> Job:
+    """Each worker starts a process of its own, as a loader of data does, and notes its number; steps take 2 ms."""
+
+    def start() -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        (data_root / f"{os.getpid()}.child").write_text(str(child.pid))
+
+    fault = Fault(start, after=1)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return fault(outputs, targets)
+
+    return job(256, loss)
 
 
 def one_holds_the_lock(data_root: Path) -> Job:

@@ -10,7 +10,8 @@
 The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
 behind: when the launcher is gone, however it went, the nursery reads the end of the pipe of requests and kills its
 children; when the nursery is gone, the system kills them (Linux), and each watches a pipe whose other end only the
-launcher holds.
+launcher holds. Each child leads a process group: processes that the user's code starts in it, as a DataLoader does, are
+killed when the child has ended. They escape only by a group of their own.
 
 Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the nursery and its children.
 The nursery reads what its children print and writes it to the launcher's standard error, each line after the name of
@@ -126,6 +127,7 @@ class Nursery:
                 self._words[heard["exited"]] = heard["words"]
                 self.exited[heard["exited"]] = heard["status"]
         if self._process.poll() is not None:
+            self._kill_groups()
             raise self._ended()
 
     @property
@@ -159,6 +161,8 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_SECONDS)
+        if self._process.returncode:
+            self._kill_groups()
         os.close(self._sentinel)
         os.close(self._answers)
         self._output.close()
@@ -170,6 +174,12 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _kill_groups(self) -> None:
+        """The nursery was killed, and with it its children: kill the processes that they have started."""
+        for name, pid in self.pids.items():
+            if name not in self.exited:
+                _kill_group(pid)
 
     def _say(self, request: Mapping[str, Any]) -> None:
         try:
@@ -262,6 +272,8 @@ class _Forks:
         source, sink = os.pipe()
         pid = os.fork()
         if pid:
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpgid(pid, pid)  # as the child does: whichever is first
             os.close(sink)
             os.set_blocking(source, False)
             self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
@@ -289,6 +301,7 @@ class _Forks:
 
     def _settle(self, source: int, sink: int, nursery: int) -> None:
         """In the child: own standard streams and signals, and an eye on launcher and nursery."""
+        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (relay.STDOUT, relay.STDERR):
@@ -303,9 +316,13 @@ class _Forks:
 
     def _reap(self) -> None:
         while self.children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 return
+            _kill_group(ended.si_pid)  # before the number is free for another process
+            pid, status = os.waitpid(ended.si_pid, 0)
+            if pid not in self.children:
+                continue  # the job has started it, while it was loaded
             name, lines = self._forget(pid)
             exited = {"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
             self._tell({**exited, "words": lines.last})
@@ -333,6 +350,7 @@ class _Forks:
     def _end_all(self) -> None:
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
         for pid in [*self.children]:
             os.waitpid(pid, 0)
             self._forget(pid)
@@ -340,6 +358,12 @@ class _Forks:
     def _tell(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             relay.write_all(self.ends.answers, json.dumps(message).encode() + b"\n")
+
+
+def _kill_group(leader: int) -> None:
+    """Kill what a child, which need not run any more, has started in its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
