@@ -177,6 +177,7 @@ CONTROL = {
     "evaluate": Method(DRIVER),
     "save": Method(DRIVER, {"draft": TEXT}),
     "suspend": Method(DRIVER, {"step": COUNT}),
+    "stop_at": Method(DRIVER, {"step": COUNT}),
     "lost": Method(DRIVER, {"name": NODE}),
     "frozen": Method(DRIVER, {"name": NODE}),
     "returned": Method(DRIVER, {"name": NODE}),

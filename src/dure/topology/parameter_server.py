@@ -195,7 +195,7 @@ class Shard:
         "push": Method(WORKERS, PUSHED),
         "close": Method(CLOCK, CLOSED),
         "pull": Method(
-            WORKERS,
+            (*DRIVER, *WORKERS),
             {
                 "version": maybe(nullable(COUNT)),
                 "counted": maybe(TRUTH),

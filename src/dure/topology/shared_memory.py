@@ -391,7 +391,7 @@ class SharedShard:
 
     protocol: ClassVar[Mapping[str, Method]] = {
         "where": Method(WORKERS),
-        "pull": Method(WORKERS, {"counted": maybe(TRUTH), "version": maybe(nullable(COUNT))}),
+        "pull": Method((*DRIVER, *WORKERS), {"counted": maybe(TRUTH), "version": maybe(nullable(COUNT))}),
         "contribute": Method(WORKERS, {**LIFE, "weight": FINITE}),
         "close": Method(CLOCK, CLOSED),
         "leave": Method(CLOCK, LEFT),
