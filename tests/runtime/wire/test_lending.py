@@ -277,7 +277,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
     there = server.serve("shard", shard)
     worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())
     into = torch.zeros(NUMEL)
-    client = ServerClient(worker, 1, Servers([there], [[(0, NUMEL)]], ordered=False))
+    client = ServerClient(worker, 0, Servers([there], [[(0, NUMEL)]], ordered=False), incarnation=1)
     assert not client.lends, "it is not connected"
 
     async def work():
