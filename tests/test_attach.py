@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import attached
+from support.soak import soaked
 from torch import nn
 
 import dure
@@ -370,7 +371,7 @@ def test_a_frozen_rank_that_holds_the_store_ends_the_others(tmp_path):
 
 @pytest.mark.parametrize(
     ("sync", "topology"),
-    [("bsp", "collective"), ("bsp", "ps"), ("downpour", "ps:shards=2"), ("averaging:period=2", "ps")],
+    [("bsp", "collective"), ("bsp", "ps"), *soaked(("downpour", "ps:shards=2"), ("averaging:period=2", "ps"))],
 )
 def test_a_gradient_of_nan_skips_its_step_and_the_third_in_a_row_ends_the_training(sync, topology):
     module, _, replica = attached_alone(sync=sync, topology=topology)

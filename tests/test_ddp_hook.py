@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.soak import soaked
 
 import dure
 from dure.errors import StrategyError
@@ -74,7 +75,7 @@ def test_nothing_is_changed_by_what_loses_nothing(tmp_path):
     assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
 
 
-@pytest.mark.parametrize("codec", ["1bit", "sign", "it-sign:start=5", "strom:threshold=0.02"])
+@pytest.mark.parametrize("codec", ["sign", *soaked("1bit", "it-sign:start=5", "strom:threshold=0.02")])
 def test_ranks_stay_equal_and_learn(tmp_path, codec):
     found = run(tmp_path, codec, processes=3 if codec == "sign" else 2)
     assert found["same"]
@@ -143,7 +144,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("codec", ["1bit", "strom:threshold=0.02", "it-sign:start=1,granularity=coordinate"])
+@pytest.mark.parametrize("codec", ["1bit", *soaked("strom:threshold=0.02", "it-sign:start=1,granularity=coordinate")])
 def test_a_hook_goes_on_from_its_state(tmp_path, codec):
     found = run(tmp_path, codec, processes=3, script=RESTART)
     assert found["loaded"]
@@ -210,7 +211,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("codec", ["sign", "strom:threshold=0.1"])
+@pytest.mark.parametrize("codec", ["sign", *soaked("strom:threshold=0.1")])
 def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
     found = run(tmp_path, codec, script=HARD)
     assert found["wrong"] == 0

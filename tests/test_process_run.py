@@ -11,6 +11,7 @@ import time
 
 import pytest
 from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within
+from support.soak import soaked
 
 from dure.errors import DureError
 from dure.member import Terms
@@ -180,7 +181,7 @@ def test_a_worker_that_comes_late_takes_part(run, strategy):
 # ---- workers that freeze
 
 
-@pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
+@pytest.mark.parametrize("strategy", ["bsp ps:shards=2", *soaked("ssp:bound=2 ps:shards=2")])
 def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy):
     noticed, back = [], []
 
