@@ -100,6 +100,10 @@ class PeerLost(RemoteError):
     """The other side of a connection is gone."""
 
 
+class GreetingLost(PeerLost):
+    """The other side ended a connection before both knew each other: it may let a new one in."""
+
+
 class CallTimeout(RemoteError):
     """No answer came in time."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from dure.errors import DureError, Refused, RemoteError
+from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.runtime.base import (
     Address,
     Apply,
@@ -48,6 +48,12 @@ CALL_SECONDS = 300.0
 """How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
 
 CONNECT_SECONDS = 20.0
+
+GREETING_SECONDS = 120.0
+"""How long lost greetings are repeated: as long as a run may take to start."""
+
+AGAIN_SECONDS = 0.1
+"""The pause between two."""
 
 SHORT_NBYTES = 1 << 20
 """Memory work on fewer bytes is over before a helper thread has been woken to move others meanwhile."""
@@ -259,10 +265,24 @@ class ProcessNode:
             start(RemoteError(f"{self.name} does not know where {peer} is; it knows {known}."))
         else:
             self._connecting[peer] = [start]
-            try:
-                self.wire.open(peer, *self.directory[peer], lambda error: self._opened(peer, error), CONNECT_SECONDS)
-            except RemoteError as error:
+            self._connect(peer, time.monotonic() + GREETING_SECONDS)
+
+    def _connect(self, peer: str, deadline: float) -> None:
+        """Greet `peer` until it lets this process in or refuses it, or the `deadline` has passed.
+
+        A greeting is lost where one of both was stopped for longer than a host waits for it.
+        """
+
+        def opened(error: RemoteError | None) -> None:
+            if isinstance(error, GreetingLost) and time.monotonic() < deadline:
+                self.loop.after(AGAIN_SECONDS, lambda: self._connect(peer, deadline))
+            else:
                 self._opened(peer, error)
+
+        try:
+            self.wire.open(peer, *self.directory[peer], opened, CONNECT_SECONDS)
+        except RemoteError as error:
+            opened(error)
 
     def _opened(self, peer: str, error: RemoteError | None) -> None:
         for start in self._connecting.pop(peer):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
+from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
 from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
@@ -190,6 +190,8 @@ class Outbound:
         if self.error is not None:
             return
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        if kind is PeerLost and self._challenged and self.host is None and not finished:
+            kind = GreetingLost
         self.error = kind(f"{self.name} is gone: {error}")
         self._receiving = None
         for room in self._rooms.values():
@@ -234,7 +236,7 @@ class Outbound:
         elif kind is Kind.GOODBYE:
             self.link.end(PeerLost("it has finished"), finished=True)
         elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
-            self._challenged = True
+            self._challenged = True  # it is no other program that listens there
             self.link.send(Kind.PROOF, self._prover.mine + self._prover.proof)
         elif kind is not Kind.PROOF or not self._challenged:
             raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
