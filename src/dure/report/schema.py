@@ -35,7 +35,7 @@ class _Staleness(_Open):
 
 
 class _Graph(_Open):
-    neighbors: int
+    neighbors: str
     gap: float
     averagings_to_halve: float
     workers: int
