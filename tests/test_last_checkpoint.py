@@ -99,7 +99,7 @@ def test_a_second_sigterm_ends_the_run_without_a_checkpoint(nursery, tmp_path):
     act.at = 1.0
     _, _ = interrupted(nursery, "bsp", act, out=tmp_path, grace=60)
     assert 1.2 <= time.monotonic() - stopped.at < 10
-    assert not (tmp_path / "checkpoints" / checkpoint.LATEST).exists()
+    assert not (tmp_path / "checkpoints" / LATEST).exists()
 
 
 def test_a_run_that_cannot_write_its_checkpoint_ends_after_the_grace(nursery, tmp_path, caplog):

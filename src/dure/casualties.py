@@ -13,8 +13,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure import checkpoint, errors
+from dure import errors
 from dure.errors import DureError, RemoteError
+from dure.folder_names import LATEST
 from dure.restarts import LIMIT
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Casualties:
     def _advice(self, name: str) -> str:
         """What raised would raise again if the run were made anew: then to go on helps only from a checkpoint."""
         raised = self._launcher.exited.get(name, 0) > 0
-        saved = self._folder is not None and (self._folder / checkpoint.LATEST).exists()
+        saved = self._folder is not None and (self._folder / LATEST).exists()
         return "" if raised and not saved else _RESUME
 
     def _explain(self, name: str) -> None:

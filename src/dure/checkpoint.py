@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dure.errors import CheckpointError, DureError
+from dure.folder_names import LATEST
 from dure.report.files import check_regular, read_regular
 
 if TYPE_CHECKING:
@@ -50,9 +51,6 @@ UNREADABLE = (
     CheckpointError,
 )
 """What reading a damaged checkpoint raises."""
-
-LATEST = "LATEST"
-"""The file that names the newest folder."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from tyro.conf import Positional, UseAppendAction
 from dure import __version__
 from dure.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.errors import DureError, UsageError
+from dure.folder_names import CHECKPOINTS, LATEST
 from dure.interruption import Interrupted, Interruption
 from dure.own_file import blamed
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
@@ -346,12 +347,8 @@ def _interrupted(number: int, command: Command | None) -> int:
     """Say that a signal has ended `command`, and how to go on with its run if it has a checkpoint; the exit status."""
     _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
     folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
-    if folder is not None:
-        from dure.checkpoint import LATEST
-        from dure.report.record import CHECKPOINTS
-
-        if (folder / CHECKPOINTS / LATEST).exists():
-            _say(f"resume with: dure train --resume {shlex.quote(str(folder))}")
+    if folder is not None and (folder / CHECKPOINTS / LATEST).exists():
+        _say(f"resume with: dure train --resume {shlex.quote(str(folder))}")
     return 128 + number
 
 

@@ -18,8 +18,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure import checkpoint
-
 if TYPE_CHECKING:
     from dure.task import Task
 
@@ -59,7 +57,7 @@ class Restarts:
 
     def possible(self, name: str) -> bool:
         """Whether a server can be started again, alone or with everybody."""
-        saved = self.folder is not None and (self.folder / checkpoint.LATEST).exists()
+        saved = self.folder is not None and (self.folder / LATEST).exists()
         return saved and self.made[name] < LIMIT
 
     def died(self, name: str, now: float) -> None:

@@ -19,13 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure import checkpoint
 from dure.config import TrainConfig
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.member import Start
 from dure.member import main as be_member
 from dure.process_run import Hub
-from dure.report.record import CHECKPOINTS, Run, versions
+from dure.report.record import Run, versions
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.relay import relayed
 from dure.runtime.launch.shared_key import credentials_of
@@ -59,7 +58,7 @@ def after_restart(config: TrainConfig) -> TrainConfig:
         return config
     if not (out / LAUNCH).exists() or (out / LAUNCH).read_text(encoding="utf-8") != here.launch:
         return config
-    if (out / CHECKPOINTS / checkpoint.LATEST).exists():
+    if (out / CHECKPOINTS / LATEST).exists():
         return replace(config, resume=out)
     shutil.rmtree(out)
     return config

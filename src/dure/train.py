@@ -21,7 +21,7 @@ from dure.own_file import blamed
 from dure.payoff import payoff
 from dure.report.files import replacing
 from dure.report.progress import Progress
-from dure.report.record import CHECKPOINTS, TRACE, Run, RunFolder, versions
+from dure.report.record import TRACE, Run, RunFolder, versions
 from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
 from dure.report.unwritten import Unwritten

@@ -21,18 +21,13 @@ from types import MappingProxyType
 from typing import Any
 
 from dure.errors import RecordError, UsageError
+from dure.folder_names import CHECKPOINTS
 from dure.report.files import from_json, read_regular, replacing, to_json
 from dure.report.schema import check_config, check_figures, check_row
 from dure.report.sinks import JsonLines
 from dure.report.unwritten import Unwritten
 
-CONFIG, HISTORY, SUMMARY, TRACE, CHECKPOINTS = (
-    "config.json",
-    "history.jsonl",
-    "summary.json",
-    "trace.json",
-    "checkpoints",
-)
+CONFIG, HISTORY, SUMMARY, TRACE = "config.json", "history.jsonl", "summary.json", "trace.json"
 
 Row = Mapping[str, Any]
 
