@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.folder_names import LATEST
+
 if TYPE_CHECKING:
     from dure.task import Task
 

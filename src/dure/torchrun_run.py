@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.config import TrainConfig
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
+from dure.folder_names import CHECKPOINTS, LATEST
 from dure.member import Start
 from dure.member import main as be_member
 from dure.process_run import Hub

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dure import checkpoint
 from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
+from dure.folder_names import CHECKPOINTS
 from dure.groups import scaled
 from dure.interruption import Interruption
 from dure.job import Job, load_job

@@ -62,7 +62,7 @@ def test_a_caller_of_another_role_is_refused(caller):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"worker": 1}, "lacks the field seq, a whole number of at least 0"),
+        ({"worker": 1}, "lacks the field seq, a whole number from 0 to 2^53"),
         ({"worker": 2, "seq": 1}, "has worker=2, which must be the caller's own rank"),
         ({"worker": True, "seq": 1}, "has worker=True"),
         ({"worker": 1, "seq": -1}, "has seq=-1"),
@@ -81,7 +81,8 @@ def test_a_field_that_is_missing_or_wrong_is_named(fields, says):
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
-        (protocol.WHOLE, [-1, 0, 5], [1.0, True, "1", None]),
+        (protocol.COUNT, [0, 2**53], [-1, 2**53 + 1, 10**30]),
+        (protocol.WHOLE, [-1, 0, 5], [10**30, 1.0, True, "1", None]),
         (protocol.NUMBER, [1, 1.5, float("inf")], [True, "1", None, []]),
         (protocol.FINITE, [1, 1.5], [float("inf"), float("nan")]),
         (protocol.TRUTH, [True, False], [0, 1, None]),
@@ -89,7 +90,7 @@ def test_a_field_that_is_missing_or_wrong_is_named(fields, says):
         (protocol.NODE, ["worker 1", "server 0"], ["hub", "worker", "worker 1 2", 3]),
         (protocol.PORT, [1, 65535], [0, 65536, "80", 80.0]),
         (protocol.PLACE, [["127.0.0.1", 80]], [["127.0.0.1"], ["127.0.0.1", 0], "127.0.0.1", [1, 80]]),
-        (protocol.RATE, [None, 0.1, [0.1, 1]], ["0.1", [None], True]),
+        (protocol.RATE, [None, 0.1, [0.1, 1]], ["0.1", [None], True, float("inf"), [float("nan")]]),
         (protocol.mapping(protocol.NUMBER), [{}, {"a": 1}], [{"a": "1"}, [], None]),
         (protocol.one_of("mean", "sum"), ["mean"], ["max", None, ["mean"]]),
         (COMMAND, [["zero", "g"], ["axpy", "x", 0.5, "y"]], [[], "zero", ["zero", None], ["zero", [1]]]),

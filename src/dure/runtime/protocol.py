@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LONGEST_TEXT = 10_000
 """Characters of a field that is a text."""
 
+LARGEST = 1 << 53
+"""The largest whole number that every reader of JSON has."""
+
 SHOWN = 40
 """Characters of a wrong value that a refusal shows."""
 
@@ -142,14 +145,14 @@ def _is_own(value: Any, caller: str) -> bool:
     return type(value) is int and caller.partition(" ")[2] == str(value)
 
 
-COUNT = Field("a whole number of at least 0", lambda value, _: type(value) is int and value >= 0)
-WHOLE = Field("a whole number", lambda value, _: type(value) is int)
+COUNT = Field("a whole number from 0 to 2^53", lambda value, _: type(value) is int and 0 <= value <= LARGEST)
+WHOLE = Field("a whole number to 2^53", lambda value, _: type(value) is int and abs(value) <= LARGEST)
 NUMBER = Field("a number", lambda value, _: type(value) in (int, float))
 FINITE = Field("a finite number", lambda value, _: type(value) in (int, float) and math.isfinite(value))
 TRUTH = Field("true or false", lambda value, _: type(value) is bool)
 TEXT = Field("a text", lambda value, _: isinstance(value, str) and len(value) <= LONGEST_TEXT)
 NODE = Field("the name of a worker or server", lambda value, _: isinstance(value, str) and _is_kind(value, NODES))
 OWN = Field("the caller's own rank", _is_own)
-RATE = nullable(either(NUMBER, listed(NUMBER)))
+RATE = nullable(either(FINITE, listed(FINITE)))
 PORT = Field("a port from 1 to 65535", lambda value, _: type(value) is int and 0 < value < 1 << 16)
 PLACE = row(TEXT, PORT)

@@ -354,7 +354,7 @@ class Inbound:
             raise DamagedFrame(f"request {frame.header.request} is outstanding already.")
         try:
             expected = [TensorSpec(*spec) for spec in self.shared.host.expects(service, method)]
-        except LookupError:
+        except (LookupError, TypeError, ValueError):
             raise Refused(f"{self.shared.identity.name} has no {service!r} with a method {method!r}.") from None
         told = frame.meta.get("tensors")
         specs = fitting(expected, told)
