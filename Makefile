@@ -30,7 +30,12 @@ test: lint
 	$(BIN)/pytest -m "alone and not soak"
 
 # what takes minutes: steps of 90 s that must end nothing
+SEED ?= 1
+COUNT ?= 300
+SIGNALS ?= runs/signals.jsonl
 soak: setup
+	mkdir -p $(dir $(SIGNALS))
+	$(BIN)/python tests/soak/random_signals.py --count $(COUNT) --seed $(SEED) --log $(SIGNALS)
 	$(BIN)/pytest -m soak
 
 # lint; the catalogues, codecs and optimizers; oracles in virtual time; a run on processes per topology; documentation

@@ -47,10 +47,9 @@ STRATEGIES = (
 )
 """One of each method and topology at least."""
 
-WARN_AFTER, FROZEN_AFTER = 1.0, 3.0
 LIMIT_SECONDS = 60.0
-"""From the signal to the end of the run. Documented are FROZEN_AFTER, and 10 s of grace for a last checkpoint; the rest
-is the training that is left, on a machine that does other things."""
+"""From the signal to the end of the run. Documented are the time after which a frozen process is given up, and 10 s of
+grace for a last checkpoint; the rest is the training that is left, on a machine that does other things."""
 
 MARK = "DURE_SIGNALS"
 NAMED = re.compile(r"worker \d|server \d|the process that starts the others|dure: (terminated|interrupted)")
@@ -71,16 +70,26 @@ class Trial:
     problems: tuple[str, ...] = ()
 
 
-def drawn(seed: int, number: int) -> Trial:
+@dataclass(frozen=True)
+class Pace:
+    """Seconds: of training at most, up to the `latest` signal, and until a frozen process is given up."""
+
+    training: float = 12.0
+    latest: float = 5.0
+    frozen_after: float = 3.0
+
+
+def drawn(seed: int, number: int, pace: Pace) -> Trial:
     """The trial of that number."""
     rng = random.Random(f"{seed}/{number}")
     target = rng.choice(["launcher", "nursery", "child", "child", "child", "child", "child", "child"])
     signals = ["SIGKILL", "SIGTERM", "SIGINT"] if target == "launcher" else ["SIGKILL", "SIGSTOP", "pause"]
     weights = [1, 1, 1] if target == "launcher" else [5, 5, 2]
-    return Trial(number, rng.choice(STRATEGIES), target, rng.choices(signals, weights)[0], round(rng.uniform(0, 5), 2))
+    strategy, number_of = rng.choice(STRATEGIES), rng.choices(signals, weights)[0]
+    return Trial(number, strategy, target, number_of, round(rng.uniform(0, pace.latest), 2))
 
 
-def run(trial: Trial, seed: int) -> Trial:
+def run(trial: Trial, seed: int, pace: Pace) -> Trial:
     """Make the trial."""
     mark, rng = secrets.token_hex(8), random.Random(f"{seed}/{trial.number}/who")
     shared = set(os.listdir("/dev/shm"))
@@ -88,8 +97,9 @@ def run(trial: Trial, seed: int) -> Trial:
         place = Path(name)
         (place / "tmp").mkdir()
         environment = {**os.environ, MARK: mark, "TMPDIR": str(place / "tmp"), "OMP_NUM_THREADS": "1"}
-        limits = ["--warn-after", WARN_AFTER, "--frozen-after", FROZEN_AFTER]
-        length = ["--workers", 3, "--steps", 3000, "--seconds", 12, "--checkpoint-every", 100, "--eval-every", 500]
+        limits = ["--warn-after", pace.frozen_after / 3, "--frozen-after", pace.frozen_after]
+        length = ["--workers", 3, "--steps", 3000, "--seconds", pace.training]
+        length += ["--checkpoint-every", 100, "--eval-every", 500]
         job = "quadratic" if "lbfgs" in trial.strategy else "digits-mlp"
         command = [sys.executable, "-m", "dure", "train", job, "--strategy", trial.strategy, *limits, *length]
         command += ["--out", place / "run", "--json"]
@@ -98,7 +108,7 @@ def run(trial: Trial, seed: int) -> Trial:
                 [*map(str, command)], env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
             try:
-                strike(trial, process, mark, rng)
+                strike(trial, process, mark, rng, pace.frozen_after / 2)
                 struck = time.monotonic()
                 process.wait(LIMIT_SECONDS)
                 trial.seconds = round(time.monotonic() - struck, 2)
@@ -115,12 +125,12 @@ def run(trial: Trial, seed: int) -> Trial:
     return trial
 
 
-def strike(trial: Trial, process: subprocess.Popen[bytes], mark: str, rng: random.Random) -> None:
-    """Wait for the moment, and send the signal to the process that the trial is about."""
+def strike(trial: Trial, process: subprocess.Popen[bytes], mark: str, rng: random.Random, pause: float) -> None:
+    """Wait for the moment, and send the signal to the process that the trial is about; continue it after a `pause`."""
     started = time.monotonic()
-    if trial.target == "child":
-        while process.poll() is None and len(children(mark, process.pid)) < 2 and time.monotonic() < started + 60:
-            time.sleep(0.02)
+    needed = {"launcher": 0, "nursery": 1, "child": 2}[trial.target]
+    while process.poll() is None and len(children(mark, process.pid)) < needed and time.monotonic() < started + 60:
+        time.sleep(0.02)
     time.sleep(trial.after)
     here = children(mark, process.pid)
     pid = process.pid
@@ -131,7 +141,7 @@ def strike(trial: Trial, process: subprocess.Popen[bytes], mark: str, rng: rando
     try:
         os.kill(pid, signal.SIGSTOP if trial.signal == "pause" else signal.Signals[trial.signal])
         if trial.signal == "pause":
-            time.sleep(FROZEN_AFTER / 2)
+            time.sleep(pause)
             os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
         pass  # the run was over before
@@ -193,12 +203,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, default=Path("signals.jsonl"))
+    parser.add_argument("--quick", action="store_true", help="shorter runs, earlier signals")
     asked = parser.parse_args(arguments)
+    pace = Pace(training=3.0, latest=1.5, frozen_after=1.5) if asked.quick else Pace()
     made = [json.loads(line) for line in asked.log.read_text().splitlines()] if asked.log.exists() else []
     known = {each["number"] for each in made}
     for number in range(asked.count):
         if number not in known:
-            trial = run(drawn(asked.seed, number), asked.seed)
+            trial = run(drawn(asked.seed, number, pace), asked.seed, pace)
             made.append(asdict(trial))
             with asked.log.open("a") as log:
                 log.write(f"{json.dumps(asdict(trial))}\n")
