@@ -11,7 +11,7 @@ from support.real_runs import Trial, configured
 
 from dure import checkpoint
 from dure.folder_names import LATEST
-from dure.interruption import Interrupted, Interruption
+from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.nursery import Nursery
 
 FAR = 10**6

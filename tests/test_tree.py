@@ -94,7 +94,7 @@ def test_methods_know_no_runtime(axis):
         if folder(path) == axis
         for line, module in imports(path)
         if module.startswith("dure.runtime")
-        and (module.startswith(forbidden) or not module.startswith("dure.runtime.base."))
+        and (module.startswith(forbidden) or not module.startswith(("dure.runtime.base.", "dure.runtime.protocol.")))
     ]
     assert found == []
 

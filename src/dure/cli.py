@@ -27,8 +27,8 @@ from dure import __version__
 from dure.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.errors import DureError, UsageError
 from dure.folder_names import CHECKPOINTS, LATEST
-from dure.interruption import Interrupted, Interruption
 from dure.own_file import blamed
+from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from dure.errors import DureError, Refused
 
 if TYPE_CHECKING:
-    from dure.interruption import Interruption
     from dure.process_run import Hub
     from dure.runtime.base import Strand
+    from dure.runtime.launch.interruption import Interruption
 
 AHEAD_SECONDS = 0.2
 """Time in which workers make the steps up to the clock at which they stop together: longer than a message takes."""

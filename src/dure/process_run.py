@@ -22,7 +22,6 @@ from dure.checkpoint_round import CheckpointRound
 from dure.errors import DureError, Refused, RemoteError, UsageError
 from dure.examine import Examiner, Grade
 from dure.gathering import Gathering
-from dure.interruption import Interruption
 from dure.last_checkpoint import LastCheckpoint, stop_together
 from dure.liveness import FORK_SERVER, Limits, LivenessMonitor
 from dure.member import COUNTED, Terms
@@ -30,6 +29,7 @@ from dure.outcome import Outcome, Totals
 from dure.restarts import Restarts
 from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
 from dure.runtime.launch.engine_store import EngineStore
+from dure.runtime.launch.interruption import Interruption
 from dure.runtime.launch.nursery import Nursery
 from dure.runtime.launch.room import check_memory, physical_memory
 from dure.runtime.meter import SPAN_KINDS, Span

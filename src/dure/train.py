@@ -15,7 +15,6 @@ from dure.config import TrainConfig
 from dure.errors import CheckpointError, UsageError
 from dure.folder_names import CHECKPOINTS
 from dure.groups import scaled
-from dure.interruption import Interruption
 from dure.job import Job, load_job
 from dure.outcome import Outcome, check_applied, summary
 from dure.own_file import blamed
@@ -28,6 +27,7 @@ from dure.report.trace import write_trace
 from dure.report.unwritten import Unwritten
 from dure.resume import CLUSTER, cluster_of, resumed
 from dure.runtime.cluster import Cluster
+from dure.runtime.launch.interruption import Interruption
 from dure.strategy import AXES, Strategy, check_codec_name, member_text
 from dure.task import Task, check_rates
 from dure.topology.spec import ParameterServer

@@ -16,13 +16,13 @@ import torch
 from support import faulty_jobs
 
 from dure.config import TrainConfig
-from dure.interruption import Interruption
 from dure.member import Terms
 from dure.optim import FlatOptimizer
 from dure.outcome import Outcome
 from dure.process_run import Hub, keep_running
 from dure.restarts import Restarts
 from dure.runtime.base import Address
+from dure.runtime.launch.interruption import Interruption
 from dure.runtime.launch.nursery import Nursery
 from dure.task import Task
 from dure.train import resolve

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,8 +72,8 @@ class TensorBoard:
             ) from error
         self._event, self._summary, self._records = Event, Summary, RecordWriter
         Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(Path(folder) / name)
+        number = sum(1 for _ in Path(folder).iterdir())  # a run that is resumed has events already
+        self._file = AppendedFile(Path(folder) / f"events.out.tfevents.{number:010d}.{os.getpid()}")
         self._begun = False
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -86,7 +84,7 @@ class TensorBoard:
         ]
         if not self._begun:
             self._begun = True
-            self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._append(self._event(wall_time=row["seconds"], file_version="brain.Event:2"))
         self._append(self._event(wall_time=row["seconds"], step=row["step"], summary=self._summary(value=values)))
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ from dure.runtime.codec_timing import random_slices, slices_of, timed
 from dure.runtime.gradients import Evaluator, GradientWork
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process import ProcessNode
+from dure.runtime.protocol import Method
 from dure.runtime.wire import Credentials, Identity
 from dure.topology.client import ServerClient, Servers
 from dure.topology.parameter_server import Shard
@@ -66,6 +67,12 @@ MODEL = 25_000
 """Values that are pushed where no job says how many."""
 
 Figures = dict[str, Any]
+
+
+class OpenShard(Shard):
+    """A shard for measurements: hosts push to it, and no run has workers that could."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {}
 
 
 class Sounder:
@@ -117,7 +124,7 @@ class Sounder:
         if kind == "compute":
             return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
         if kind == "host":
-            self._node.serve("shard", Shard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
+            self._node.serve("shard", OpenShard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
             return Reply()
         if kind == "hand":
             return self._hand_over(call.fields["peer"])
@@ -198,7 +205,7 @@ class Sounder:
         for nbytes in APPLIED:
             values = torch.zeros(nbytes // 4)
             update = torch.full_like(values, 1e-6)
-            self._node.serve("shard", Shard(self._node, values, spec))
+            self._node.serve("shard", OpenShard(self._node, values, spec))
             servers = Servers([Address(self._node.name, "shard")], [[(0, nbytes // 4)]], ordered=False)
             client = ServerClient(self._node, 0, servers)
             times = [await self._pushed(client, update) for _ in range(MOST)]

@@ -12,7 +12,7 @@ import pytest
 from support.faulty_jobs import __file__ as jobs
 
 from dure.cli import main
-from dure.interruption import SAME_SECONDS, Interrupted, Interruption
+from dure.runtime.launch.interruption import SAME_SECONDS, Interrupted, Interruption
 
 
 class RaisesWhereItIsLost:
