@@ -15,6 +15,14 @@ from dure.cli import main
 from dure.runtime.launch.interruption import SAME_SECONDS, Interrupted, Interruption
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """SIGINT is not ignored, as it is where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class RaisesWhereItIsLost:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
