@@ -208,6 +208,9 @@ def main(arguments: list[str] | None = None) -> int:
     pace = Pace(training=3.0, latest=1.5, frozen_after=1.5) if asked.quick else Pace()
     made = [json.loads(line) for line in asked.log.read_text().splitlines()] if asked.log.exists() else []
     known = {each["number"] for each in made}
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # runs would inherit that it is ignored, as in a background
     for number in range(asked.count):
         if number not in known:
             trial = run(drawn(asked.seed, number, pace), asked.seed, pace)
