@@ -465,9 +465,8 @@ class Hub:
         """Lockstep workers come by themselves; the others are told."""
         assert self.round is not None
         if not self.task.lockstep:
-            for name in sorted(self.round.waits_for()):
-                with suppress(RemoteError):  # it has just died, or is only about to come
-                    await self.node.call(Address(name, "process"), "suspend", step=self.checkpoint_due)
+            for name in sorted(self.round.waits_for()):  # of one that is frozen no answer comes
+                self.node.call(Address(name, "process"), "suspend", step=self.checkpoint_due)
 
     async def _save_servers(self, draft: Path) -> None:
         if self._servers:

@@ -304,7 +304,7 @@ def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Clu
         figures["payoff"] = payoff(task, outcome.totals, cluster)
     figures["unwritten"] = {} if folder is None else folder.unwritten.causes
     if folder is not None:
-        folder.close()
+        folder.look_for_removed()
         if config.trace:
             with folder.unwritten.tolerated(TRACE):
                 write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]

@@ -91,3 +91,17 @@ def test_closing_writes_what_was_kept_or_says_that_it_is_lost(tmp_path):
     kept.close()
     assert (tmp_path / "kept").read_bytes() == b"record\n"
     assert (tmp_path / "lost").read_bytes() == b""
+
+
+def test_a_folder_that_is_removed_during_a_run_is_told(tmp_path):
+    job, steps = load_job("digits-mlp"), []
+
+    def loss(outputs, targets):
+        steps.append(1)
+        if len(steps) == 60:
+            shutil.rmtree(tmp_path / "run")
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    run = dure.train(replace(job, loss=loss), on="virtual", workers=2, steps=100, eval_every=10, out=tmp_path / "run")
+    causes = run.summary()["unwritten"]
+    assert causes["config.json"] == causes["history.jsonl"] == "it is not there any more"

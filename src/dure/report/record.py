@@ -179,6 +179,13 @@ class RunFolder:
                 self._history = JsonLines(self.path / HISTORY)
             self._history.write(row)
 
+    def look_for_removed(self) -> None:
+        """Note which files of the record are not there any more: an open file goes on without its name."""
+        self.close()
+        for name in (CONFIG, HISTORY):
+            if not (self.path / name).exists():
+                self.unwritten.causes.setdefault(name, "it is not there any more")
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, whole or not at all."""
         self._write(SUMMARY, summary)

@@ -321,7 +321,7 @@ class ProcessNode:
         except Exception as error:
             if not isolated:
                 raise
-            respond(self._failed(service, call, error))
+            respond(self.failed(service, call, error))
             return
         if isinstance(answer, Reply):
             respond(answer)
@@ -340,13 +340,13 @@ class ProcessNode:
             except Exception as error:
                 if not isolated:
                     raise
-                respond(self._failed(service, call, error))
+                respond(self.failed(service, call, error))
             else:
                 respond(reply)
 
         later.when_done(done)
 
-    def _failed(self, service: str, call: Call, error: Exception) -> Refused:
+    def failed(self, service: str, call: Call, error: Exception) -> Refused:
         """Log what a handler has raised, and say so to the caller."""
         place = f"{call.method} of {service} at {self.name}"
         log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
@@ -377,6 +377,9 @@ class Hosting:
                 check(service, protocol[call.method], call)
         except Refused as error:
             respond(error)
+            return
+        except Exception as error:  # noqa: BLE001  (of a check that has a defect: it is logged, and told to the caller)
+            respond(self._node.failed(service, call, error))
             return
         self._node.handle(service, call, respond, isolated=True)
 
@@ -412,6 +415,8 @@ class Outbox:
         return ()
 
     async def handle(self, call: Call) -> Reply:
+        if call.method != "fetch":
+            raise Refused(f'an outbox has no method "{call.method}"; it has fetch.')
         key = (call.caller, int(call.fields["tag"]))
         fetched: Operation[Reply] = Operation(self._node.loop, f"a message for {call.caller}")
         self._fetching.setdefault(key, deque()).append(fetched)

@@ -72,7 +72,7 @@ def check(service: str, method: Method, call: Call) -> None:
 
 def _is_kind(caller: str, callers: tuple[str, ...]) -> bool:
     kind, _, number = caller.partition(" ")
-    return kind in callers and number.isdecimal()
+    return kind in callers and number.isascii() and number.isdecimal()
 
 
 # ---- what fields hold
@@ -141,14 +141,19 @@ def either(*expected: Field) -> Field:
     )
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a float can stand for it: a whole number may have any length."""
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
+
+
 def _is_own(value: Any, caller: str) -> bool:
     return type(value) is int and caller.partition(" ")[2] == str(value)
 
 
 COUNT = Field("a whole number from 0 to 2^53", lambda value, _: type(value) is int and 0 <= value <= LARGEST)
 WHOLE = Field("a whole number to 2^53", lambda value, _: type(value) is int and abs(value) <= LARGEST)
-NUMBER = Field("a number", lambda value, _: type(value) in (int, float))
-FINITE = Field("a finite number", lambda value, _: type(value) in (int, float) and math.isfinite(value))
+NUMBER = Field("a number", lambda value, _: _is_number(value))
+FINITE = Field("a finite number", lambda value, _: _is_number(value) and math.isfinite(value))
 TRUTH = Field("true or false", lambda value, _: type(value) is bool)
 TEXT = Field("a text", lambda value, _: isinstance(value, str) and len(value) <= LONGEST_TEXT)
 NODE = Field("the name of a worker or server", lambda value, _: isinstance(value, str) and _is_kind(value, NODES))
