@@ -167,7 +167,7 @@ class Life:
         if loss.peer != "hub":
             return
         if not self.delivered:
-            raise SystemExit(f"its connection to the launcher ended: {loss.reason}")
+            raise SystemExit(1 if loss.finished else f"its connection to the launcher ended: {loss.reason}")
         self.bye.resolve()
 
 
