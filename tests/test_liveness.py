@@ -87,6 +87,17 @@ def test_methods_that_can_go_on_evict_a_frozen_worker(strategy, nursery, caplog)
     assert outcome.totals.failures_survived == 1
 
 
+def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(nursery, tmp_path):
+    """A worker that stops for a checkpoint waits for its averaging: not with a neighbor that has been given up."""
+    stop = Stop("worker 1", after=30)
+    options = {"workers": 3, "steps": 300, "out": tmp_path / "run", "checkpoint_every": 20}
+    _, outcome, _ = run(nursery, "ad-psgd gossip:graph=complete", stop, **options)
+    assert stop.at
+    assert time.monotonic() - stop.at < LATEST
+    assert outcome.notes["evicted"] == {"worker 1": "frozen: no heartbeat for 1 s"}
+    assert outcome.totals.counts["updates_applied"] >= 2 * 300
+
+
 @SOAK
 def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(nursery):
     stop = Stop("worker 1", until=lambda trial: "worker 1" in trial.hub.evicted)

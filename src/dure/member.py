@@ -314,7 +314,11 @@ class WorkerLife(Life):
 
     def _control(self) -> Control:
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
-        return Control(bye=self.bye.resolve, stop_at=self._stop_at, **handlers)
+        return Control(bye=self.bye.resolve, stop_at=self._stop_at, frozen=self._neighbor_frozen, **handlers)
+
+    def _neighbor_frozen(self, name: str) -> None:
+        if hasattr(self, "worker") and self.worker.peer is not None:
+            self.worker.peer.frozen(name)
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         node, task = self.node, self.task

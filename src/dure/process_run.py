@@ -565,6 +565,9 @@ class Hub:
         if name in self._workers and kept:
             log.warning("%s is evicted (%s): the others go on without it until it comes back.", name, reason)
             self._evict(name, reason)
+            if self.task.graph is not None:
+                for neighbor in self._living():
+                    self.node.spawn(self._tell_frozen(neighbor, name), f"telling {neighbor} that {name} is frozen")
             if self._servers:
                 self.node.spawn(self._tell_clock(name, "frozen"), f"telling the clock that {name} is frozen")
             if not self.finished and not self._living():
@@ -592,6 +595,10 @@ class Hub:
         await self._registering
         with suppress(RemoteError):
             await self.node.call(Address("server 0", "process"), what, name=name)
+
+    async def _tell_frozen(self, neighbor: str, name: str) -> None:
+        with suppress(RemoteError):  # it is gone, or in another state
+            await self.node.call(Address(neighbor, "process"), "frozen", name=name)
 
     def _count_lost(self, name: str) -> None:
         """Count the steps that a worker has last told of."""

@@ -139,6 +139,7 @@ class Peer:
         self._step: tuple[float, float] = node.now(), 0.0  # when the last began, seconds of the longest
         self._averaging: Operation[None] | None = None
         self._meeting: Operation[Reply] | None = None
+        self._calls: dict[Operation[Reply], int] = {}  # under way, to which neighbor
         self._settling: list[Operation[None]] = []
         self._waiting: list[tuple[Call, Operation[Reply]]] = []
         self._met: dict[int, _Met] = {}
@@ -175,8 +176,8 @@ class Peer:
         while neighbors := self._neighbors():
             into = _room(self.model.params)
             try:
-                reply = await self.node.call(_address(neighbors[0]), "copy", into=_tensors(into))
-            except RemoteError:
+                reply = await self._call(neighbors[0], "copy", into=_tensors(into))
+            except (RemoteError, Cancelled):
                 self._away.add(neighbors[0])
                 continue
             self.model.params = into
@@ -219,8 +220,8 @@ class Peer:
         for rank in sorted(set(self.graph) - self._away - {self.rank}):
             into = _room(self.model.params)
             try:
-                reply = await self.node.call(_address(rank), "look", into=_tensors(into))
-            except RemoteError:
+                reply = await self._call(rank, "look", into=_tensors(into))
+            except (RemoteError, Cancelled):
                 continue
             total += into
             number += 1
@@ -244,7 +245,7 @@ class Peer:
         self._number += 1
         number, sent, mean = [self._incarnation, self._number], self.model.params, _room(self.model.params)
         self.turn.asking = neighbor
-        self._meeting = self.node.call(_address(neighbor), "meet", sent, into=_tensors(mean), number=number)
+        self._meeting = self._call(neighbor, "meet", sent, into=_tensors(mean), number=number)
         return _Question(neighbor, number, sent, mean)
 
     async def _average_with_one_of(self, neighbors: Sequence[int], first: _Question) -> None:
@@ -264,8 +265,9 @@ class Peer:
         except Busy:
             self.refused += 1
         except (Cancelled, CallTimeout):
-            self._away.add(neighbor)
-            self._see_to(self._withdraw(neighbor, number))
+            if neighbor not in self._away:
+                self._away.add(neighbor)
+                self._see_to(self._withdraw(neighbor, number))
         except Refused:
             self._through.add(neighbor)
         except RemoteError:
@@ -285,7 +287,7 @@ class Peer:
         self._settling.append(self.node.spawn(settling, f"worker {self.rank} settling"))
 
     async def _withdraw(self, neighbor: int, number: list[int]) -> None:
-        with suppress(RemoteError):  # then it is gone
+        with suppress(RemoteError, Cancelled):  # then it is gone
             await self._tell(neighbor, number, stands=False)
 
     async def _confirm(self, neighbor: int, number: list[int], sent: torch.Tensor, mean: torch.Tensor) -> None:
@@ -298,6 +300,8 @@ class Peer:
                 break
             except CallTimeout:
                 attempts += 1
+            except Cancelled:
+                break
             except RemoteError:
                 continue
         if not stood:
@@ -305,7 +309,14 @@ class Peer:
             self.averaged -= 1
 
     def _tell(self, neighbor: int, number: list[int], *, stands: bool) -> Operation[Reply]:
-        return self.node.call(_address(neighbor), "settle", number=list(number), stands=stands)
+        return self._call(neighbor, "settle", number=list(number), stands=stands)
+
+    def _call(self, neighbor: int, method: str, *tensors: torch.Tensor, **given: Any) -> Operation[Reply]:
+        """A call that ends when the neighbor is given up."""
+        self._calls = {call: rank for call, rank in self._calls.items() if not call.done}
+        call = self.node.call(_address(neighbor), method, *tensors, **given)
+        self._calls[call] = neighbor
+        return call
 
     def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Add the difference from `old` to `new`; what has been learned since `old` stays."""
@@ -345,6 +356,13 @@ class Peer:
             self._away.add(rank)
             self._drop_waiting(lambda call: call.caller == name)
             self._end(rank, stands=False)
+
+    def frozen(self, name: str) -> None:
+        """A worker sends no heartbeat: end what was asked of it, as its death would. It may come back."""
+        self.lost(name)
+        for call, rank in list(self._calls.items()):
+            if name == f"worker {rank}":
+                call.cancel()
 
     def _meet(self, call: Call) -> Reply | Awaitable[Reply]:
         rank, number = _rank(call.caller), list(call.fields["number"])
