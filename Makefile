@@ -23,6 +23,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # what measures seconds of its own runs alone, after the rest
 test: lint
@@ -40,7 +41,7 @@ soak: setup
 
 # lint; the catalogues, codecs and optimizers; oracles in virtual time; a run on processes per topology; documentation
 # without the examples
-QUICK := tests/test_tree.py tests/test_strategy.py tests/test_optim.py tests/codec/test_laws.py tests/report \
+QUICK := tests/test_tree.py tests/run/test_strategy.py tests/job/test_optimizer.py tests/codec/test_laws.py tests/report \
   tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
 quick: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak" -k "not golden_output" $(QUICK)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from dure.data.dataset import Data
+from dure.job.data.dataset import Data
 
 
 class Block(nn.Module):

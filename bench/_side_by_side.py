@@ -27,19 +27,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dure.data.dataset import Data
-from dure.data.location import data_root, find
-from dure.job import Job, load_job
-from dure.member import WorkerLife
-from dure.models.mlp import mlp_maker, top1
-from dure.models.mnist import convnet
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Suspend
-from dure.runtime.gradients import Evaluator
-from dure.runtime.process import ProcessNode
-from dure.runtime.process_group import ProcessGroup
+from dure.core.node import Suspend
+from dure.job.data.dataset import Data
+from dure.job.data.location import data_root, find
+from dure.job.gradients import Evaluator
+from dure.job.job import Job, load_job
+from dure.job.models.mlp import mlp_maker, top1
+from dure.job.models.mnist import convnet
+from dure.job.optimizer import OptimizerSpec
+from dure.run.process import WorkerLife
+from dure.run.setup import Task
+from dure.runtime.process.group import ProcessGroup
+from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
-from dure.task import Task
 
 WARM_UP = 2
 

@@ -44,13 +44,14 @@ from _side_by_side import (
     warm_up,
 )
 
-from dure.config import TrainConfig
-from dure.examine import Examiner
-from dure.job import Job
-from dure.runtime.base import Address, Call, Operation, Reply
-from dure.runtime.process import ProcessNode
-from dure.task import Task
-from dure.train import AtHand, resolve
+from dure.core.node import Address, Call, Operation, Reply
+from dure.job.evaluation import Examiner
+from dure.job.job import Job
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.setup import Task
+from dure.runtime.process.node import ProcessNode
 
 THEIRS = "decent-dp ring"
 PAIRS = [("dure ad-psgd", THEIRS)]

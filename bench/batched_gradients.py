@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.models.mlp import mlp
-from dure.replica import Replica
-from dure.runtime.gradients import Evaluator, GradientWork
+from dure.job.gradient import GradientWork
+from dure.job.gradients import Evaluator
+from dure.job.models.mlp import mlp
+from dure.job.replica import Replica
 
 BATCH, HIDDEN = 16, 32
 

@@ -27,11 +27,11 @@ from dure.codec.residual import FeedbackCoder
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
+from dure.codec.timing import random_slices, timed
 from dure.codec.top_k import TopK
 from dure.codec.vote import Majority
-from dure.probe import codec_cost
-from dure.runtime.codec_timing import random_slices, timed
-from dure.strategy import codec_name, make
+from dure.core.cost import codec_cost
+from dure.run.strategy import codec_name, make
 
 VOTERS = 15
 COLUMN = 1000  # elements

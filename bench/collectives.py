@@ -21,15 +21,15 @@ import _side_by_side as side
 import torch
 import torch.distributed as dist
 
-from dure.runtime.base import Ghost, Group, Operation
-from dure.runtime.cluster import Cluster, Link
-from dure.runtime.network import Network
-from dure.runtime.process import ProcessNode
-from dure.runtime.process_group import ProcessGroup
-from dure.runtime.virtual import VirtualRuntime
+from dure.core.node import Ghost, Group, Operation
+from dure.run.strategy import make
+from dure.runtime.process.group import ProcessGroup
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.network import Network
+from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.runtime.wire import Identity
-from dure.strategy import make
-from dure.topology.collective import SentGroup
+from dure.topology.collective.message_group import SentGroup
 
 SENT = ("ring", "tree", "halving-doubling")
 SIZES = {"1 kB": (1_000, 40), "1 MB": (1_000_000, 8), "16 MB": (16_000_000, 2)}

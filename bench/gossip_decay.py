@@ -25,17 +25,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from dure.config import TrainConfig
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster, Machines
-from dure.runtime.compute import ShiftedExponential
-from dure.strategy import Strategy
-from dure.topology.graph import build, mixing, pairwise_mixing
-from dure.topology.spec import Gossip
-from dure.train import AtHand, resolve
-from dure.virtual_run import Segment, VirtualRun, Watch
+from dure.core.mixing import mixing, pairwise_mixing
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.strategy import Strategy
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Machines
+from dure.runtime.virtual.compute import ShiftedExponential
+from dure.topology.gossip.choice import Gossip
+from dure.topology.gossip.graph import build
 
 GRAPHS = ("ring", "random-regular", "exponential", "complete")
 

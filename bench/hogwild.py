@@ -33,11 +33,12 @@ from _side_by_side import (
     warm_up,
 )
 
-from dure.config import TrainConfig
-from dure.examine import Examiner
-from dure.task import Task
-from dure.topology.shared_memory import SharedShard
-from dure.train import AtHand, resolve
+from dure.job.evaluation import Examiner
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.setup import Task
+from dure.topology.shared_memory.segment import SharedShard
 
 PAIRS = [("dure", "PyTorch's example")]
 

@@ -4,10 +4,10 @@
     sudo python bench/hooks.py --model mlp-25m --mbit 100        one of each; its rows are added to --rows
     python bench/hooks.py --table                                the table of the rows there are
 
-Two processes, one thread each, on two hosts made of network namespaces (`dure.reproduce.namespaces`). Both hold a model
-for each hook; a repeat trains `--steps` mini-batches with each of them in turn, in a rotating order, from a barrier to
-the last process's end. Told are medians, and the median of the repeats' ratios to no hook at all. Bytes are those that
-the card of the first host sent in the same time: headers, acknowledgements and the barrier's included.
+Two processes, one thread each, on two hosts made of network namespaces (`dure.cli.reproduce.namespaces`). Both hold a
+model for each hook; a repeat trains `--steps` mini-batches with each of them in turn, in a rotating order, from a
+barrier to the last process's end. Told are medians, and the median of the repeats' ratios to no hook at all. Bytes are
+those that the card of the first host sent in the same time: headers, acknowledgements and the barrier's included.
 
 Besides dure's: no hook (float32 by all_reduce), PyTorch's `fp16_compress_hook` and PowerSGD, and signs as frameworks
 like GRACE exchange them, a byte each, by all_gather and by all_reduce. What a hook does to accuracy is not looked at.
@@ -32,14 +32,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import dure
-from dure.config import TrainConfig
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.models.mlp import mlp_maker, top1
-from dure.optim import OptimizerSpec
-from dure.reproduce import namespaces
-from dure.task import Task
-from dure.train import AtHand, resolve
+from dure.cli.reproduce import namespaces
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.models.mlp import mlp_maker, top1
+from dure.job.optimizer import OptimizerSpec
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.setup import Task
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 3

@@ -29,12 +29,12 @@ import torch
 from virtual_network import ENVIRON, seconds_per_step
 
 import dure
-from dure.data.location import data_root
-from dure.job import Job, load_job
-from dure.replica import Replica
-from dure.reproduce import namespaces
-from dure.runtime import units
-from dure.runtime.cluster import Cluster
+from dure.cli.reproduce import namespaces
+from dure.core import units
+from dure.job.data.location import data_root
+from dure.job.job import Job, load_job
+from dure.job.replica import Replica
+from dure.runtime.virtual.cluster import Cluster
 
 JOB = "embedding-text"
 SLACK = 0.001

@@ -52,9 +52,10 @@ from _side_by_side import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from dure.config import TrainConfig
-from dure.task import Task
-from dure.train import AtHand, resolve
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.setup import Task
 
 WAIT = timedelta(seconds=60)
 

@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 
-from dure.config import TrainConfig
-from dure.job import load_job
-from dure.probe import probe
-from dure.runtime.launch.nursery import Nursery
-from dure.train import AtHand, run
+from dure.job.job import load_job
+from dure.planner.probe.probe import probe
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.train import run
+from dure.runtime.launch.fork_server import Nursery
 
 WORKERS, SEEDS = 2, 3
 STAGES = ("real", "virtual", "table")

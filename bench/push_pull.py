@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Address
-from dure.runtime.process import ProcessNode
+from dure.core.node import Address
+from dure.job.optimizer import OptimizerSpec
+from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
-from dure.topology.parameter_server import Shard
+from dure.topology.parameter_server.shard import Shard
 
 JOB = "push-pull"
 CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them

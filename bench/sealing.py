@@ -42,9 +42,9 @@ import torch
 import xxhash
 from _side_by_side import told
 
-from dure.runtime.base import Call, Reply, TensorSpec
+from dure.core.node import Call, Reply, TensorSpec
 from dure.runtime.wire import Credentials, Identity, Limits, Request, Respond, Wire
-from dure.runtime.wire.seal import KeyedSeals, check_tag
+from dure.runtime.wire.integrity import KeyedSeals, check_tag
 
 ROOT = Path(__file__).parents[1]
 SMALL_NBYTES = 300

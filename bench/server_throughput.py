@@ -41,11 +41,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Address
-from dure.runtime.process import ProcessNode
+from dure.core.node import Address
+from dure.job.optimizer import OptimizerSpec
+from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Limits
-from dure.topology.parameter_server import Shard
+from dure.topology.parameter_server.shard import Shard
 
 JOB = "server-throughput"
 CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them
@@ -350,7 +350,7 @@ def call_for_long(rank: int, port: int, given: argparse.Namespace, begin: float,
 def crowd(given: argparse.Namespace) -> dict[str, Any]:
     """Many processes at one shard: each one's share, and the server's memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dure.topology.parameter_server", "dure.runtime.process"])
+    context.set_forkserver_preload(["torch", "dure.topology.parameter_server.shard", "dure.runtime.process.node"])
     staging = max(4 * given.values * given.callers // 10, 4 * given.values)
     ours, theirs = context.Pipe()
     answers, answer = context.Pipe(duplex=False)

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 import dure
+from dure.core.target import Target
 from dure.report.metrics import time_to
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import Constant, LogNormal
-from dure.target import Target
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
 
 WORKERS, TARGET, STEP = 16, 0.95, 0.01
 PROCESSES = 3

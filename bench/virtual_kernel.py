@@ -35,14 +35,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import simpy
 
-from dure.config import TrainConfig
-from dure.runtime.base import Operation
-from dure.runtime.cluster import Cluster
-from dure.runtime.compute import LogNormal
-from dure.runtime.network import Network
-from dure.runtime.virtual import Kernel
-from dure.train import AtHand, resolve
-from dure.virtual_run import VirtualRun, Watch
+from dure.core.node import Operation
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import LogNormal
+from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.network import Network
 
 WORKERS = (64, 1000)
 BULK = 100_000  # bytes

@@ -5,7 +5,7 @@
     sudo python bench/virtual_network.py --held-out         the settings that nothing was fitted to or chosen by
     python bench/virtual_network.py --table                 the table of the kept measurements
 
-Hosts are network namespaces of this machine with limited cards (`dure.reproduce.namespaces`); servers live beside
+Hosts are network namespaces of this machine with limited cards (`dure.cli.reproduce.namespaces`); servers live beside
 workers, or on hosts of their own. For each group of settings three of the hosts are probed as by `dure probe`, and the
 cluster found is the one that the predictions are made for. Then each setting is trained RUNS times for real, and
 RUNS_VIRTUAL times in virtual time, with as many seeds; medians are compared. A step's compute is asleep but for the
@@ -37,16 +37,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-import dure.torchrun_run
-from dure.probe import probe
-from dure.reproduce import namespaces
-from dure.runtime.cluster import Cluster
-from dure.runtime.compute import LogNormal
-from dure.runtime.launch.nursery import Nursery
-from dure.runtime.launch.torchrun import Meeting, place
-from dure.runtime.sounding import step_seconds
-from dure.runtime.stand_in import job_file, stand_in
-from dure.train import train
+import dure.run.launchers.torchrun
+from dure.cli.reproduce import namespaces
+from dure.planner.probe.measure import step_seconds
+from dure.planner.probe.probe import probe
+from dure.planner.probe.synthetic_job import job_file, stand_in
+from dure.run.train import train
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.rendezvous import Meeting, place
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import LogNormal
 
 ROOT = Path(__file__).parents[1]
 WARM = 2
@@ -200,7 +200,7 @@ def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
         rest = meeting.place.world_size - 1
         return int(number) if kind == "worker" else 1 + int(number) % rest  # rank 0 starts its servers otherwise
 
-    dure.torchrun_run._start_servers, dure.torchrun_run._owner = start, _owner
+    dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner = start, _owner
 
 
 def on_host(plan: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def on_host(plan: dict[str, Any]) -> None:
         if found is not None:
             cluster = found.pop("cluster")
             write({"cluster": cluster.to_yaml(), "congestion": plan["congestion"], **found})
-    beside = dure.torchrun_run._start_servers, dure.torchrun_run._owner
+    beside = dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner
     for number, (given, runs) in enumerate(plan["settings"]):
         setting = Setting(**given)
         if setting.apart:
@@ -235,7 +235,7 @@ def on_host(plan: dict[str, Any]) -> None:
             train(f"{path}:job", on="torchrun", trace=True, out=out, **how)
             if here.rank == 0:
                 write({"setting": given, "compute": compute, "measured": seconds_per_step(out / "trace.json")})
-        dure.torchrun_run._start_servers, dure.torchrun_run._owner = beside
+        dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner = beside
 
 
 # ---- all hosts of a group

@@ -24,15 +24,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dure.config import TrainConfig
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.models.mlp import mlp_maker, top1
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster
-from dure.runtime.compute import LogNormal
-from dure.train import AtHand, resolve
-from dure.virtual_run import VirtualRun, Watch
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.models.mlp import mlp_maker, top1
+from dure.job.optimizer import OptimizerSpec
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import LogNormal
 
 BATCH, HIDDEN, SAMPLES = 16, 32, 6000
 STRATEGIES = ("ssp:bound=3 ps:shards=1", "downpour ps:shards=1", "bsp ps:shards=1", "bsp", "averaging:period=8")

@@ -4,7 +4,7 @@ Nothing is computed: a timing-only run models who computes, sends and waits when
 """
 
 import dure
-from dure.runtime.cluster import Machines
+from dure.runtime.virtual.cluster import Machines
 
 even = dure.Cluster.uniform(8)
 uneven = dure.Cluster(machines=(Machines(count=7), Machines(count=1, speed=0.2)))

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import dure
-from dure.data import load_digits
+from dure.job.data import load_digits
 
 digits = load_digits()
 data = TensorDataset(digits.train.inputs, digits.train.targets)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import dure
-from dure.runtime.base import EndOfWork
+from dure.core.node import EndOfWork
 
 
 @dataclass(frozen=True, slots=True)

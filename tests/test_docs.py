@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.job import Job
-from dure.optim import OptimizerSpec
-from dure.strategy import REMEDY
-from dure.strategy import catalogue as one_catalogue
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import REMEDY
+from dure.run.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))

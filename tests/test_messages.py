@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.attach import Attached
-from dure.ddp_hook import Hook
+from dure.user_loop.attached import Attached
+from dure.user_loop.ddp_hook import Hook
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
@@ -38,7 +38,7 @@ def of_hook(name):
 KNOWN = {"replica": of_attached, "dure": of_package, "hook": of_hook}
 
 
-PUBLIC = (SOURCE / "attach.py", SOURCE / "ddp_hook.py")
+PUBLIC = (SOURCE / "user_loop" / "attached.py", SOURCE / "user_loop" / "ddp_hook.py")
 """Files whose docstrings are about a user's own loop; elsewhere in the package, `replica` is another object."""
 
 

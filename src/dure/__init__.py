@@ -9,23 +9,20 @@ Importing this imports no torch: a name is loaded when it is first used.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dure.attach import attach
-    from dure.compare import compare
-    from dure.data.dataset import Data
-    from dure.data.samples import Samples
-    from dure.data.stream import Stream
-    from dure.ddp_hook import hook
     from dure.errors import DureError
-    from dure.job import Job
-    from dure.optim import OptimizerSpec
-    from dure.runtime.cluster import Cluster
-    from dure.strategy import Strategy
+    from dure.job.data.dataset import Data
+    from dure.job.data.samples import Samples
+    from dure.job.data.stream import Stream
+    from dure.job.job import Job
+    from dure.job.optimizer import OptimizerSpec
+    from dure.run.compare import compare
+    from dure.run.strategy import Strategy
+    from dure.run.train import train
+    from dure.runtime.virtual.cluster import Cluster
     from dure.sync.averaging import Averaging
     from dure.sync.bsp import BSP
     from dure.sync.dc_asgd import DCASGD
@@ -34,8 +31,12 @@ if TYPE_CHECKING:
     from dure.sync.momentum_compensation import MomentumCompensation
     from dure.sync.ssp import SSP
     from dure.sync.staleness_lr import StalenessLR
-    from dure.topology.spec import Collective, Gossip, Hybrid, ParameterServer
-    from dure.train import train
+    from dure.topology.collective.choice import Collective
+    from dure.topology.gossip.choice import Gossip
+    from dure.topology.hybrid.choice import Hybrid
+    from dure.topology.parameter_server.choice import ParameterServer
+    from dure.user_loop.attached import attach
+    from dure.user_loop.ddp_hook import hook
 
 __version__ = "0.1.0"
 
@@ -74,25 +75,25 @@ _HOMES = {
     "EASGD": "dure.sync.easgd",
     "SSP": "dure.sync.ssp",
     "Averaging": "dure.sync.averaging",
-    "Cluster": "dure.runtime.cluster",
-    "Collective": "dure.topology.spec",
-    "Data": "dure.data.dataset",
+    "Cluster": "dure.runtime.virtual.cluster",
+    "Collective": "dure.topology.collective.choice",
+    "Data": "dure.job.data.dataset",
     "Downpour": "dure.sync.downpour",
     "DureError": "dure.errors",
-    "Gossip": "dure.topology.spec",
-    "Hybrid": "dure.topology.spec",
-    "Job": "dure.job",
+    "Gossip": "dure.topology.gossip.choice",
+    "Hybrid": "dure.topology.hybrid.choice",
+    "Job": "dure.job.job",
     "MomentumCompensation": "dure.sync.momentum_compensation",
-    "OptimizerSpec": "dure.optim",
-    "ParameterServer": "dure.topology.spec",
-    "Samples": "dure.data.samples",
+    "OptimizerSpec": "dure.job.optimizer",
+    "ParameterServer": "dure.topology.parameter_server.choice",
+    "Samples": "dure.job.data.samples",
     "StalenessLR": "dure.sync.staleness_lr",
-    "Strategy": "dure.strategy",
-    "Stream": "dure.data.stream",
-    "attach": "dure.attach",
-    "compare": "dure.compare",
-    "hook": "dure.ddp_hook",
-    "train": "dure.train",
+    "Strategy": "dure.run.strategy",
+    "Stream": "dure.job.data.stream",
+    "attach": "dure.user_loop.attached",
+    "compare": "dure.run.compare",
+    "hook": "dure.user_loop.ddp_hook",
+    "train": "dure.run.train",
 }
 
 
@@ -104,14 +105,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-class _Package(ModuleType):
-    """`dure.train` is the function, whoever imported the module of that name: importing it would bind the module."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -9,7 +9,7 @@ import torch
 from support import dyadic_jobs
 from support.runs import local, virtual
 
-from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.fork_server import Nursery
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 

@@ -16,8 +16,8 @@ from support.dyadic import LR, bowl_of_many, serial
 from support.runs import virtual
 from torch import Tensor
 
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import Constant, Trace
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, Trace
 
 K, STEPS = 4, 4
 

@@ -12,14 +12,14 @@ import torch
 from support.runs import bowls, resolved, virtual
 from torch import Tensor
 
-from dure.job import Job, load_job
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import Constant, Trace
-from dure.strategy import Strategy
-from dure.sync.clock import Bounded, Policy, Start, Verdict
+from dure.job.job import Job, load_job
+from dure.run.strategy import Strategy
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, Trace
 from dure.sync.ssp import SSP
-from dure.topology.spec import ParameterServer
-from dure.virtual_run import VirtualRun, Watch
+from dure.topology.parameter_server.choice import ParameterServer
+from dure.topology.parameter_server.policies import Bounded, Policy, Start, Verdict
 
 STEPS = 6
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}

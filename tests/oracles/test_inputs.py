@@ -13,9 +13,9 @@ from support.input_jobs import FORMS
 from support.runs import local, virtual
 
 import dure
-from dure.data.structure import called
-from dure.optim import OptimizerSpec
-from dure.runtime.launch.nursery import Nursery
+from dure.job.data.structure import called
+from dure.job.optimizer import OptimizerSpec
+from dure.runtime.launch.fork_server import Nursery
 
 OPTIONS: dict[str, Any] = {"workers": 3, "batch_sizes": (2, 5, 9), "steps": 12, "eval_every": 4}
 

@@ -12,11 +12,11 @@ from support.real_runs import Trial, configured
 from support.runs import local, virtual
 
 from dure.errors import DureError
-from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import LogNormal
-from dure.runtime.launch.nursery import Nursery
-from dure.strategy import REMEDY, catalogue
-from dure.train import train
+from dure.run.strategy import REMEDY, catalogue
+from dure.run.train import train
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
+from dure.runtime.virtual.compute import LogNormal
 
 SURVIVORS = [law for law in LAWS if law.survives]
 DEPENDENTS = [law for law in LAWS if not law.survives]

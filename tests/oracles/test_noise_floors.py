@@ -13,10 +13,10 @@ import pytest
 from oracles.test_equivalences import staggered
 from support.runs import virtual
 
-from dure.models.quadratic import quadratic
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import LogNormal, ShiftedExponential
+from dure.job.models.quadratic import quadratic
+from dure.job.optimizer import OptimizerSpec
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
 
 DIM = 500
 

@@ -15,7 +15,7 @@ from support.runs import local, virtual
 
 import dure
 from dure.errors import UsageError
-from dure.runtime.launch.nursery import Nursery
+from dure.runtime.launch.fork_server import Nursery
 
 SIZES = (3, 5, 8)
 TOGETHER: dict[str, Any] = {"workers": 3, "batch_sizes": SIZES, "steps": 12}

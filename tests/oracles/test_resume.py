@@ -19,16 +19,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dure
-from dure import checkpoint
-from dure.config import TrainConfig
-from dure.data.digits import load_digits
-from dure.job import Job
-from dure.models.mlp import top1
-from dure.optim import OptimizerSpec
-from dure.report.record import Run, read_history
-from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import Constant, LogNormal
-from dure.train import run
+from dure.job.data.digits import load_digits
+from dure.job.job import Job
+from dure.job.models.mlp import top1
+from dure.job.optimizer import OptimizerSpec
+from dure.report.record import read_history
+from dure.report.run import Run
+from dure.run import checkpoint
+from dure.run.config import TrainConfig
+from dure.run.train import run
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
 
 STRATEGIES = [
     "bsp collective",

@@ -12,11 +12,11 @@ from support import telling_jobs
 from support.runs import Finished, local, resolved, virtual
 from support.telling_jobs import gradients_by_worker, square, tally
 
-from dure.examine import Examiner
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant
-from dure.runtime.launch.nursery import Nursery
-from dure.virtual_run import VirtualRun, Watch
+from dure.job.evaluation import Examiner
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant
 
 WORKERS, STEPS = 3, 8
 

@@ -6,9 +6,9 @@ import pytest
 from support import sparse_jobs
 from support.runs import local
 
-from dure.examine import Examiner
-from dure.runtime.launch.nursery import Nursery
-from dure.strategy import catalogue
+from dure.job.evaluation import Examiner
+from dure.run.strategy import catalogue
+from dure.runtime.launch.fork_server import Nursery
 
 SPARSE = f"{sparse_jobs.__file__}:sparse"
 RUNS = {

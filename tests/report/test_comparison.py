@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dure.core.target import Target
 from dure.report import Run, comparison_table, print_table
 from dure.report.comparison import (
     NOTHING,
@@ -17,7 +18,6 @@ from dure.report.comparison import (
     seconds_text,
     shared_strategy,
 )
-from dure.target import Target
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):

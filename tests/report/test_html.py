@@ -5,12 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dure.core.target import Target
 from dure.errors import UsageError
 from dure.report import Run, write_report
 from dure.report.comparison import NOTHING, entries
 from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
-from dure.target import Target
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -46,7 +46,7 @@ class Outline(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def page(runs, *, title="Runs", target=Target()):  # noqa: B008
+def page(runs, *, title="Runs", target=Target()):
     return render(runs, title=title, target=target)
 
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from dure.core.target import Target
 from dure.report import Counters, Staleness, TimeShare, time_to
-from dure.target import Target
 
 
 def test_merging_counters_adds_every_field():

@@ -7,8 +7,8 @@ import torch
 from support.disks import fill, largest_file, small_disk
 
 import dure
-from dure.cli import main
-from dure.job import load_job
+from dure.cli.main import main
+from dure.job.job import load_job
 from dure.report import read_run
 from dure.report.files import AppendedFile
 

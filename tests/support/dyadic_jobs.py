@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.models.quadratic import Point, half_square
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.models.quadratic import Point, half_square
+from dure.job.optimizer import OptimizerSpec
 
 SAMPLES, DIM = 256, 8
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.data.dataset import Data
-from dure.data.split import IID
-from dure.job import Job, load_job
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Reply
-from dure.topology.client import Pulled, ServerClient
+from dure.core.node import Reply
+from dure.job.data.dataset import Data
+from dure.job.data.split import IID
+from dure.job.job import Job, load_job
+from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.client import Pulled, ServerClient
 
 ROWS = 64
 DIM = 1 << 17  # half a megabyte per push: a kill lands in the middle of one
@@ -126,7 +126,7 @@ def follows_verdicts(data_root: Path) -> Job:
 
 def in_nursery() -> bool:
     spec = sys.modules["__main__"].__spec__
-    return spec is not None and spec.name == "dure.forked"
+    return spec is not None and spec.name == "dure.run.launchers.entry"
 
 
 def note_models(folder: Path) -> None:

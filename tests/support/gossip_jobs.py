@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 PUSHES = (8.0, -2.0, 1.0)
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from dure.data.dataset import Data
-from dure.data.samples import Samples
-from dure.data.stream import Stream
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.data.samples import Samples
+from dure.job.data.stream import Stream
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 SAMPLES, TOKENS, WORDS, CLASSES = 96, 7, 11, 3
 

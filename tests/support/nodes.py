@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Strand, Work
 from dure.errors import DureError
-from dure.runtime.base import Address, Call, Loop, Operation, Reply, Service, Strand, Work
 
 Channel = tuple[str, Address]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Strand
 from dure.errors import PeerLost, RemoteError
-from dure.runtime.base import Address, Call, Loop, Operation, Reply, Service, Strand
 
 
 class Letter:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dure.runtime.memory import Memory
-from dure.topology.shared_memory import Layout, Segment
+from dure.topology.shared_memory.segment import Layout, Segment
 
 WORKERS = 3
 UPDATES = 2000

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.data.digits import load_digits
-from dure.data.structure import called
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.digits import load_digits
+from dure.job.data.structure import called
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 KINDS = {
     "sgd": OptimizerSpec("sgd", lr=0.2),

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from support import faulty_jobs
 
-from dure.config import TrainConfig
-from dure.member import Terms
-from dure.optim import FlatOptimizer
-from dure.outcome import Outcome
-from dure.process_run import Hub, keep_running
-from dure.restarts import Restarts
-from dure.runtime.base import Address
+from dure.core.node import Address
+from dure.job.optimizer import FlatOptimizer
+from dure.run.config import TrainConfig
+from dure.run.driver import Hub
+from dure.run.launchers.local import keep_running
+from dure.run.outcome import Outcome
+from dure.run.process import Terms
+from dure.run.resolve import resolve
+from dure.run.restart_policy import Restarts
+from dure.run.setup import Task
+from dure.run.virtual import Watch
+from dure.runtime.launch.fork_server import Nursery
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.nursery import Nursery
-from dure.task import Task
-from dure.train import resolve
-from dure.virtual_run import Watch
 
 JOBS = Path(faulty_jobs.__file__)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 ROWS, WIDTH, TOKENS = 23, 2, 3
 

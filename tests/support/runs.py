@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.checkpoint import Part
-from dure.config import TrainConfig
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
-from dure.outcome import Outcome, summary
-from dure.process_run import run_processes
-from dure.resume import resumed as resumed_config
-from dure.runtime.cluster import Cluster
-from dure.runtime.launch.nursery import Nursery
-from dure.task import Task
-from dure.train import AtHand, resolve
-from dure.virtual_run import VirtualRun, Watch
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
+from dure.run.checkpoint import Part
+from dure.run.config import TrainConfig
+from dure.run.launchers.local import run_processes
+from dure.run.outcome import Outcome, summary
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import resolve
+from dure.run.resume import resumed as resumed_config
+from dure.run.setup import Task
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.virtual.cluster import Cluster
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from support.runs import bowls, resolved
 
-from dure.runtime.cluster import Cluster
-from dure.strategy import Strategy
-from dure.virtual_run import Segment, VirtualRun, Watch
+from dure.run.strategy import Strategy
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster
 
 
 class Scattered:

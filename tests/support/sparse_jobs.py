@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 PER_SAMPLE = 3
 

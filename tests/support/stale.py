@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Call, Loop, Operation, Reply, Work
-from dure.strategy import make
-from dure.sync.remedied import server_rule
-from dure.topology.corrections import Corrections
-from dure.topology.parameter_server import Shard
+from dure.core.node import Call, Loop, Operation, Reply, Work
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import make
+from dure.sync.remedied import corrections, server_rule
+from dure.topology.parameter_server.corrections import Corrections
+from dure.topology.parameter_server.shard import Shard
 
 Gradient = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,7 +48,7 @@ class Bench:
         values = torch.as_tensor(start, dtype=torch.float64)
         self.spec = server_rule(self.method, OptimizerSpec(**optimizer), workers)
         self.node = Instant()
-        self.shard = Shard(self.node, values, self.spec, corrections=Corrections.of(self.method))
+        self.shard = Shard(self.node, values, self.spec, corrections=Corrections.of(corrections(self.method)))
         self.read: dict[int, tuple[int, torch.Tensor]] = {}
         self.seq = [0] * workers
         for worker in range(workers):

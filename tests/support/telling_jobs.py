@@ -8,9 +8,9 @@ import torch
 from support.runs import Fixed, bowls, mean_output
 from torch import Tensor, nn
 
-from dure.data.dataset import Data
-from dure.job import Job
-from dure.optim import OptimizerSpec
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 
 BASE = 64
 """More than the steps of a worker."""

@@ -20,14 +20,15 @@ from support.scattered import scattered
 from torch import nn
 
 import dure
-from dure.config import TrainConfig
+from dure.core.mixing import pairwise_mixing
 from dure.errors import StrategyError, UsageError
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant, LogNormal, ShiftedExponential, Trace
-from dure.strategy import Strategy
-from dure.topology.gossip import LEAVE_SECONDS, PATIENCE, Peer
-from dure.topology.graph import build, pairwise_mixing
-from dure.topology.spec import Gossip
+from dure.run.config import TrainConfig
+from dure.run.strategy import Strategy
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
+from dure.topology.gossip.choice import Gossip
+from dure.topology.gossip.graph import build
+from dure.topology.gossip.peer import LEAVE_SECONDS, PATIENCE, Peer
 
 GRAPHS = ("ring", "exponential", "complete", "random-regular,degree=3")
 STARTS = [8.0, -2.0, 1.0, 5.0, 0.0, 12.0]

@@ -17,18 +17,17 @@ from support.runs import Bowls, Cycle, Finished, local, mean_output, resolved, v
 from torch import Tensor
 
 import dure
-from dure import virtual_run
-from dure.data.dataset import Data
-from dure.job import Job, load_job
-from dure.models.quadratic import Point
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Call
-from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import Constant
-from dure.runtime.launch.nursery import Nursery
+from dure.core.node import Call
+from dure.job.data.dataset import Data
+from dure.job.job import Job, load_job
+from dure.job.models.quadratic import Point
+from dure.job.optimizer import OptimizerSpec
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
+from dure.runtime.virtual.compute import Constant
 from dure.sync.asysvrg import AsySVRG
-from dure.topology.shared_memory import Access, SharedShard
-from dure.virtual_run import VirtualRun, Watch
+from dure.topology.shared_memory.segment import Access, SharedShard
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_a_checkpoint_in_the_middle_of_the_full_gradient_loses_no_portion(monkey
 
     options: dict[str, Any] = {"strategy": "asysvrg:inner=0.3,portion=100", "workers": 1, "steps": 20}
     whole = dure.train("digits-mlp", on="virtual", **options)
-    monkeypatch.setattr(virtual_run.Segment, "_suspend", at_a_portion)
+    monkeypatch.setattr(Segment, "_suspend", at_a_portion)
     stopped = dure.train("digits-mlp", on="virtual", out=tmp_path / "run", checkpoint_every=5, **options)
     assert suspended == [14], "the second epoch's"
     assert stopped.summary()["params_sha256"] == whole.summary()["params_sha256"]
@@ -187,7 +186,7 @@ def test_writers_queue_where_each_has_it_alone():
 @pytest.mark.parametrize("noise", [0.1, 5.0])
 def test_where_samples_share_their_curvature_it_is_gradient_descent(noise):
     """They differ by a constant in the gradient, which cancels: no noise at all is left."""
-    from dure.models.quadratic import quadratic
+    from dure.job.models.quadratic import quadratic
 
     job = replace(quadratic(noise=noise, dtype="float64", dim=20, samples=256), batch_size=4)
     run = virtual(job, "asysvrg:inner=0.2", workers=1, steps=60)
@@ -350,7 +349,7 @@ def test_processes_reach_the_optimum_that_hogwild_misses(nursery):
 def test_a_frozen_process_is_left_behind_and_taken_in_again(nursery):
     import signal
 
-    from dure.member import Terms
+    from dure.run.process import Terms
 
     config = configured("digits-mlp", "asysvrg:inner=0.5", workers=3, steps=800, lr=0.05)
     trial = Trial(config, Terms(evict_seconds=1.0, log=True))

@@ -14,13 +14,13 @@ from support.runs import Finished, bowls, resolved, virtual
 from torch import Tensor
 
 from dure.errors import StrategyError, UsageError
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant
-from dure.strategy import Strategy
+from dure.run.strategy import Strategy
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant
 from dure.sync.averaging import Averaging
 from dure.sync.averaging import _Rhythm as Rhythm
-from dure.virtual_run import Segment, VirtualRun, Watch
-from dure.worker import Worker
+from dure.sync.worker import Worker
 
 TOPOLOGIES = ["collective", "ps"]
 A, B, LR = (0.2, 1.8), (1.0, 0.0), 0.5

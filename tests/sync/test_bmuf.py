@@ -13,13 +13,13 @@ from support.runs import Finished, bowls, local, resolved, virtual
 from torch import Tensor
 
 from dure.errors import StrategyError
-from dure.job import Job, load_job
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant
-from dure.strategy import Strategy
+from dure.job.job import Job, load_job
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import Strategy
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant
 from dure.sync.bmuf import BMUF, DiLoCo
-from dure.virtual_run import Segment, VirtualRun, Watch
 
 TOPOLOGIES = ["collective", "ps:shards=2"]
 BATCH = 8

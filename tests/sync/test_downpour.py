@@ -12,13 +12,13 @@ import torch
 from support.runs import bowls, local, virtual
 
 import dure
-from dure import checkpoint
-from dure.job import load_job
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant, LogNormal
-from dure.strategy import member_text
-from dure.sync.clock import Accept, OneFirst, Start
+from dure.job.job import load_job
+from dure.run import checkpoint
+from dure.run.strategy import member_text
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync.downpour import Downpour
+from dure.topology.parameter_server.policies import Accept, OneFirst, Start
 
 
 def machines(workers: int, *events: Event, bandwidth: float = 1e12, seconds: float = 0.01) -> Cluster:

@@ -14,9 +14,9 @@ from torch import nn
 
 import dure
 from dure.errors import StrategyError
-from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import Constant
-from dure.strategy import Strategy
+from dure.run.strategy import Strategy
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
+from dure.runtime.virtual.compute import Constant
 
 METHODS = ("easgd", "eamsgd")
 

@@ -16,14 +16,14 @@ from support.runs import Fixed, bowls, local, virtual
 from support.sparse_jobs import PER_SAMPLE
 from torch import Tensor
 
-from dure.config import TrainConfig
-from dure.data.dataset import Data
 from dure.errors import DureError, StrategyError, UsageError
-from dure.job import Job, load_job
-from dure.runtime.cluster import Cluster, Machines
-from dure.runtime.compute import Constant
-from dure.runtime.launch.nursery import Nursery
-from dure.strategy import Strategy
+from dure.job.data.dataset import Data
+from dure.job.job import Job, load_job
+from dure.run.config import TrainConfig
+from dure.run.strategy import Strategy
+from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.virtual.cluster import Cluster, Machines
+from dure.runtime.virtual.compute import Constant
 from dure.sync.hogwild import HogBatch, Hogwild
 
 JOBS = Path(sparse_jobs.__file__)

@@ -10,11 +10,11 @@ import torch
 from support.runs import bowls, local, virtual
 
 from dure.errors import UsageError
-from dure.job import load_job
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant, LogNormal, ShiftedExponential, Trace
-from dure.runtime.gradients import Evaluator
-from dure.strategy import make
+from dure.job.gradients import Evaluator
+from dure.job.job import load_job
+from dure.run.strategy import make
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
 from dure.sync.backup import Backup
 from dure.sync.k_async import KAsync, KBatchAsync
 from dure.sync.k_sync import KBatchSync, KSync

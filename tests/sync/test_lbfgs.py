@@ -18,18 +18,18 @@ from support.runs import local, resolved, resume_local, virtual
 from torch.nn.functional import cross_entropy
 
 import dure
-from dure import line_search
-from dure.config import TrainConfig
-from dure.data.dataset import Data
 from dure.errors import DureError, StrategyError, UsageError
-from dure.job import Job, load_job
-from dure.member import Terms
-from dure.models.quadratic import Point, half_square, quadratic
-from dure.optim import OptimizerSpec
-from dure.replica import Replica
-from dure.runtime.cluster import Cluster, Event, Machines
-from dure.runtime.compute import Constant, LogNormal
-from dure.virtual_run import Segment, VirtualRun, Watch
+from dure.job.data.dataset import Data
+from dure.job.job import Job, load_job
+from dure.job.models.quadratic import Point, half_square, quadratic
+from dure.job.optimizer import OptimizerSpec
+from dure.job.replica import Replica
+from dure.run.config import TrainConfig
+from dure.run.process import Terms
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
+from dure.sync import line_search
 
 DIM = 10
 
@@ -161,7 +161,7 @@ def test_who_forgets_pairs_is_no_conjugate_gradients(monkeypatch):
 
 def test_a_curve_that_bends_downwards_leaves_no_pair():
     """f(w) = -cos w: from 2.8, where it bends the wrong way, a short step gives s'y < 0."""
-    from dure.topology.coordinator import Coordinator
+    from dure.topology.parameter_server.batch.coordinator import Coordinator
 
     seen, kept = [], []
     order = Coordinator.order

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.runs import Finished, bowls, resolved, virtual
 
-from dure.runtime.cluster import Cluster, Event, Link, Machines
-from dure.runtime.compute import Constant
-from dure.topology.client import ServerClient
-from dure.virtual_run import Segment, VirtualRun, Watch
+from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.compute import Constant
+from dure.topology.parameter_server.client import ServerClient
 
 TOPOLOGIES = ["collective", "ps"]
 PAIRS = [(0.5, 1.0), (1.0, -2.0), (0.25, 0.5)]

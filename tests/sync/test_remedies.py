@@ -15,16 +15,17 @@ from support.runs import virtual
 from support.stale import Bench
 
 import dure
+from dure.cli.methods import described
 from dure.errors import StrategyError
-from dure.methods import described
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import LogNormal, ShiftedExponential
-from dure.strategy import REMEDY, Strategy, catalogue, make, member_text
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import REMEDY, Strategy, catalogue, make, member_text
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
 from dure.sync.dc_asgd import DCASGD
 from dure.sync.momentum_compensation import MomentumCompensation
-from dure.sync.remedied import Update, remedied, server_rule
+from dure.sync.remedied import remedied, server_rule
 from dure.sync.staleness_lr import StalenessLR
+from dure.topology.parameter_server.correction import Update
 
 START = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)
 CURVATURE = torch.tensor([1.0, 0.5, 0.25, 2.0], dtype=torch.float64)

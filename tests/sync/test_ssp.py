@@ -10,14 +10,14 @@ import pytest
 import torch
 from support.runs import Fixed, bowls, virtual
 
-from dure.data.dataset import Data
 from dure.errors import StrategyError
-from dure.job import Job
-from dure.optim import OptimizerSpec
-from dure.runtime.cluster import Cluster, Link, Machines
-from dure.runtime.compute import Constant, LogNormal, Trace
-from dure.runtime.gradients import Evaluator
-from dure.strategy import make
+from dure.job.data.dataset import Data
+from dure.job.gradients import Evaluator
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import make
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal, Trace
 from dure.sync.ssp import SSP
 
 WORKERS, STEPS = 3, 12

@@ -14,16 +14,16 @@ from support.raw_caller import CREDENTIALS, RawCaller, frame
 
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import add_up
+from dure.core.meter import Meter
+from dure.core.node import Address, nothing
 from dure.errors import DamagedMessage, Refused
-from dure.optim import OptimizerSpec
-from dure.runtime.base import Address, nothing
-from dure.runtime.meter import Meter
-from dure.runtime.process import ProcessNode
+from dure.job.optimizer import OptimizerSpec
+from dure.run.strategy import make
+from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.runtime.wire.frame import Kind
-from dure.strategy import make
-from dure.topology.coded import CodedGroup
-from dure.topology.parameter_server import Shard
+from dure.topology.collective.compressed import CodedGroup
+from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 41
 MEANS = ["fp32", "fp16", "bf16", "int8", "1bit", "strom:threshold=0.5", "top-k:share=0.2", "sign:scaled=true+ef"]

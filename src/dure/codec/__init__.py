@@ -19,7 +19,7 @@
 `vote` how signs do, `residual` what coders keep; `bits` and `gaps` pack, in `blocks`.
 """
 
-from dure.catalogue import Entry
+from dure.core.catalogue import Entry
 
 __all__ = ["CATALOGUE", "WRAPPERS"]
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dure.codec.blocks import blocks, require_finite
+from dure.core.ranges import Shaped
 from dure.errors import DamagedMessage
-from dure.topology.sharding import Shaped
 
 
 class SliceLayout(NamedTuple):

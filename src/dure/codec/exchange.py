@@ -18,7 +18,7 @@ import torch
 
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, SliceLayout, restore, states
-from dure.runtime.base import Coding
+from dure.core.node import Coding
 
 
 class Owner:

@@ -5,7 +5,7 @@
 | `none` | `Whole` | the whole model             |
 """
 
-from dure.catalogue import Entry
+from dure.core.catalogue import Entry
 
 __all__ = ["CATALOGUE"]
 

@@ -16,15 +16,16 @@
 Nothing here reads a clock, and nothing imports a runtime or a method.
 """
 
+from dure.core.meter import Span
+from dure.core.target import Target
 from dure.report.html import write_report
 from dure.report.metrics import Counters, Staleness, TimeShare, time_to
 from dure.report.progress import Progress
-from dure.report.record import Run, RunFolder, read_run
+from dure.report.record import RunFolder
+from dure.report.run import read_run
 from dure.report.sinks import JsonLines, Sink, TensorBoard
 from dure.report.table import comparison_table, print_table
 from dure.report.trace import write_trace
-from dure.runtime.meter import Span
-from dure.target import Target
 
 __all__ = [
     "Counters",

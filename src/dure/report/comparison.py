@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dure.core.target import Target
 from dure.report.metrics import time_to
-from dure.report.record import Run
-from dure.target import Target
+from dure.report.values import RunRecord
 
 NOTHING = "\N{EN DASH}"
 _AXES = ("sync", "topology", "codec", "partition")
@@ -33,7 +33,7 @@ class Entry:
     `speedup` is the first run's time to the target over this one's: 2.0 means in half the time.
     """
 
-    run: Run
+    run: RunRecord
     figures: Mapping[str, Any]
     label: str
     strategy: str
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def payoff(self) -> Mapping[str, Any]:
-        """Whether the run's codec pays (`dure.payoff`); empty where it has none."""
+        """Whether the run's codec pays (`dure.run.break_even`); empty where it has none."""
         return self.figures.get("payoff") or {}
 
     def step_at(self, bandwidth: float | None) -> Mapping[str, float] | None:
@@ -68,7 +68,7 @@ class Entry:
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def entries(runs: Sequence[Run], *, target: Target) -> list[Entry]:
+def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
     """One entry per run, in order. `target` is the accuracy or loss whose time is taken."""
     figures = [run.summary() for run in runs]
     strategies = _strategies(runs, figures)
@@ -96,7 +96,7 @@ def timed(found: Sequence[Entry], target: Target) -> bool:
     return target.measure == "loss" or graded(found)
 
 
-def shared_strategy(runs: Sequence[Run]) -> str:
+def shared_strategy(runs: Sequence[RunRecord]) -> str:
     """What all runs' strategies have in common, and their labels therefore leave out."""
     parts = [_axes(run, run.summary()) for run in runs]
     alike = [axis for axis in _AXES[1:] if len(parts) > 1 and len({values[axis] for values in parts}) == 1]
@@ -107,14 +107,14 @@ def _ratio(first: float | None, seconds: float | None) -> float | None:
     return first / seconds if first is not None and seconds else None
 
 
-def _kind_of_time(run: Run, figures: Mapping[str, Any]) -> str:
+def _kind_of_time(run: RunRecord, figures: Mapping[str, Any]) -> str:
     """As the summary says; of a run that did not finish, as follows from where it ran."""
     where = str(run.config.get("on") or "")
     guess = "real" if where.split(":")[0] in _REAL_PLACES else "virtual" if where else "unknown"
     return str(figures.get("time") or guess)
 
 
-def _axes(run: Run, figures: Mapping[str, Any]) -> dict[str, str]:
+def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
     strategy = figures.get("strategy") or run.config.get("strategy") or run.config
     if isinstance(strategy, str):
         strategy = {"sync": strategy}
@@ -122,7 +122,7 @@ def _axes(run: Run, figures: Mapping[str, Any]) -> dict[str, str]:
     return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
 
 
-def _strategies(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> list[str]:
+def _strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each run's strategy as text, without the axes on which all agree and without defaults."""
     parts = [_axes(run, values) for run, values in zip(runs, figures, strict=True)]
     differ = {axis for axis in _AXES if len(parts) == 1 or len({values[axis] for values in parts}) > 1} | {"sync"}

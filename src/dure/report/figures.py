@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dure.core.mixing import pairwise_mixing
+from dure.core.target import Target
 from dure.report.comparison import Entry
 from dure.report.metrics import Staleness
-from dure.target import Target
-from dure.topology.graph import pairwise_mixing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

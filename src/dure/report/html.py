@@ -14,13 +14,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.target import Target
 from dure.errors import UsageError
 from dure.report import comparison, figures
 from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
-from dure.report.record import Run
-from dure.target import Target
+from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -53,10 +53,10 @@ class Panel:
 
 def write_report(
     path: str | Path,
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     *,
     title: str = "Comparison of strategies",
-    target: Target = Target(),  # noqa: B008
+    target: Target = Target(),
 ) -> Path:
     """Write the report of `runs` to `path`, whole or not at all; returns the path.
 
@@ -70,7 +70,7 @@ def write_report(
     return Path(path)
 
 
-def render(runs: Sequence[Run], *, title: str, target: Target) -> str:
+def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
     """The page as text. The same runs give the same text."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -117,7 +117,7 @@ _COSTS = {
 _FILTERS = ("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def _subtitle(runs: Sequence[RunRecord]) -> str:
     """What all runs have in common: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
     parts = [_common([str(run.config.get("job") or "") for run in runs])]
     workers = _common([str(run.summary().get("workers") or "") for run in runs])

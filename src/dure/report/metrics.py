@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from dure.target import Target
+from dure.core.target import Target
 
 Activity = Literal["compute", "communicate", "wait"]
 

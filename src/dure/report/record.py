@@ -11,68 +11,21 @@ Numbers that are not finite are written as text (`report.files`).
 
 from __future__ import annotations
 
-import platform
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dure.core.folder_names import CHECKPOINTS
 from dure.errors import RecordError, UsageError
-from dure.folder_names import CHECKPOINTS
 from dure.report.files import from_json, read_regular, replacing, to_json
-from dure.report.schema import check_config, check_figures, check_row
+from dure.report.schema import check_row
 from dure.report.sinks import JsonLines
 from dure.report.unwritten import Unwritten
+from dure.report.values import Row, versions
 
 CONFIG, HISTORY, SUMMARY, TRACE = "config.json", "history.jsonl", "summary.json", "trace.json"
-
-Row = Mapping[str, Any]
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a run's bits. Reads package metadata: imports nothing heavy."""
-    found = {"python": platform.python_version()}
-    for package in ("dure", "torch", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What is known of one run: fresh from training, or read from its folder.
-
-    `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
-    `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
-    (`trust.fingerprints`).
-    """
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    history: Sequence[Row] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    path: Path | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seed: int | None = None
-    code: Mapping[str, Any] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, Any]:
-        """The figures of `dure train --json`. Of a run that did not finish: what its last row of history says."""
-        if self.figures or not self.history:
-            return dict(self.figures)
-        last = self.history[-1]
-        names = {"step": "steps", "bytes": "bytes_sent"}
-        return {names.get(key, key): value for key, value in last.items()}
-
-    def report(self, path: str | Path, *, title: str | None = None) -> Path:
-        """Write this run's report, one HTML file that opens offline; returns its path."""
-        from dure.report.html import write_report
-
-        return write_report(path, [self], title=title or "Training report")
 
 
 class RunFolder:
@@ -130,7 +83,7 @@ class RunFolder:
     def resume(cls, path: str | Path, *, rows: int) -> RunFolder:
         """Go on with the run in `path` from a checkpoint with the first `rows` of its history: others are dropped."""
         path = Path(path)
-        _require_run(path)
+        require_run(path)
         folder = cls(path)
         folder.rewind(rows)
         (path / SUMMARY).unlink(missing_ok=True)
@@ -207,21 +160,6 @@ class RunFolder:
             file.write(to_json(value, indent=2) + "\n")
 
 
-def read_run(path: str | Path) -> Run:
-    """The run that `path` holds, finished or not.
-
-    UsageError where there is no run, RecordError naming file and line where its record is damaged.
-    """
-    path = Path(path)
-    _require_run(path)
-    record = check_config(_read_object(path / CONFIG), str(path / CONFIG))
-    config = record["config"]
-    summary = path / SUMMARY
-    figures = check_figures(_read_object(summary), str(summary)) if summary.exists() else {}
-    history = read_history(path / HISTORY)
-    return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"), record.get("code", {}))
-
-
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The rows of a `history.jsonl`; none where there is no file. A last line without its end is ignored.
 
@@ -243,7 +181,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return check_row(row, f"line {number} of {path}")
 
 
-def _require_run(path: Path) -> None:
+def require_run(path: Path) -> None:
+    """Raise `UsageError` unless `path` is the folder of a run."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UsageError(f"{path} {what}. Name the folder of a run, as given to --out.")
@@ -260,7 +199,8 @@ def _read(path: Path) -> bytes:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `RecordError`."""
     try:
         value = from_json(_read(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -11,13 +11,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from dure.core.target import Target
 from dure.report import comparison
 from dure.report.comparison import Entry, bytes_text, loss_text, mean_text, percent_text, ratio_text, seconds_text
-from dure.report.record import Run
-from dure.target import Target
+from dure.report.values import RunRecord
 
 
-def print_table(runs: Sequence[Run], *, console: Console, target: Target = Target()) -> None:  # noqa: B008
+def print_table(runs: Sequence[RunRecord], *, console: Console, target: Target = Target()) -> None:
     """Print the comparison of `runs` to `console`, with the time to `target`."""
     console.print(FittedComparison(runs, target))
 
@@ -26,7 +26,7 @@ def print_table(runs: Sequence[Run], *, console: Console, target: Target = Targe
 class FittedComparison:
     """The comparison of `runs`, for rich to print: several tables where the terminal is narrow, no cell cut."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RunRecord]
     target: Target
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -47,7 +47,7 @@ class FittedComparison:
             yield Text(caption, style="table.caption")
 
 
-def comparison_table(runs: Sequence[Run], *, target: Target = Target()) -> Table:  # noqa: B008
+def comparison_table(runs: Sequence[RunRecord], *, target: Target = Target()) -> Table:
     """The same as one rich table of any width. An empty sequence gives a table without rows.
 
     Columns of accuracies are there where a run has one, and so is the time to an accuracy.

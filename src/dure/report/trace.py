@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Literal
 
+from dure.core.meter import Span
 from dure.report.files import replacing
-from dure.runtime.meter import Span
 
 _THREADS: dict[str, str] = {
     "compute": "compute",

@@ -34,7 +34,7 @@ What makes methods wait for nobody makes their gradients stale. `REMEDIES` join 
 | `staleness-lr`          | `StalenessLR`          | each gradient's rate, divided by its staleness            |
 """
 
-from dure.catalogue import Entry
+from dure.core.catalogue import Entry
 
 __all__ = ["CATALOGUE", "REMEDIES"]
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.sync.clock import Policy
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.policies import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from dure.data.split import Whole
-from dure.sync.clock import Barrier, Policy
+from dure.job.data.split import Whole
+from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
 
 _PORTIONS, _SAMPLES = 0, 1
 

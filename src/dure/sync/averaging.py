@@ -42,16 +42,17 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import EndOfWork
-from dure.sync.clock import Barrier, Policy
+from dure.core.node import EndOfWork
+from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from dure.worker import LocalOptimizer, Note, Worker
+    from dure.job.gradient_source import LocalOptimizer
+    from dure.sync.worker import Note, Worker
 
 _CHOICES = {
     "schedule": ("fixed", "decay", "overhead", "adaptive"),

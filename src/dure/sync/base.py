@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.sync.clock import Policy
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.policies import Policy
 
 
 class Sync(Protocol):

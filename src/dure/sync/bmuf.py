@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import EndOfWork, Ghost, Operation
-from dure.sync.clock import Barrier, Policy
+from dure.core.node import EndOfWork, Ghost, Operation
+from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
-    from dure.worker import Worker
+    from dure.sync.worker import Worker
 
 
 class _Sent(NamedTuple):

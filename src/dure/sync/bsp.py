@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.sync.clock import Barrier, Policy
+from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.runtime.base import EndOfWork
-from dure.sync.clock import OneFirst
+from dure.core.node import EndOfWork
+from dure.topology.parameter_server.policies import OneFirst
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.optim import OptimizerSpec
-    from dure.sync.clock import Policy
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.policies import Policy
 
 RELEASED = 1
 """The version of `OneFirst` on which all may start."""

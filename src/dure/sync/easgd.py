@@ -32,13 +32,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.optim import OptimizerSpec
+from dure.job.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from dure.sync.clock import Policy
-    from dure.worker import Worker
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.policies import Policy
 
 BETA = 0.9
 """How far the center goes towards the mean of the workers, where nothing else is asked for."""

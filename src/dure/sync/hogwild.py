@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from dure.runtime.base import EndOfWork, Ghost
+from dure.core.node import EndOfWork, Ghost
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.sync.clock import Policy
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.policies import Policy
 
 _NO_LOOP = "its workers write to one memory, in which a model of one's own does not lie"
 

@@ -26,11 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.sync.clock import AnyOf, Policy, most
+from dure.topology.parameter_server.policies import AnyOf, Policy, most
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

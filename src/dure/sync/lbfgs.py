@@ -38,16 +38,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dure import line_search
 from dure.errors import DivergedError
-from dure.line_search import Trial
-from dure.topology.portion_client import Sums
+from dure.sync import line_search
+from dure.sync.line_search import Trial
+from dure.topology.parameter_server.batch.client import Sums
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
-    from dure.sync.clock import Policy
-    from dure.topology.coordinator import Command, Coordinator
-    from dure.worker import Worker
+    from dure.job.optimizer import OptimizerSpec
+    from dure.sync.worker import Worker
+    from dure.topology.parameter_server.batch.coordinator import Command, Coordinator
+    from dure.topology.parameter_server.policies import Policy
 
 EPSILON = 1e-10
 """A pair is kept if s'y is more than this times |s| |y|: if the function curves upwards there."""

@@ -30,7 +30,7 @@ from dure.errors import StrategyError
 from dure.sync.remedied import remedied
 
 if TYPE_CHECKING:
-    from dure.optim import OptimizerSpec
+    from dure.job.optimizer import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.optim import OptimizerSpec
-from dure.runtime.base import EndOfWork
-from dure.sync.clock import Barrier, Policy
+from dure.core.node import EndOfWork
+from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
-    from dure.worker import Worker
+    from dure.sync.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

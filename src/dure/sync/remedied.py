@@ -16,42 +16,15 @@ is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from dure.core.catalogue import name_of
 from dure.errors import StrategyError
+from dure.topology.parameter_server.correction import Correction
 
 if TYPE_CHECKING:
-    import torch
-
-    from dure.optim import OptimizerSpec
-
-
-@dataclass(slots=True)
-class Update:
-    """An update at a shard, the moment before it counts.
-
-    `staleness` are the versions between `read`, what the worker computed it on, and `values`, what it is applied to;
-    `read` is None if the shard does not know. `gradient` is to be corrected in place. `keep(name, worker)` is declared
-    state: a vector like `gradient`, zeros at first, saved in checkpoints; with a worker, freed when that one leaves.
-    """
-
-    worker: int
-    staleness: int
-    gradient: torch.Tensor
-    values: torch.Tensor
-    read: torch.Tensor | None
-    keep: Callable[[str, int | None], torch.Tensor]
-
-
-@runtime_checkable
-class Correction(Protocol):
-    """A remedy that corrects each gradient, element by element; `compares` if it looks at `Update.read`."""
-
-    compares: ClassVar[bool]
-
-    def correct(self, update: Update) -> None: ...
+    from dure.job.optimizer import OptimizerSpec
 
 
 @runtime_checkable
@@ -129,6 +102,6 @@ def _refusal(method: Any, remedy: Correction | Retuning) -> str:
 
 
 def _name(part: Any) -> str:
-    from dure.strategy import name_of
+    from dure.sync import CATALOGUE, REMEDIES
 
-    return name_of("remedy" if isinstance(part, (Correction, Retuning)) else "sync", part)
+    return name_of(type(part), REMEDIES if isinstance(part, (Correction, Retuning)) else CATALOGUE)

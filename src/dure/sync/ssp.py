@@ -29,11 +29,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.optim import OptimizerSpec
-from dure.sync.clock import Bounded, Policy
+from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.policies import Bounded, Policy
 
 if TYPE_CHECKING:
-    from dure.worker import Worker
+    from dure.sync.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

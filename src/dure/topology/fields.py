@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dure.runtime.protocol import (
+from dure.core.protocol import (
     COUNT,
     NUMBER,
     OWN,

@@ -14,18 +14,19 @@ from typing import Any, ClassVar
 
 import torch
 
+from dure.core.node import Address, Call, Operation, Reply, TensorSpec
+from dure.core.protocol import PLACE, WORKERS, Method, mapping
 from dure.errors import Refused
-from dure.optim import OptimizerSpec, Segment, restrict
-from dure.runtime.base import Address, Call, Operation, Reply, TensorSpec
+from dure.job.optimizer import OptimizerSpec, Segment, restrict
+from dure.run.strategy import make
 from dure.runtime.launch.sentinel import Starter
-from dure.runtime.process import ProcessNode
-from dure.runtime.protocol import PLACE, WORKERS, Method, mapping
+from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
-from dure.strategy import make
-from dure.topology.admission import ClockService
-from dure.topology.clocked_shard import serve_clock
-from dure.topology.corrections import Corrections
-from dure.topology.parameter_server import Shard
+from dure.sync.remedied import corrections
+from dure.topology.parameter_server.clock import ClockService
+from dure.topology.parameter_server.corrections import Corrections
+from dure.topology.parameter_server.fused import serve_clock
+from dure.topology.parameter_server.shard import Shard
 
 
 class ShardHost:
@@ -87,7 +88,7 @@ class ShardHost:
         segments = restrict([Segment(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
         sync = make(request["sync"], "sync")
-        remedies = Corrections.of(sync)
+        remedies = Corrections.of(corrections(sync))
         shard = Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies)
         node.serve("shard", shard)
         if request["number"] == 0:

@@ -10,9 +10,9 @@ At this rank any will do that steps without a closure. Where a method's servers 
 | `AdamW` | `adamw` | amsgrad, maximize |
 
 A shard holds a slice of the model, so only element-wise rules can run there, and of those the ones that
-`dure.optim` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate
-travels with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither saved nor
-loaded with the user's optimizer.
+`dure.job.optimizer` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own;
+its rate travels with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither
+saved nor loaded with the user's optimizer.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from weakref import WeakSet
 import torch
 
 from dure.errors import UsageError
-from dure.optim import OptimizerSpec, Segment
+from dure.job.optimizer import OptimizerSpec, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
-    from dure.replica import Replica
+    from dure.job.replica import Replica
 
 
 class _Rule(NamedTuple):
-    """`name` in `dure.optim`; the hyper-parameters that it has too, and those that must be off."""
+    """`name` in `dure.job.optimizer`; the hyper-parameters that it has too, and those that must be off."""
 
     name: str
     keeps: tuple[str, ...]

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.errors import UsageError
-from dure.replica import as_bytes, copy_bytes
-from dure.runtime.agreement import Agreement, Intention, going_on
-from dure.runtime.alone import AloneGroup
-from dure.runtime.engine import Engine
-from dure.runtime.exchange import Exchange, Failed
-from dure.topology.collective import SentGroup
+from dure.job.replica import as_bytes, copy_bytes
+from dure.runtime.process.alone import AloneGroup
+from dure.runtime.process.engine import Engine
+from dure.topology.collective.agreement import Agreement, Intention, going_on
+from dure.topology.collective.message_group import SentGroup
+from dure.user_loop.exchange import Exchange, Failed
 
 if TYPE_CHECKING:
-    from dure.replica import Replica
-    from dure.runtime.base import Group
-    from dure.runtime.launch.torchrun import Meeting
-    from dure.runtime.process import ProcessNode
-    from dure.topology.spec import Collective
+    from dure.core.node import Group
+    from dure.job.replica import Replica
+    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.process.node import ProcessNode
+    from dure.sync.worker import Worker
+    from dure.topology.collective.choice import Collective
     from dure.user_loop.source import LoopSource
-    from dure.worker import Worker
 
 
 class Sends:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler as TorchSampler
 
-from dure.data.split import Sampler, parse_split
-from dure.topology.sharding import equal_ranges
+from dure.core.ranges import equal_ranges
+from dure.job.data.split import Sampler, parse_split
 
 
 class EpochSampler(TorchSampler[int]):
@@ -28,7 +28,7 @@ class EpochSampler(TorchSampler[int]):
 def share_of(
     dataset: Sized, rank: int, world_size: int, *, split: str = "iid", seed: int = 0, targets: Any = None
 ) -> EpochSampler:
-    """The sampler of `rank` over `dataset`, split as `dure.data.split` says.
+    """The sampler of `rank` over `dataset`, split as `dure.job.data.split` says.
 
     `targets` are those of the whole set, needed where labels decide ("dirichlet"); those of `dataset` if left out.
     """

@@ -10,30 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.core.node import Address, Reply
+from dure.core.ranges import pieces
 from dure.errors import CallTimeout, UsageError
-from dure.optim import OptimizerSpec, Segment
-from dure.replica import as_bytes, copy_bytes
-from dure.runtime.base import Address, Reply
+from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.replica import as_bytes, copy_bytes
+from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.helper import Helper
 from dure.runtime.launch.room import HELPER_NBYTES, check_memory, physical_memory
-from dure.strategy import catalogue, member_text, name_of
 from dure.sync.remedied import compares, server_rule
-from dure.topology.client import ServerClient, Servers
-from dure.topology.clocked_shard import clocked_at
-from dure.topology.sharding import held_by, pieces
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.fused import clocked_at
+from dure.topology.parameter_server.placement import held_by
 from dure.user_loop.optimizer import ServerRule
 
 if TYPE_CHECKING:
-    from dure.replica import Replica
-    from dure.runtime.agreement import Intention
-    from dure.runtime.exchange import Failed
-    from dure.runtime.launch.torchrun import Meeting
-    from dure.runtime.process import ProcessNode
+    from dure.job.replica import Replica
+    from dure.run.strategy import Strategy
+    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.process.node import ProcessNode
     from dure.runtime.wire import Credentials
-    from dure.strategy import Strategy
+    from dure.sync.worker import Worker
+    from dure.topology.collective.agreement import Intention
+    from dure.user_loop.exchange import Failed
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.source import LoopSource
-    from dure.worker import Worker
 
 
 MOST_SHARDS = 64

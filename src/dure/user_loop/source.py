@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dure.runtime.base import EndOfWork, Operation
-from dure.runtime.gradients import Gradient
+from dure.core.node import EndOfWork, Operation
+from dure.job.gradient import Gradient
 
 if TYPE_CHECKING:
-    from dure.replica import Replica
-    from dure.runtime.exchange import Exchange
-    from dure.runtime.process import ProcessNode
-    from dure.worker import Worker
+    from dure.job.gradient_source import Requester
+    from dure.job.replica import Replica
+    from dure.runtime.process.node import ProcessNode
+    from dure.user_loop.exchange import Exchange
 
 
 class LoopSource:
@@ -69,11 +69,11 @@ class LoopSource:
         if self.exchange is not None and self.wants_mean:
             self.exchange.arm()
 
-    def gradient(self, worker: Worker) -> Operation[Gradient]:
-        return self._ask(worker, mean=False)
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        return self._ask(requester, mean=False)
 
-    def mean_gradient(self, worker: Worker) -> Operation[Gradient]:
-        return self._ask(worker, mean=True)
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        return self._ask(requester, mean=True)
 
     def give(self) -> None:
         """Go on with what is in the replica's `grads`, which stays the replica's where it is the mean."""
@@ -92,10 +92,10 @@ class LoopSource:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Nothing: the loop is the user's."""
 
-    def _ask(self, worker: Worker, *, mean: bool) -> Operation[Gradient]:
-        worker.settle(self._replica.params)
-        if worker.buffers is not None:
-            self._replica.load_buffers(worker.buffers)
+    def _ask(self, requester: Requester, *, mean: bool) -> Operation[Gradient]:
+        requester.settle(self._replica.params)
+        if requester.buffers is not None:
+            self._replica.load_buffers(requester.buffers)
         self.wants_mean = mean
         if self.exchange is not None and mean:
             self.exchange.arm()

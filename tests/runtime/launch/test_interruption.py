@@ -11,7 +11,7 @@ import time
 import pytest
 from support.faulty_jobs import __file__ as jobs
 
-from dure.cli import main
+from dure.cli.main import main
 from dure.runtime.launch.interruption import SAME_SECONDS, Interrupted, Interruption
 
 

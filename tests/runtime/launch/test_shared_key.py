@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dure.errors import UsageError
 from dure.runtime.launch.engine_store import EngineStore, connected, listening_store
+from dure.runtime.launch.rendezvous import Meeting, Place
 from dure.runtime.launch.shared_key import KEY, credentials_of
-from dure.runtime.launch.torchrun import Meeting, Place
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from dure.runtime.base import Reply
+from dure.core.node import Reply
 from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
 
 

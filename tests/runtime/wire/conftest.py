@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.raw_caller import CREDENTIALS
 
+from dure.core.node import TensorSpec
 from dure.errors import Refused
-from dure.runtime.base import TensorSpec
 from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
 
 NEVER = 1 << 60

@@ -6,7 +6,7 @@ import secrets
 import pytest
 
 from dure.errors import UsageError
-from dure.member import Start
+from dure.run.process import Start
 from dure.runtime.wire import Credentials
 
 KEY = secrets.token_bytes(32)

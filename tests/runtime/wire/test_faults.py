@@ -16,7 +16,7 @@ import torch
 import xxhash
 from support.raw_caller import HELLO, RawCaller, frame
 
-from dure.runtime.base import Reply, TensorSpec
+from dure.core.node import Reply, TensorSpec
 from dure.runtime.wire import Limits
 from dure.runtime.wire.frame import Header, Kind, encode_meta, job_code, pack_header
 

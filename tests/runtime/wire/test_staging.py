@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.runtime.base import TensorSpec
+from dure.core.node import TensorSpec
 from dure.runtime.wire.staging import Lease, Share, Staging, announced, bytes_of, described, nbytes_of, spec_of
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
+from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, UsageError
-from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire import Identity, Limits, Wire
 
 DTYPES = [

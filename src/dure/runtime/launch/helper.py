@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dure.core.node import nothing
 from dure.errors import DureError
-from dure.runtime.base import nothing
 from dure.runtime.launch.relay import write_all
 
 START_SECONDS = 120.0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dure.errors import UsageError
-from dure.runtime.launch.torchrun import Meeting
+from dure.runtime.launch.rendezvous import Meeting
 from dure.runtime.wire import Credentials
 from dure.runtime.wire.credentials import Integrity
 

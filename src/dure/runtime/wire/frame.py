@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dure.errors import DamagedFrame, Refused
-from dure.runtime.wire.seal import PlainSeals, Seal, Seals, check_tag
+from dure.runtime.wire.integrity import PlainSeals, Seal, Seals, check_tag
 
 MAGIC = b"dure"
 VERSION = 2

@@ -12,13 +12,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dure.core.node import Call, Reply, TensorSpec
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
-from dure.runtime.base import Call, Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.link import Link, Shared
-from dure.runtime.wire.nearby import has_memory
 from dure.runtime.wire.proof import NONCE_NBYTES, Prover
 from dure.runtime.wire.staging import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.unix_socket import has_memory
 from dure.runtime.wire.values import Identity, Limits, Loss
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dure.core.node import TensorSpec
 from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
-from dure.runtime.base import TensorSpec
 from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
@@ -25,17 +25,17 @@ from dure.runtime.wire.frame import (
     encode_meta,
     job_code,
 )
-from dure.runtime.wire.lending import Borrower, Lender
-from dure.runtime.wire.nearby import process_behind
+from dure.runtime.wire.integrity import KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.proof import REFUSAL, UNPROVEN_NBYTES
-from dure.runtime.wire.seal import KeyedSeals, PlainSeals, Seals
+from dure.runtime.wire.shared_memory import Borrower, Lender
 from dure.runtime.wire.staging import Staging
+from dure.runtime.wire.unix_socket import process_behind
 from dure.runtime.wire.values import Host, Identity, Limits, Traffic
 
 if TYPE_CHECKING:
     import torch
 
-    from dure.runtime.wire.pump import Pump
+    from dure.runtime.wire.reactor import Pump
 
 _SOCKET_NBYTES = 4 << 20
 _WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there

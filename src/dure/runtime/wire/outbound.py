@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
-from dure.runtime.base import Reply, TensorSpec
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.link import Link, Shared
-from dure.runtime.wire.nearby import connect_nearby, is_loopback
 from dure.runtime.wire.proof import Prover
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
+from dure.runtime.wire.unix_socket import connect_nearby, is_loopback
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
     import torch
 
     from dure.runtime.wire.frame import Outgoing
-    from dure.runtime.wire.pump import Timer
+    from dure.runtime.wire.reactor import Timer
 
 _KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import secrets
 
-from dure.runtime.wire.seal import KeyedSeals
+from dure.runtime.wire.integrity import KeyedSeals
 
 NONCE_NBYTES = 32
 PROOF_NBYTES = hashlib.sha256().digest_size

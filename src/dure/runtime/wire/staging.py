@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dure.runtime.base import TensorSpec
+from dure.core.node import TensorSpec
 
 ALIGNMENT = 64  # bytes
 _ROUND = 1 << 12

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dure.core.node import Call, Fields, Reply, TensorSpec
 from dure.errors import DamagedFrame, RemoteError
-from dure.runtime.base import Call, Fields, Reply, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
-from dure.runtime.wire.nearby import HERE, is_loopback, is_mine, listen_nearby
 from dure.runtime.wire.outbound import Outbound, Pending
-from dure.runtime.wire.pump import Pump
+from dure.runtime.wire.reactor import Pump
+from dure.runtime.wire.unix_socket import HERE, is_loopback, is_mine, listen_nearby
 from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104  (refused, not used)

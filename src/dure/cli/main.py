@@ -1,0 +1,552 @@
+"""The command line. The only place where text and the environment become objects.
+
+    defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
+
+Standard output is for the result: the table, or with `--json` one JSON object on one line. Everything else goes to
+standard error, also what user code prints. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done although some worker
+has not done all its work, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from dure import __version__
+from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.user_code import blamed
+from dure.errors import DureError, UsageError
+from dure.run.config import CompareConfig, Options, TrainConfig, checked, goal
+from dure.runtime.launch.interruption import Interrupted, Interruption
+from dure.runtime.launch.relay import STDERR, STDOUT, flush
+
+if TYPE_CHECKING:
+    from dure.report.run import Run
+    from dure.runtime.launch.fork_server import Nursery
+
+O = TypeVar("O", bound=Options)  # noqa: E741  (options)
+
+LACKING = 3
+"""Exit status of a run that ended although some worker has not done all its work."""
+
+PREFIX = "DURE_"
+
+WIDTH = 140
+"""Columns of a table that goes to a file."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error.
+
+    `status` is the exit status.
+    """
+
+    values: dict[str, Any]
+    shown: Sequence[Any] = ()
+    said: str = ""
+    status: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """Every method, topology, codec and partition; or all about one of them."""
+
+    example: ClassVar[str] = "dure methods ssp"
+
+    name: Positional[str] = ""
+    """Which one; all if left out. Of gossip also a graph, as in gossip:graph=ring."""
+    workers: int | None = None
+    """How many gossip with each other; 8, 16 and 64 if left out."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Return the rows and their tables."""
+        from dure.cli.methods import described, tables
+
+        rows = described(self.name, self.workers)
+        return Done({"methods": rows}, tables(rows, details=bool(self.name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """One run of a job under one strategy."""
+
+    example: ClassVar[str] = "dure train digits-mlp --sync ssp:bound=3 --on virtual --workers 8"
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    config: Path | None = None
+    """YAML file of options, by the names of the flags with _ for -."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+    print_config: bool = False
+    """Print the options that would be used, as YAML, and do nothing."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked when all layers are together."""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Run it; return its summary, and the same as a table."""
+        config = _as(TrainConfig, self)
+        if config.resume is None:  # a part of what a resumed run has may make no sense alone
+            config.chosen()
+        if self.print_config:
+            return _configuration(config)
+        _require_job(config)
+        with _nursery(config.on or "local") as nursery:
+            from dure.run.prebuilt import AtHand
+            from dure.run.train import run
+
+            finished = run(config, AtHand(nursery=nursery, interruption=interruption))
+        said, status = _lacking([finished])
+        return Done(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(CompareConfig):
+    """The same job under several strategies: a table and a report."""
+
+    example: ClassVar[str] = "dure compare digits-mlp --strategy bsp --strategy ssp --on virtual"
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    strategies: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="strategy")] = ()
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
+    ssp:bound=3 and downpour."""
+    on: UseAppendAction[tuple[str, ...]] = ()
+    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    config: Path | None = None
+    """YAML file of options, by the names of the flags with _ for -; a list for strategies and on."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+    print_config: bool = False
+    """Print the options that would be used, as YAML, and do nothing."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are checked when all layers are together."""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Run them; return the summaries and the table."""
+        config = _as(CompareConfig, self)
+        if self.print_config:
+            return _configuration(config)
+        _require_job(config)
+        with _nursery(*(config.on or ("local",))) as nursery:
+            from dure.report.table import FittedComparison
+            from dure.run.compare import run_all
+            from dure.run.prebuilt import AtHand
+
+            comparison = run_all(config, AtHand(nursery=nursery, interruption=interruption))
+        table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
+        said, status = _lacking(comparison.runs)
+        written = _written(comparison.report, config.report)
+        return Done(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A report of finished runs."""
+
+    example: ClassVar[str] = "dure report runs/demo --out demo.html"
+
+    folders: Positional[tuple[Path, ...]]
+    """Folders of runs, or folders that hold such."""
+    out: Path | None = None
+    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
+    target: float | None = None
+    """Test accuracy whose time is compared; 0.95 if left out."""
+    target_loss: float | None = None
+    """Loss whose time is compared, in place of an accuracy."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Write the report; return the summaries and the table."""
+        from dure.report.html import DEFAULT, free, write_report
+        from dure.report.run import read_run
+        from dure.report.table import FittedComparison
+
+        runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
+        target = goal(self.target, self.target_loss)
+        path = write_report(self.out or free(DEFAULT), runs, title=f"{len(runs)} runs", target=target)
+        values = {"runs": [run.summary() for run in runs], "report": str(path)}
+        return Done(values, [FittedComparison(runs, target)], _written(path, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """A table or figure of a paper, made again."""
+
+    example: ClassVar[str] = "dure reproduce sharding"
+
+    name: Positional[str]
+    """What to reproduce: sharding, it-signsgd or byzantine. Each has some of the flags below."""
+    on: str | None = None
+    """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
+    dataset: str | None = None
+    """it-signsgd: mnist, cifar10, or both with a comma."""
+    rounds: int | None = None
+    """it-signsgd, byzantine: steps of every run."""
+    seeds: int | None = None
+    """it-signsgd, byzantine: how often everything is done."""
+    data: Path | None = None
+    """it-signsgd: folder of data sets; else DURE_DATA, else the user's cache."""
+    out: Path | None = None
+    """it-signsgd: where to draw the curves, as SVG."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Make it; return its rows and its table."""
+        from dure.cli.reproduce import check, find
+
+        module = find(self.name)
+        asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "json"))
+        flags = {name: value for name, value in asked if value is not None}
+        check(self.name, module, flags)
+        result: dict[str, Any] = module.reproduce(**flags)
+        return Done(result, [module.table(result)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Measure this machine, or under torchrun these hosts and their links, and write a cluster file."""
+
+    example: ClassVar[str] = "dure probe mnist-mlp --workers 8"
+
+    job: Positional[str] = ""
+    """A job whose steps are timed too; none if left out."""
+    workers: int = 4
+    """How many workers share this machine, where it is alone."""
+    codec: UseAppendAction[tuple[str, ...]] = ()
+    """What a codec costs is measured too, on the job's gradients; once for each."""
+    data: Path | None = None
+    """Folder of data sets."""
+    key_file: Path | None = None
+    """Under torchrun: file with the key that lets the hosts measure each other, as for train."""
+    out: Path = Path("cluster.yaml")
+    """Where to write the cluster file."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    @property
+    def on(self) -> str:
+        """Under torchrun every rank measures."""
+        return "torchrun" if os.environ.get("RANK") else ""
+
+    def execute(self, interruption: Interruption) -> Done:
+        """Measure, write the file; return the constants, what they were made of, and their table."""
+        import torch
+
+        from dure.job.job import load_job
+        from dure.job.validation import try_out
+        from dure.planner.probe.probe import probe, table
+
+        if not self.out.parent.is_dir():  # said before anything is measured
+            raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
+        torch.set_num_threads(1)  # as workers compute
+        job = load_job(self.job, self.data) if self.job else None
+        if job is not None:
+            try_out(job, self.job, rows=job.batch_size)
+        found = probe(
+            job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data, key_file=self.key_file
+        )
+        if found is None:
+            return Done({})
+        cluster = found.pop("cluster")
+        text = cluster.to_yaml()
+        try:
+            self.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {self.out}: {error.strerror}.") from error
+        values = {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
+        return Done(values, [table(cluster, found)], f"cluster: {self.out}")
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe
+COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what `arguments` (those of this process if None) say; the exit status."""
+    given, arguments = arguments, sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
+        print(__version__)  # noqa: T201
+        return 0
+    interruption = Interruption()
+    command: Command | None = None
+    try:
+        with interruption.heard():
+            command = parse(arguments, os.environ)
+            with _results(for_good=given is None) as out:
+                with blamed("your own code raised", DureError, only=True):
+                    done = command.execute(interruption)
+                if _speaks(command):
+                    _tell(done, out, as_json=command.json)
+            return done.status
+    except DureError as error:
+        _say(f"dure: {' '.join(str(error).split())}")
+        if interruption.number is not None:
+            return _interrupted(interruption.number, command)
+        return 2 if isinstance(error, UsageError) else 1
+    except Interrupted as end:
+        return _interrupted(end.number, command)
+    except BrokenPipeError:  # the reader has seen enough
+        pass
+    return 0
+
+
+@contextmanager
+def _results(*, for_good: bool) -> Iterator[TextIO]:
+    """Yield the stream of results. While open, all else that is printed, by C code too, goes to standard error.
+
+    With `for_good` this stays so until the process ends: what user code prints at exit is no result either.
+    """
+    flush()
+    before = os.dup(STDOUT)
+    standard = sys.stdout is sys.__stdout__
+    out = os.fdopen(before, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors) if standard else sys.stdout
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield out
+    finally:
+        flush()
+        if not for_good:
+            os.dup2(before, STDOUT)
+        with suppress(BrokenPipeError):  # raised before, where it was written
+            out.close() if standard else os.close(before)
+
+
+def _tell(done: Done, out: TextIO, *, as_json: bool) -> None:
+    """Show a result to people, and with `as_json` write its JSON to `out`."""
+    for each in done.shown:
+        _show(each, sys.stderr if as_json else out)
+    if done.said:
+        _say(done.said)
+    if as_json:
+        from dure.report.files import to_json
+
+        out.write(f"{to_json(done.values)}\n")
+    out.flush()
+
+
+def _interrupted(number: int, command: Command | None) -> int:
+    """Say that a signal has ended `command`, and how to go on with its run if it has a checkpoint; the exit status."""
+    _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
+    folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
+    if folder is not None and (folder / CHECKPOINTS / LATEST).exists():
+        _say(f"resume with: dure train --resume {shlex.quote(str(folder))}")
+    return 128 + number
+
+
+@contextmanager
+def _nursery(*places: str) -> Iterator[Nursery | None]:
+    """The process that starts those of runs on this machine; it imports torch while this one does."""
+    if "local" not in places:
+        yield None
+        return
+    from dure.runtime.launch.fork_server import Nursery
+
+    with Nursery() as nursery:
+        yield nursery
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
+    """The command in `arguments`, file and environment underneath. Wrong flags end the process with status 2."""
+    name = arguments[0] if arguments else ""
+    if {"-h", "--help"} & {*arguments}:
+        sys.stdout.write(f"example: {COMMANDS.get(name, Train).example}\n\n")
+    if name in COMMANDS:
+        _check_numbers(COMMANDS[name], arguments[1:])
+    train = layered(Train, TrainConfig, arguments, environ) if name == "train" else Train()
+    compare = layered(Compare, CompareConfig, arguments, environ) if name == "compare" else Compare()
+    commands = (
+        Annotated[Methods, tyro.conf.subcommand("methods")]
+        | Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Compare, tyro.conf.subcommand("compare", default=compare)]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+        | Annotated[Probe, tyro.conf.subcommand("probe")]
+    )
+    style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+    about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."
+    about += " dure --version says which version this is."
+    return tyro.cli(commands, prog="dure", description=about, args=list(arguments), config=style)
+
+
+def _check_numbers(kind: type, arguments: Sequence[str]) -> None:
+    """Raises `UsageError` for a flag whose value is no number and must be: in one sentence, as for the environment."""
+    hints = get_type_hints(kind, include_extras=True)
+    for option in fields(kind):
+        number, text = _number(hints[option.name]), _flag(arguments, f"--{option.name.replace('_', '-')}")
+        if number is None or text is None or text.startswith("--"):
+            continue
+        try:
+            number(text)
+        except ValueError:
+            checked(option.name, text, hints[option.name])
+
+
+def _number(hint: Any) -> Callable[[str], float] | None:
+    """`int` or `float` where an option is one of them, maybe bounded, maybe None."""
+    if hint in (int, float):
+        return hint  # type: ignore[no-any-return]
+    inside = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    if get_origin(hint) not in (Annotated, Union, UnionType):
+        return None
+    return next((found for found in map(_number, inside) if found is not None), None)
+
+
+def layered(kind: type[O], config: type[Options], arguments: Sequence[str], environ: Mapping[str, str]) -> O:
+    """The command `kind` before its flags: defaults, then the file named by `--config`, then the environment."""
+    values: dict[str, Any] = {}
+    path = _flag(arguments, "--config")
+    if path is not None:
+        values |= _read(Path(path), config)
+    values |= {
+        option.name: environ[f"{PREFIX}{option.name.upper()}"]
+        for option in fields(config)
+        if environ.get(f"{PREFIX}{option.name.upper()}") and not str(option.type).startswith("tuple")
+    }
+    checked = config.of(values)
+    return kind(**{name: getattr(checked, name) for name in values})
+
+
+def _read(path: Path, config: type[Options]) -> dict[str, Any]:
+    import yaml
+
+    from dure.core.yaml_text import read_yaml
+
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold options as KEY: VALUE lines, it holds {type(values).__name__}.")
+    values = {"on" if key is True else key: value for key, value in values.items()}  # YAML 1.1 reads the word as true
+    try:
+        config.of(values)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return values
+
+
+def _flag(arguments: Sequence[str], name: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _speaks(command: Command) -> bool:
+    """Under torchrun every rank is here, and the first speaks for all."""
+    return getattr(command, "on", "") != "torchrun" or os.environ.get("RANK", "0") == "0"
+
+
+def _as(kind: type[O], command: Options) -> O:
+    return kind(**{option.name: getattr(command, option.name) for option in fields(kind)})
+
+
+def _require_job(config: Options) -> None:
+    if not config.job and getattr(config, "resume", None) is None:
+        command = "compare" if isinstance(config, CompareConfig) else "train"
+        raise UsageError(f"no job is named. Write, for example, dure {command} digits-mlp.")
+
+
+def _configuration(config: Options) -> Done:
+    import yaml
+
+    return Done(config.plain(), [yaml.safe_dump(config.plain(), sort_keys=False)])
+
+
+def _lines(*said: str) -> str:
+    return "\n".join(filter(None, said))
+
+
+def _written(report: Path | None, asked: Path | None) -> str:
+    from dure.report.html import DEFAULT
+
+    if report is None:
+        return (
+            "dure: the report is not written. Make it with dure report from the folders of the runs, if they have some."
+        )
+    kept = f" ({DEFAULT} was there already and stays)" if asked is None and report != DEFAULT else ""
+    return f"report: {report}{kept}"
+
+
+def _lacking(runs: Sequence[Run]) -> tuple[str, int]:
+    """The workers of `runs` that have not done all their work, as the last line; and the exit status."""
+    lines = []
+    for run in runs:
+        missing = run.summary().get("unfinished", {})
+        if missing:
+            causes = "; ".join(f"{name} ({cause})" for name, cause in missing.items())
+            lines.append(f"dure: the run has ended without all the work of {causes}.")
+    return "\n".join(lines), LACKING if lines else 0
+
+
+def _unwritten(runs: Sequence[Run]) -> str:
+    """The files that are missing in the records of `runs`, or lack a part."""
+    lines = []
+    for run in runs:
+        causes = "; ".join(f"{name} ({cause})" for name, cause in run.summary().get("unwritten", {}).items())
+        if causes:
+            lines.append(f"dure: the record in {run.path} is not whole: {causes}. The result is as shown.")
+    return "\n".join(lines)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """`folder` itself, or the runs in it where it holds some and is none."""
+    from dure.report.record import CONFIG
+
+    inside = sorted(found.parent for found in folder.glob(f"*/{CONFIG}"))
+    return inside if inside and not (folder / CONFIG).exists() else [folder]
+
+
+def _run_table(run: Run) -> Any:
+    from rich.table import Table
+
+    from dure.core.target import Target
+    from dure.report.comparison import entries, lines
+
+    found = entries([run], target=Target())
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("Strategy", " ".join(run.summary()["strategy"].values()))
+    for _, group in lines(found, target=Target()):
+        for line in group:
+            table.add_row(line.name, line.cells[0])
+    return table
+
+
+def _show(what: Any, stream: TextIO) -> None:
+    from rich.console import Console
+
+    if isinstance(what, str):
+        stream.write(what)
+        return
+    console = Console(file=stream)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(file=stream, width=WIDTH)
+    console.print(what)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

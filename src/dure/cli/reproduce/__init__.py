@@ -1,0 +1,43 @@
+"""Tables and figures of papers, made again: what each said, beside what this library finds.
+
+| name         | module       | from                                                                           |
+|--------------|--------------|--------------------------------------------------------------------------------|
+| `sharding`   | `sharding`   | a comparison of layer-based and memory-based parameter sharding on VGG-16      |
+| `it-signsgd` | `it_signsgd` | Park and Lee: signs of workers with unlike batches, put to a weighted vote     |
+| `byzantine`  | `byzantine`  | Bernstein et al.: a majority of signs, and some voters who lie                 |
+
+A module here has `reproduce`, which returns what `dure reproduce NAME --json` prints, and `table` of that. The
+parameters of `reproduce` are the flags that make sense for it, all with defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from dure.core.spec_text import names, nearest
+from dure.errors import UsageError
+
+NAMES = {
+    "sharding": "dure.cli.reproduce.sharding",
+    "it-signsgd": "dure.cli.reproduce.it_signsgd",
+    "byzantine": "dure.cli.reproduce.byzantine",
+}
+
+
+def find(name: str) -> ModuleType:
+    """The module that reproduces `name`. Raises `UsageError`."""
+    if name not in NAMES:
+        known = names(NAMES)
+        raise UsageError(f"nothing called {name!r} can be reproduced: there is {known}.{nearest(name, NAMES)}")
+    return import_module(NAMES[name])
+
+
+def check(name: str, module: ModuleType, flags: dict[str, Any]) -> None:
+    """Raise `UsageError` if `flags` hold one that `module` has no use for."""
+    takes = list(inspect.signature(module.reproduce).parameters)
+    for flag in flags:
+        if flag not in takes:
+            raise UsageError(f"{name} has no use for --{flag}; it takes {names(f'--{each}' for each in takes)}.")

@@ -1,0 +1,263 @@
+"""Hosts with slow links on one machine: network namespaces around a switch, each with a limited card.
+
+    host 0:  eth0 == tbf ==>  port0 |          | port1 == tbf ==>  eth0  :host 1
+             10.77.0.1       <== tbf |  bridge  | <== tbf ==                10.77.0.2
+                                     |  switch  |
+
+Each direction of a host's card is a token bucket (`tc ... tbf`): what leaves is held back at the host, what comes at
+the port of the switch before it. A process inside sees no other network; its own host it reaches over `lo`, which is
+not limited. Everything is in namespaces that are this process's own, the switch too: to delete them is to leave
+nothing behind. What a process that was killed has left is swept away by the next that makes hosts.
+
+It needs Linux, root, and the programs `ip` and `tc` (Debian's package iproute2); `missing` says what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count as counted
+from pathlib import Path
+
+from dure.errors import DureError, UsageError
+from dure.runtime.launch.rendezvous import ENGINE_INTERFACE
+
+PREFIX = "dure"
+FRAME = 9000
+"""Bytes of a frame: jumbo ones, since all hosts share the cores of one machine, and each frame costs them."""
+
+BURST = 3 * (FRAME + 14)
+"""Bytes that a card may send at once after a rest: three frames, little beside a message of a megabyte."""
+
+QUEUE_SECONDS = 0.05
+"""How long a frame may wait for its turn at a card before frames behind it are dropped."""
+
+COMMAND_SECONDS = 20.0
+LOOK_SECONDS = 0.05
+_serial = counted()
+FAREWELL_SECONDS = 15.0
+"""How long the others may take to end by themselves once one has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a program on one host ended: its exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+def missing() -> str:
+    """Why there can be no hosts here; an empty text if there can."""
+    programs = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if programs:
+        return f"{' and '.join(programs)} cannot be found: install iproute2."
+    if os.geteuid() != 0:
+        return "network namespaces are made by root alone, and this process is not root's: use sudo."
+    return ""
+
+
+@contextmanager
+def hosts(count: int, *, bandwidth: float) -> Iterator[Hosts]:
+    """`count` hosts whose cards carry `bandwidth` bytes per second in each direction, headers of frames included.
+
+    Raises:
+        UsageError: what is asked for cannot be, here or anywhere.
+        DureError: the system refuses.
+    """
+    reason = missing()
+    if reason:
+        raise UsageError(f"no hosts can be made out of network namespaces: {reason}")
+    if not 1 <= count <= 250:
+        raise UsageError(f"hosts must be from 1 to 250, got {count}.")
+    if not bandwidth > 0:
+        raise UsageError(f"bandwidth is in bytes per second and must be > 0, got {bandwidth}. 100 Mbit/s are 12.5e6.")
+    sweep()
+    stem = f"{PREFIX}-{_mark(os.getpid())}-{next(_serial)}"
+    names = tuple(f"{stem}-{number}" for number in range(count))
+    switch = f"{stem}-switch"
+    with ExitStack() as stack:
+        _add(switch, stack)
+        _ip(switch, "link add bridge type bridge")
+        _ip(switch, "link set bridge up")
+        for number, name in enumerate(names):
+            _add(name, stack)
+            _connect(name, switch, number, bandwidth)
+        found = _do("ip", "netns", "exec", names[0], "cat", "/proc/sys/net/ipv4/tcp_congestion_control").strip()
+        yield Hosts(names, tuple(map(_address, range(count))), bandwidth, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Hosts in namespaces; `congestion` is TCP's congestion control on them."""
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    bandwidth: float
+    congestion: str
+
+    def run(self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None) -> list[Done]:
+        """`command` once on each host, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+        Once one has failed the others have a little time to notice, and after `seconds` all are ended.
+
+        Raises `DureError` with the last words of the first that failed.
+        """
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            programs = [
+                Program(self._command(rank, command, environ or {}), Path(folder), rank)
+                for rank in range(len(self.names))
+            ]
+            try:
+                late = _wait(programs, seconds)
+            finally:
+                for name, program in zip(self.names, programs, strict=True):
+                    _end_all(name)
+                    program.end()
+            done = [program.done() for program in programs]
+        _complain(done, late, seconds)
+        return done
+
+    def _command(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": len(self.names),
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": 29500,
+            **environ,
+        }
+        given = [f"{name}={value}" for name, value in place.items()]
+        elsewhere = ["-u", ENGINE_INTERFACE]  # an interface of this network is none of theirs
+        return ["ip", "netns", "exec", self.names[rank], "env", *elsewhere, *given, *command]
+
+
+class Program:
+    """A program on a host."""
+
+    def __init__(self, command: Sequence[str], folder: Path, rank: int) -> None:
+        self._paths = [folder / f"{rank}.{kind}" for kind in ("out", "err")]
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, or None if it has none after `seconds`."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(COMMAND_SECONDS)
+
+    def done(self) -> Done:
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._paths)
+        return Done(self._process.returncode, out, err)
+
+
+def _wait(programs: Sequence[Program], seconds: float) -> bool:
+    """Until all have ended, or some have failed and the others had time to notice; whether `seconds` were too few."""
+    looks = seconds / LOOK_SECONDS
+    failed = False
+    while going := [program for program in programs if program.wait(0.0) is None]:
+        if looks <= 0:
+            return not failed
+        going[0].wait(LOOK_SECONDS)
+        looks -= 1
+        if not failed and any(program.wait(0.0) for program in programs):
+            failed = True
+            looks = min(looks, FAREWELL_SECONDS / LOOK_SECONDS)
+    return False
+
+
+def sweep() -> None:
+    """Delete what was left behind by processes that are no more, and end what still runs in it."""
+    for name in _there():
+        _, pid, began, *_ = name.split("-")
+        if _mark(int(pid)) != f"{pid}-{began}":
+            _clear(name)
+
+
+def _there() -> list[str]:
+    """Namespaces that this module has made."""
+    names = [line.split()[0] for line in _do("ip", "netns", "list").splitlines()]
+    return [name for name in names if re.fullmatch(rf"{PREFIX}-\d+-\d+-\d+-\w+", name)]
+
+
+def _mark(pid: int) -> str:
+    """What tells a process from all others since the machine was started; empty for one that is no more."""
+    with suppress(OSError):
+        began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        return f"{pid}-{began}"
+    return ""
+
+
+def _add(name: str, stack: ExitStack) -> None:
+    stack.callback(_clear, name)
+    _do("ip", "netns", "add", name)
+    _ip(name, "link set lo up")
+
+
+def _clear(name: str) -> None:
+    """Delete a namespace if it is there, and end what runs in it."""
+    if name not in _there():
+        return
+    _end_all(name)
+    _do("ip", "netns", "delete", name)
+
+
+def _end_all(name: str) -> None:
+    for pid in _do("ip", "netns", "pids", name).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _connect(name: str, switch: str, number: int, bandwidth: float) -> None:
+    """Put a cable between host and switch, and limit both its ends."""
+    _ip(name, f"link add eth0 type veth peer name port{number} netns {switch}")
+    _ip(switch, f"link set port{number} mtu {FRAME} master bridge up")
+    _ip(name, f"addr add {_address(number)}/16 dev eth0")
+    _ip(name, f"link set eth0 mtu {FRAME} up")
+    queue = BURST + int(bandwidth * QUEUE_SECONDS)
+    for place, device in ((name, "eth0"), (switch, f"port{number}")):
+        rule = f"qdisc add dev {device} root tbf rate {round(bandwidth * 8)}bit burst {BURST} limit {queue}"
+        _do("tc", "-n", place, *rule.split())
+
+
+def _address(number: int) -> str:
+    return f"10.77.0.{number + 1}"
+
+
+def _ip(namespace: str, command: str) -> str:
+    return _do("ip", "-n", namespace, *command.split())
+
+
+def _do(*command: str) -> str:
+    """What a program of the system prints. Raises `DureError` if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DureError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise DureError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}.")
+    return done.stdout
+
+
+def _complain(done: Sequence[Done], late: bool, seconds: float) -> None:
+    if late:
+        raise DureError(f"the hosts' programs had not ended after {seconds:g} s.")
+    for rank, each in enumerate(done):
+        if each.status > 0:
+            raise DureError(f"rank {rank} ended with status {each.status}: {each.err.strip()[-2000:]}")
+    for rank, each in enumerate(done):
+        if each.status:
+            raise DureError(f"rank {rank} was ended by signal {-each.status}: {each.err.strip()[-2000:]}")

@@ -1,0 +1,39 @@
+"""Parameter sharding by layer against by memory, for real: at desk size, between hosts with slow links.
+
+VGG-16's shape is a layer that holds three quarters of the parameters. Here a model of 2 MiB has it, sleep stands for
+compute, and links of 50 Mbit/s make communication dominate as 10 Gbit/s do with 528 MiB. Servers live beside workers,
+as torchrun has it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dure.cli.reproduce import namespaces
+from dure.planner.probe.synthetic_job import job_file
+
+MODEL = 1 << 19
+LAYERS = (MODEL // 16, MODEL // 16, MODEL // 8, MODEL * 3 // 4)
+"""Parameters of each layer."""
+
+COMPUTE = 0.3
+BANDWIDTH = 6.25e6
+STEPS = 6
+RUN_SECONDS = 200.0
+
+
+def measured(workers: int, servers: int, by: str) -> float:
+    """Seconds of a step under BSP, on `workers` hosts."""
+    with tempfile.TemporaryDirectory() as folder, namespaces.hosts(workers, bandwidth=BANDWIDTH) as hosts:
+        job = Path(folder) / "uneven.py"
+        job.write_text(job_file(LAYERS, COMPUTE), encoding="utf-8")
+        strategy = f"bsp ps:shards={servers},split={by},colocated=true"
+        options = ["--strategy", strategy, "--steps", str(STEPS), "--eval-every", "1000000", "--json"]
+        command = [sys.executable, "-m", "dure", "train", f"{job}:job", "--on", "torchrun", *options]
+        done = hosts.run(command, seconds=RUN_SECONDS, environ={"OMP_NUM_THREADS": "1"})
+    summary: dict[str, Any] = json.loads(done[0].out.splitlines()[-1])
+    return float(summary["seconds"]) / STEPS

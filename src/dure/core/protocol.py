@@ -1,0 +1,163 @@
+"""Methods of a service: who may call each, and the fields that come with it.
+
+A service declares its `protocol`. A node checks by it every call that came over a connection, before the service sees
+the call: one that is wrong is refused, and changes nothing. A service's own node, and virtual time, check nothing.
+
+    protocol = {"staged": Method(WORKERS, {"worker": OWN, "seq": COUNT, "group": nullable(COUNT)})}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dure.errors import Refused
+
+if TYPE_CHECKING:
+    from dure.core.node import Call
+
+LONGEST_TEXT = 10_000
+"""Characters of a field that is a text."""
+
+LARGEST = 1 << 53
+"""The largest whole number that every reader of JSON has."""
+
+SHOWN = 40
+"""Characters of a wrong value that a refusal shows."""
+
+
+NODES = ("worker", "server")
+WORKERS = ("worker",)
+DRIVER = ("hub",)
+CLOCK = ("server 0",)
+"""The first server hosts the clock, which commands the shards."""
+
+
+class Field(NamedTuple):
+    """What a field holds, in words and as a test of the value and its caller's name."""
+
+    said: str
+    holds: Callable[[Any, str], bool]
+    may_lack: bool = False
+
+
+@dataclass(frozen=True)
+class Method:
+    """`callers` are names of nodes ("hub"), or their kinds ("worker" is each "worker N"); empty for everybody."""
+
+    callers: tuple[str, ...] = ()
+    fields: Mapping[str, Field] = field(default_factory=dict)
+
+
+def check(service: str, method: Method, call: Call) -> None:
+    """Raise `Refused` for a `call` of `method` by somebody who may not, or with other fields than it has."""
+    caller = call.caller
+    if method.callers and not (_is_kind(caller, method.callers) or caller in set(method.callers).difference(NODES)):
+        raise Refused(f"{caller} may not call {call.method} of {service}: it is for {' and '.join(method.callers)}.")
+    given = call.fields
+    for name, expected in method.fields.items():
+        if name not in given:
+            if not expected.may_lack:
+                raise Refused(f"{call.method} of {service} lacks the field {name}, {expected.said}.")
+        elif not expected.holds(given[name], caller):
+            shown = repr(given[name])[:SHOWN]
+            raise Refused(f"{call.method} of {service} has {name}={shown}, which must be {expected.said}.")
+    if len(given) > len(method.fields) or not given.keys() <= method.fields.keys():
+        unknown = ", ".join(str(name)[:SHOWN] for name in sorted(given.keys() - method.fields.keys()))
+        if unknown:
+            raise Refused(f"{call.method} of {service} has no field {unknown}.")
+
+
+def _is_kind(caller: str, callers: tuple[str, ...]) -> bool:
+    kind, _, number = caller.partition(" ")
+    return kind in callers and number.isascii() and number.isdecimal()
+
+
+# ---- what fields hold
+
+
+def maybe(expected: Field) -> Field:
+    """The same, of a field that may be left out."""
+    return expected._replace(may_lack=True)
+
+
+def nullable(expected: Field) -> Field:
+    """The same, or null."""
+    return Field(f"{expected.said}, or null", lambda value, caller: value is None or expected.holds(value, caller))
+
+
+def listed(expected: Field) -> Field:
+    """A list of such."""
+    return Field(
+        f"a list, each {expected.said}",
+        lambda value, caller: isinstance(value, list) and all(expected.holds(each, caller) for each in value),
+    )
+
+
+def row(*expected: Field) -> Field:
+    """A list of as many values, one of each."""
+    return Field(
+        f"a list of {', '.join(each.said for each in expected)}",
+        lambda value, caller: (
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(each.holds(one, caller) for each, one in zip(expected, value, strict=True))
+        ),
+    )
+
+
+def record(**expected: Field) -> Field:
+    """An object with such fields and no others."""
+
+    def holds(value: Any, caller: str) -> bool:
+        if not isinstance(value, dict) or not value.keys() <= expected.keys():
+            return False
+        return all(
+            each.holds(value[name], caller) if name in value else each.may_lack for name, each in expected.items()
+        )
+
+    return Field(f"an object with {', '.join(expected)}", holds)
+
+
+def mapping(expected: Field) -> Field:
+    """An object, whose keys are names."""
+    return Field(
+        f"an object, each value {expected.said}",
+        lambda value, caller: isinstance(value, dict) and all(expected.holds(each, caller) for each in value.values()),
+    )
+
+
+def one_of(*texts: str) -> Field:
+    """One of these texts."""
+    return Field(f"one of {', '.join(texts)}", lambda value, caller: isinstance(value, str) and value in texts)
+
+
+def either(*expected: Field) -> Field:
+    """A value of one of these kinds."""
+    return Field(
+        " or ".join(each.said for each in expected), lambda value, caller: any(f.holds(value, caller) for f in expected)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a float can stand for it: a whole number may have any length."""
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
+
+
+def _is_own(value: Any, caller: str) -> bool:
+    return type(value) is int and caller.partition(" ")[2] == str(value)
+
+
+COUNT = Field("a whole number from 0 to 2^53", lambda value, _: type(value) is int and 0 <= value <= LARGEST)
+WHOLE = Field("a whole number to 2^53", lambda value, _: type(value) is int and abs(value) <= LARGEST)
+NUMBER = Field("a number", lambda value, _: _is_number(value))
+FINITE = Field("a finite number", lambda value, _: _is_number(value) and math.isfinite(value))
+TRUTH = Field("true or false", lambda value, _: type(value) is bool)
+TEXT = Field("a text", lambda value, _: isinstance(value, str) and len(value) <= LONGEST_TEXT)
+NODE = Field("the name of a worker or server", lambda value, _: isinstance(value, str) and _is_kind(value, NODES))
+OWN = Field("the caller's own rank", _is_own)
+RATE = nullable(either(FINITE, listed(FINITE)))
+PORT = Field("a port from 1 to 65535", lambda value, _: type(value) is int and 0 < value < 1 << 16)
+PLACE = row(TEXT, PORT)

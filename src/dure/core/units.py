@@ -1,0 +1,119 @@
+"""Quantities as people write them: "20 ms", "10 Gbit/s", "0.1 ns/B", "20 GFLOP/s". Read here, written here.
+
+A bare number is in the base unit: seconds, bytes per second, seconds per byte, operations per second.
+
+>>> seconds("20 ms"), rate("10 Gbit/s"), per_byte("0.5 ns/B"), flops("20 GFLOP/s")
+(0.02, 1250000000.0, 5e-10, 20000000000.0)
+>>> as_rate(1.25e9), as_seconds(2e-5)
+('10 Gbit/s', '20 us')
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
+
+_SECONDS = {"s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9", "min": "60", "h": "3600"}
+_RATES = {
+    "Tbit/s": "125e9", "Gbit/s": "125e6", "Mbit/s": "125e3", "kbit/s": "125", "bit/s": "0.125",
+    "TB/s": "1e12", "GB/s": "1e9", "MB/s": "1e6", "kB/s": "1e3", "B/s": "1",
+    "GiB/s": "1073741824", "MiB/s": "1048576", "KiB/s": "1024",
+}  # fmt: skip
+_PER_BYTE = {"s/B": "1", "ms/B": "1e-3", "us/B": "1e-6", "µs/B": "1e-6", "ns/B": "1e-9", "ps/B": "1e-12"}
+_FLOPS = {"PFLOP/s": "1e15", "TFLOP/s": "1e12", "GFLOP/s": "1e9", "MFLOP/s": "1e6", "FLOP/s": "1"}
+
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+
+
+def _read(given: object, units: Mapping[str, str], what: str, example: str) -> float:
+    """`given` in the base unit: finite and not negative."""
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        value = float(given)
+    else:
+        match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            raise ValueError(f"{given!r} is not {what}: write a number and a unit, such as {example!r}")
+        number, unit = match.groups()
+        if unit and unit not in units:
+            raise ValueError(f"{given!r} has no unit of {what}: write one of {', '.join(units)}, as in {example!r}")
+        value = _times(number, units.get(unit, "1"))
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{given!r} is not {what}: it must be finite and not negative, such as {example!r}")
+    return value
+
+
+def above_zero(given: object) -> object:
+    """`given`, unless it is a number, or the text of one, that is zero."""
+    match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
+    if given == 0 or (match is not None and float(match[1]) == 0):
+        raise ValueError(f"{given!r} must be above zero")
+    return given
+
+
+def seconds(given: object) -> float:
+    """A time in seconds, not negative. Raises ValueError, as all readers here do."""
+    return _read(given, _SECONDS, "a time", "20 ms")
+
+
+def rate(given: object) -> float:
+    """A bandwidth in bytes per second, above zero."""
+    return _read(above_zero(given), _RATES, "a bandwidth", "10 Gbit/s")
+
+
+def per_byte(given: object) -> float:
+    """A cost in seconds per byte, not negative."""
+    return _read(given, _PER_BYTE, "a cost per byte", "0.1 ns/B")
+
+
+def flops(given: object) -> float:
+    """A speed in floating-point operations per second, above zero."""
+    return _read(above_zero(given), _FLOPS, "a speed", "20 GFLOP/s")
+
+
+def _times(number: str, unit: str) -> float:
+    """Their product, rounded once: "100 us" and "0.1 ms" are the same float."""
+    return float(Decimal(number) * Decimal(unit))
+
+
+def _write(value: float, units: Mapping[str, str], *names: str) -> str:
+    """`value` in the first of `names` in which it is at least 1, if that is exact, or else in the last."""
+    for name in names:
+        text = f"{value / float(units[name]):.12g}"
+        if float(text) >= 1 and "e" not in text and _times(text, units[name]) == value:
+            return f"{text} {name}"
+    return f"{value!r} {names[-1]}"
+
+
+def as_seconds(value: float) -> str:
+    """`value` seconds as text that reads back as exactly the same, as from all writers here."""
+    return _write(value, _SECONDS, "s", "ms", "us", "ns", "s")
+
+
+def as_rate(value: float) -> str:
+    """`value` bytes per second of a link, in bits."""
+    return _write(value, _RATES, "Gbit/s", "Mbit/s", "kbit/s", "B/s")
+
+
+def as_memory_rate(value: float) -> str:
+    """`value` bytes per second of memory, in bytes."""
+    return _write(value, _RATES, "GB/s", "MB/s", "B/s")
+
+
+def as_per_byte(value: float) -> str:
+    """`value` seconds per byte."""
+    return _write(value, _PER_BYTE, "us/B", "ns/B", "ps/B", "s/B")
+
+
+def as_flops(value: float) -> str:
+    """`value` operations per second."""
+    return _write(value, _FLOPS, "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s")
+
+
+Seconds = Annotated[float, BeforeValidator(seconds), PlainSerializer(as_seconds, when_used="json")]
+PositiveSeconds = Annotated[Seconds, BeforeValidator(above_zero)]
+Flops = Annotated[float, BeforeValidator(flops), PlainSerializer(as_flops, when_used="json")]

@@ -1,0 +1,192 @@
+"""A long text as one vector of tokens, of which a sample is a window: for language models.
+
+The window that starts at s has tokens s, ..., s + block - 1 as inputs, and tokens s + 1, ..., s + block as targets.
+A batch has shape (batch size, block). N tokens, K workers, B_k the batch size of worker k, C = sum of B_k:
+
+    | windows      | sample i starts at | step t of worker k                                       | as in      |
+    |--------------|--------------------|----------------------------------------------------------|------------|
+    | `random`     | i                  | B_k starts, uniform in 0, ..., N - block - 1, drawn anew | nanoGPT    |
+    | `contiguous` | i block            | B_k samples of an order without repetition (`split.py`)  |            |
+    | `batchified` | i                  | for each of its columns c: c L + (t mod W) block         | word LM    |
+
+`batchified` cuts the text into C columns of L = floor(N / C) tokens, each with W = floor((L - 1) / block) windows in
+the order of the text; a shorter last window is left out. Worker 0 has the first B_0 columns, worker 1 the next. The
+two programs are Karpathy's nanoGPT and PyTorch's example word_language_model.
+
+    | split       | `random`                                  | `batchified`                                   |
+    |-------------|-------------------------------------------|------------------------------------------------|
+    | `iid`       | every worker draws from the whole text    | C columns, dealt out in the order of ranks     |
+    | `whole`     | as `iid`                                  | every worker has the whole text in B_k columns |
+    | `striped`   | each step's C draws are dealt out by rank | as `iid`                                       |
+    | `dirichlet` | refused                                   | refused                                        |
+
+Under `striped`, K workers see at each step what one worker with batch C sees. `contiguous` takes any split but
+`dirichlet`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.errors import UsageError
+from dure.job.data.dataset import no_labels
+from dure.job.data.split import COMMON_STREAM, IID, BatchSampler, Split, Striped, Whole, check_state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """Windows of `block` tokens out of one vector of `tokens`, whole numbers.
+
+    `tokens` is a tensor or a NumPy array on the CPU, and may be a `numpy.memmap` of a file: only windows are read.
+
+    >>> text = Stream(torch.arange(10), block=4, windows="contiguous")
+    >>> inputs, targets = text.batch(torch.tensor([1]))
+    >>> len(text), inputs.tolist(), targets.tolist()
+    (2, [[4, 5, 6, 7]], [[5, 6, 7, 8]])
+    """
+
+    tokens: Any
+    block: int
+    windows: Literal["random", "contiguous", "batchified"] = "random"
+
+    def __post_init__(self) -> None:
+        tokens = self.tokens.numpy() if isinstance(self.tokens, Tensor) else self.tokens
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            kind = (
+                f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+            )
+            raise UsageError(f"Stream.tokens must be one vector of whole numbers, got {kind}. Write torch.tensor(ids).")
+        if self.windows not in ("random", "contiguous", "batchified"):
+            raise UsageError(f"Stream.windows must be random, contiguous or batchified, got {self.windows!r}.")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise UsageError(f"Stream.block counts the tokens of a window and must be at least 1, got {self.block!r}.")
+        if len(tokens) <= self.block:
+            raise UsageError(
+                f"a window of {self.block} tokens and the one after it need {self.block + 1}, and Stream has "
+                f"{len(tokens)}. Use a smaller block."
+            )
+        object.__setattr__(self, "tokens", tokens)
+
+    def __len__(self) -> int:
+        return self.blocks if self.windows == "contiguous" else len(self.tokens) - self.block
+
+    @property
+    def blocks(self) -> int:
+        """Windows that do not overlap."""
+        return (len(self.tokens) - 1) // self.block
+
+    def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, both int64 of shape (len(indices), block)."""
+        starts = indices.numpy() * (self.block if self.windows == "contiguous" else 1)
+        rows = np.asarray(self.tokens[starts[:, None] + np.arange(self.block + 1)], dtype=np.int64)
+        inputs, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
+        """As `DataSet`, by the second table above."""
+        if self.windows == "contiguous":
+            return split.samplers(no_labels(len(self)), batch_sizes, seed=seed)
+        if not isinstance(split, IID | Whole | Striped):
+            raise UsageError(f'windows="{self.windows}" take the splits iid, whole and striped, got {split}.')
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise UsageError(f"a batch holds at least 1 window, got batch sizes {list(batch_sizes)}.")
+        offsets = np.cumsum([0, *batch_sizes[:-1]]).tolist()
+        dealt = list(zip(batch_sizes, offsets, [sum(batch_sizes)] * len(batch_sizes), strict=True))
+        if self.windows == "batchified":
+            own = [(size, 0, size) for size in batch_sizes] if isinstance(split, Whole) else dealt
+            return [Columns(self, size, first, columns, seed=seed) for size, first, columns in own]
+        if isinstance(split, Striped):
+            return [Draws(self, *place, seed=seed, stream=COMMON_STREAM) for place in dealt]
+        return [Draws(self, size, 0, size, seed=seed, stream=1 + rank) for rank, size in enumerate(batch_sizes)]
+
+    def steps(self, epochs: float, batch: int) -> int:
+        """As `DataSet`. A pass reads as many windows as lie in the text side by side, drawn or not."""
+        passes = self.blocks / batch
+        if self.windows == "batchified":
+            passes = float(_windows_of_column(self, batch))
+        return math.ceil(epochs * passes)
+
+    def to(self, dtype: torch.dtype) -> Stream:
+        """Itself: tokens are whole numbers."""
+        return self
+
+
+class Draws:
+    """Starts of random windows: step t takes places `offset` to `offset + size` of the `total` that step draws."""
+
+    def __init__(self, text: Stream, size: int, offset: int, total: int, *, seed: int, stream: int) -> None:
+        self._text = text
+        self._places = slice(offset, offset + size)
+        self._total = total
+        self._seed = seed
+        self._stream = stream
+        self._step = 0
+
+    def next(self) -> Tensor:
+        """As `BatchSampler`."""
+        rng = np.random.default_rng((self._seed, self._stream, self._step))
+        self._step += 1
+        return torch.from_numpy(rng.integers(0, len(self._text), size=self._total)[self._places].copy())
+
+    @property
+    def epoch(self) -> float:
+        """As `BatchSampler`."""
+        return self._step * self._total / self._text.blocks
+
+    def state(self) -> dict[str, int]:
+        """As `BatchSampler`."""
+        return {"step": self._step, "seed": self._seed, "stream": self._stream, "samples": len(self._text)}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """As `BatchSampler`."""
+        check_state(self.state(), state, "step")
+        self._step = state["step"]
+
+
+class Columns:
+    """Starts of windows in the order of the text: worker columns `first` to `first + size` of `columns`."""
+
+    def __init__(self, text: Stream, size: int, first: int, columns: int, *, seed: int) -> None:
+        self._block = text.block
+        self._windows = _windows_of_column(text, columns)
+        self._starts = np.arange(first, first + size) * (len(text.tokens) // columns)
+        self._identity = {"seed": seed, "samples": len(text), "columns": columns, "first": first}
+        self._step = 0
+
+    def next(self) -> Tensor:
+        """As `BatchSampler`."""
+        starts = self._starts + self._step % self._windows * self._block
+        self._step += 1
+        return torch.from_numpy(starts)
+
+    @property
+    def epoch(self) -> float:
+        """As `BatchSampler`."""
+        return self._step / self._windows
+
+    def state(self) -> dict[str, int]:
+        """As `BatchSampler`."""
+        return {"step": self._step, **self._identity}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """As `BatchSampler`."""
+        check_state(self.state(), state, "step")
+        self._step = state["step"]
+
+
+def _windows_of_column(text: Stream, columns: int) -> int:
+    """W in the equations above."""
+    length = len(text.tokens) // columns
+    if length <= text.block:
+        raise UsageError(
+            f"{len(text.tokens)} tokens in {columns} columns, one per row of all batches, are {length} tokens per "
+            f"column: none has a window of {text.block}. Use smaller batches, a smaller block or fewer workers."
+        )
+    return (length - 1) // text.block

@@ -1,0 +1,80 @@
+"""How good a model is: loss and accuracy of flat parameters on a job's test data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dure.job.data.structure import Batch, called, tensors
+from dure.job.replica import Replica
+
+if TYPE_CHECKING:
+    from dure.job.data.dataset import DataSet
+    from dure.job.job import Job
+
+BATCH = 1024
+"""Samples per forward pass."""
+
+SAMPLES = 1000
+"""Training samples of an evaluation where the job has no test data."""
+
+
+class Grade(NamedTuple):
+    """Mean loss, and the share of right answers (None where the job has no notion of one)."""
+
+    loss: float
+    accuracy: float | None
+
+
+def _batch(job: Job, data: DataSet) -> int:
+    """Samples per forward pass. A mini-batch of the job where a sample has many labels, as a text has.
+
+    The outputs are then so many times larger, and those of BATCH samples may not fit in memory.
+    """
+    _, targets = data.batch(torch.zeros(1, dtype=torch.int64))
+    return job.batch_size if _has_labels_in_rows(targets) else BATCH
+
+
+def _has_labels_in_rows(targets: Batch) -> bool:
+    return any(each.dim() > 1 and not each.is_floating_point() for each in tensors(targets))
+
+
+class Examiner:
+    """Grades flat parameters on `job.test`, or on training data where the job has no test data.
+
+    `samples` limits the number of samples; None takes all test data, or SAMPLES of the training data. A limited choice
+    is random without repetition and depends on the number of samples alone: runs of all seeds and strategies, in
+    virtual and in real time, are graded on the same samples.
+    """
+
+    def __init__(self, job: Job, samples: int | None = None) -> None:
+        self._job = job
+        with torch.random.fork_rng(devices=[]):
+            self._replica = Replica(job.model())
+        self._replica.module.eval()
+        self._data = job.graded
+        self._rows = _choice(len(self._data), SAMPLES if samples is None and job.test is None else samples)
+        self._batch = _batch(job, self._data)
+
+    def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Grade:
+        self._replica.load(values)
+        if buffers is not None:
+            self._replica.load_buffers(buffers)
+        loss = right = 0.0
+        with torch.no_grad():
+            for number, rows in enumerate(torch.split(self._rows, self._batch)):
+                inputs, targets = self._data.batch(rows, (number * self._batch,))
+                outputs = called(self._replica.module, inputs)
+                loss += float(self._job.loss(outputs, targets)) * len(rows)
+                if self._job.accuracy is not None:
+                    right += float(self._job.accuracy(outputs, targets)) * len(rows)
+        total = len(self._rows)
+        return Grade(loss / total, right / total if self._job.accuracy is not None else None)
+
+
+def _choice(total: int, samples: int | None) -> torch.Tensor:
+    """Numbers of the samples of an evaluation, in the order of the data set."""
+    if samples is None or samples >= total:
+        return torch.arange(total)
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:samples].sort().values

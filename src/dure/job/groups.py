@@ -1,0 +1,114 @@
+"""Parameter groups of a job: hyper-parameters that differ between parameters, as segments of the flat parameters.
+
+`Job.groups(name, parameter)` returns what differs for a parameter, for example `{"weight_decay": 0.0}` for biases.
+Parameters with equal differences are a group, numbered from 1; group 0 is all parameters without any. A step with a
+schedule has one rate per group, in that order (`FlatOptimizer.apply`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from dure.core.spec_text import names, nearest
+from dure.core.user_code import blamed
+from dure.errors import StrategyError, UsageError
+from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.replica import Layer
+from dure.job.schedule import Schedule, factor_at
+
+Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+
+FIELDS = tuple(each.name for each in fields(OptimizerSpec) if each.name != "name")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The optimizer `spec` of a job with its groups and schedule; `differences[g - 1]` is what group g changes."""
+
+    spec: OptimizerSpec
+    segments: Sequence[Segment] = ()
+    differences: Sequence[Mapping[str, Any]] = ()
+    schedule: Schedule | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is a group or a schedule."""
+        return bool(self.segments) or self.schedule is not None
+
+    def at(self, step: int) -> float | list[float]:
+        """The rate at `step`, or one per group where there are groups."""
+        factor = 1.0 if self.schedule is None else factor_at(self.schedule, step)
+        rates = [rate * factor for rate in self._rates]
+        return rates if self.segments else rates[0]
+
+    @cached_property
+    def _rates(self) -> list[float]:
+        return [self.spec.lr, *(each.get("lr", self.spec.lr) for each in self.differences)]
+
+    def seen_by(self, rule: Callable[[OptimizerSpec], OptimizerSpec]) -> list[Segment]:
+        """The segments for servers, which make `rule(spec)` of an optimizer."""
+        found = []
+        for segment in self.segments:
+            own = rule(replace(self.spec, **segment.overrides))
+            found.append(segment._replace(overrides={name: getattr(own, name) for name in FIELDS}))
+        return found
+
+
+def rates_of(
+    spec: OptimizerSpec,
+    groups: Groups | None,
+    schedule: Schedule | None,
+    layers: Sequence[Layer],
+    parameters: Sequence[nn.Parameter],
+) -> Rates:
+    """The rates of a job whose flat parameters have `layers`. Raises `UsageError` for a group that makes no sense."""
+    if groups is None:
+        return Rates(spec, schedule=schedule)
+    differences: list[Mapping[str, Any]] = [{}]
+    segments: list[Segment] = []
+    for layer, parameter in zip(layers, parameters, strict=True):
+        own = _difference(spec, groups, layer.name, parameter)
+        if own not in differences:
+            differences.append(own)
+        number = differences.index(own)
+        if segments and segments[-1].group == number and segments[-1].stop == layer.start:
+            segments[-1] = segments[-1]._replace(stop=layer.stop)
+        elif number:
+            segments.append(Segment(layer.start, layer.stop, own, number))
+    return Rates(spec, segments, differences[1:], schedule)
+
+
+def scaled(groups: Groups, factor: float) -> Groups:
+    """`groups` with every rate of theirs times `factor`."""
+
+    def times(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+        own = dict(groups(name, parameter) or {})
+        return {**own, "lr": own["lr"] * factor} if "lr" in own else own
+
+    return times
+
+
+def _difference(spec: OptimizerSpec, groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    with blamed(f"its groups({name!r}, parameter) raised"):
+        found: Any = groups(name, parameter)
+    own = {} if found is None else found
+    if not isinstance(own, Mapping):
+        raise UsageError(
+            f"Job.groups must return a mapping of what differs for a parameter, and gave {own!r} for {name}. "
+            'Write {"weight_decay": 0.0}, or {} for nothing.'
+        )
+    for key in own:
+        if key not in FIELDS:
+            raise UsageError(
+                f"Job.groups sets {key!r} for {name}, which is no hyper-parameter of an optimizer: there are "
+                f"{names(FIELDS)}.{nearest(str(key), FIELDS)}"
+            )
+    try:
+        replace(spec, **own)
+    except (StrategyError, TypeError) as error:
+        raise UsageError(f"Job.groups gives {name} hyper-parameters that make no sense: {error}") from error
+    return dict(own)

@@ -1,0 +1,282 @@
+"""What is trained: a model, a loss, data, and how one would train it alone.
+
+    | built-in job     | data                          | model                                          |
+    |------------------|-------------------------------|------------------------------------------------|
+    | `digits-mlp`     | 8x8 digits, bundled           | one hidden layer                               |
+    | `mnist-mlp`      | MNIST                         | one hidden layer; `hidden=32`                  |
+    | `mnist-cnn`      | MNIST                         | two convolutions, no batch norm                |
+    | `cifar10-cnn`    | CIFAR-10                      | three convolutions with batch norm             |
+    | `embedding-text` | IMDB reviews                  | mean of words' embeddings, two dense layers; sparse gradients |
+    | `quadratic`      | drawn; `dim`, `conditioning`, `noise` | a point, whose best place is known exactly |
+
+Anything else is `FILE.py:FUNCTION`, a function that returns a `Job`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.core import user_code
+from dure.core.spec_text import names, nearest
+from dure.errors import UsageError
+from dure.job.data.dataset import Data, DataSet
+from dure.job.data.location import data_root as find_root
+from dure.job.data.samples import Samples, check_map_style
+from dure.job.data.split import BatchSampler, Split, parse_split
+from dure.job.data.stream import Stream
+from dure.job.data.structure import called
+from dure.job.groups import Groups
+from dure.job.optimizer import OptimizerSpec
+from dure.job.schedule import Schedule, schedule_of
+
+BUILT_IN: Mapping[str, str] = {
+    "digits-mlp": "dure.job.models.digits:digits_mlp",
+    "mnist-mlp": "dure.job.models.mnist:mnist_mlp",
+    "mnist-cnn": "dure.job.models.mnist:mnist_cnn",
+    "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",
+    "embedding-text": "dure.job.models.text:embedding_text",
+    "quadratic": "dure.job.models.quadratic:quadratic",
+}
+
+
+@dataclass
+class Job:
+    """A model, its loss and its data, with the settings that suit one worker.
+
+    `model` makes a fresh module. `train` and `test` are `Data`, a `Stream`, or a map-style data set, with a collate of
+    its own as `Samples(dataset, collate)`. Inputs are a tensor, a mapping or a tuple of tensors; the model is called as
+    `model(inputs)`, `model(**inputs)` or `model(*inputs)`. `loss(outputs, targets)` is the mean over the batch, a
+    scalar; `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how
+    samples go to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all
+    parameters. `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows
+    (the topology `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in
+    any order, more than once or not. Rows that the loss does not depend on, such as padding, may be left out.
+    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`groups.py`).
+    `schedule(step)` is a factor of all rates, or a text as "cosine:steps=1000" (`schedule.py`); `step` counts the
+    mini-batches of a worker from 0.
+
+    A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    train: Any
+    test: Any = None
+    batch_size: int = 32
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    steps: int = 500
+    accuracy: Callable[[Any, Any], float] | None = None
+    split: Split | str = "iid"
+    name: str = ""
+    optimum: Tensor | None = None
+    source: str = ""
+    rows: Callable[[Any], Mapping[str, Tensor]] | None = None
+    groups: Groups | None = None
+    schedule: Schedule | str | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
+            raise UsageError("Job.model must make a fresh module when called, got a module. Write model=lambda: Net().")
+        for key in ("model", "loss"):
+            if not callable(getattr(self, key)):
+                raise UsageError(f"Job.{key} must be a function, got {getattr(self, key)!r}.")
+        for key in ("accuracy", "rows"):
+            value = getattr(self, key)
+            if value is not None and not callable(value):
+                raise UsageError(f"Job.{key} must be a function or None, got {value!r:.80}.")
+        if not isinstance(self.optimizer, OptimizerSpec):
+            raise UsageError(
+                f"Job.optimizer must be an OptimizerSpec, got {self.optimizer!r:.80}. "
+                'Write dure.OptimizerSpec("adam", lr=0.001).'
+            )
+        for key in ("train", "test"):
+            data = getattr(self, key)
+            if not (key == "test" and data is None):
+                setattr(self, key, _as_data_set(data, f"Job.{key}"))
+        for key in ("batch_size", "steps"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+        if self.groups is not None and not callable(self.groups):
+            raise UsageError(
+                f"Job.groups must be a function of a parameter's name and the parameter, got {self.groups!r:.80}. "
+                'Write groups=lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {}.'
+            )
+        self.schedule = schedule_of(self.schedule)
+        if isinstance(self.split, str):
+            self.split = parse_split(self.split)
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """A fresh module whose initial values depend on `seed` alone; global randomness stays as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _made(self.model)
+
+    def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
+        """One sampler of `train` per worker; worker k has batches of `batch_sizes[k]`."""
+        split = parse_split(self.split) if isinstance(self.split, str) else self.split
+        data: DataSet = self.train
+        return data.samplers(split, batch_sizes, seed=seed)
+
+    @property
+    def graded(self) -> DataSet:
+        """The data that a model is graded on: `test`, else `train`; of a `Stream`, windows that do not overlap."""
+        data: DataSet = self.train if self.test is None else self.test
+        return dataclasses.replace(data, windows="contiguous") if isinstance(data, Stream) else data
+
+    @cached_property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample's forward and backward pass, counted by PyTorch's counter.
+
+        It counts products of matrices and convolutions. A model without any is charged six operations per parameter,
+        as a dense layer would cost.
+        """
+        return _count_flops(self)
+
+    def to(self, dtype: torch.dtype) -> Job:
+        """The same job with floating-point data and parameters of `dtype`."""
+        train = self.train.to(dtype)
+        test = None if self.test is None else self.test.to(dtype)
+        optimum = None if self.optimum is None else self.optimum.to(dtype)
+        model = partial(_build_as, self.model, dtype)
+        return dataclasses.replace(self, train=train, test=test, optimum=optimum, model=model)
+
+
+def _as_data_set(data: Any, what: str) -> DataSet:
+    """`data`, or the `Samples` of a map-style data set. Raises `UsageError`."""
+    if isinstance(data, Data | Samples | Stream):
+        return data
+    if isinstance(data, Tensor | Mapping | tuple | str) or data is None:
+        raise UsageError(f"{what} must be Data, got {type(data).__name__}. Write dure.Data(inputs, targets).")
+    check_map_style(data, what)
+    return Samples(data)
+
+
+def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
+    """The job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
+
+    `data_root` is the folder of data sets (see `data/location.py` for what None means). `overrides` change it; one
+    that is None changes nothing. Each is a parameter of the job's function (`hidden`, `dim`), a field of `Job`
+    (`batch_size`, `steps`, `split`), a field of its optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64").
+
+    Raises `UsageError` for a name or an override that does not exist, `DataError` for data that cannot be had.
+    """
+    location, folder = _locate(name_or_path)
+    target, _, function_name = location.rpartition(":")
+    given = {key: value for key, value in overrides.items() if value is not None}
+    with nullcontext() if folder is None else user_code.imports_beside(Path(target)):
+        module = importlib.import_module(target) if folder is None else user_code.run(target)
+        function = _function(module, function_name, name_or_path)
+        parameters = set(inspect.signature(function).parameters)
+        own = {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
+        _check_overrides(given, parameters, name_or_path)
+        if "data_root" in parameters:
+            own["data_root"] = find_root(data_root)
+        _check_call(function, own, name_or_path)
+        with user_code.blamed(f"{name_or_path} raised"):
+            job = function(**own)
+    if not isinstance(job, Job):
+        raise UsageError(f"{name_or_path} must return a dure.Job, it returned {type(job).__name__}.")
+    job = _override(job, given)
+    job.name = job.name or (name_or_path if folder is None else function_name)
+    return job
+
+
+def _locate(text: str) -> tuple[str, Path | None]:
+    """`text` as "module:function" or "file:function", and the folder of the file if it is one."""
+    if text in BUILT_IN:
+        return BUILT_IN[text], None
+    path, _, function = text.rpartition(":")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise UsageError(f"there is no file {path} (looked from {Path.cwd()}). Write FILE.py:FUNCTION.")
+        return f"{path}:{function}", Path(path).resolve().parent
+    if text.endswith(".py"):
+        raise UsageError(f"{text} does not say which function makes the job. Write {text}:FUNCTION.")
+    raise UsageError(
+        f"no job is called {text!r}: there are {names(BUILT_IN)}, and FILE.py:FUNCTION.{nearest(text, BUILT_IN)}"
+    )
+
+
+def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        known = [key for key, value in functions if value.__module__ == module.__name__]
+        raise UsageError(f"{text}: the file has {names(known) or 'no functions'}, not {name!r}.{nearest(name, known)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _check_call(function: Callable[..., Any], given: Mapping[str, Any], text: str) -> None:
+    for key, parameter in inspect.signature(function).parameters.items():
+        starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and key not in given and not starred:
+            raise UsageError(
+                f"{text} needs a value for {key!r}, and none is given. Give every parameter of a job's function a "
+                f"default (but data_root): {key}=..."
+            )
+
+
+def _check_overrides(given: Mapping[str, Any], parameters: Iterable[str], text: str) -> None:
+    fields = {each.name for kind in (Job, OptimizerSpec) for each in dataclasses.fields(kind)}
+    right = {*parameters, *fields, "dtype"} - {"data_root", "name"}
+    for key in given:
+        if key not in right:
+            raise UsageError(f"{text} has no setting {key!r}; it has {names(sorted(right))}.{nearest(key, right)}")
+
+
+def _override(job: Job, given: Mapping[str, Any]) -> Job:
+    fields = {each.name for each in dataclasses.fields(Job)}
+    own = {key: value for key, value in given.items() if key in fields}
+    rule = {key: value for key, value in given.items() if key not in fields and key != "dtype"}
+    job = dataclasses.replace(job, **own)
+    job.optimizer = dataclasses.replace(job.optimizer, **rule)
+    return job.to(dtype_named(given["dtype"])) if "dtype" in given else job
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """The floating-point dtype that `text` names.
+
+    >>> dtype_named("float64")
+    torch.float64
+    """
+    right = {"float32": torch.float32, "float64": torch.float64}
+    if text not in right:
+        raise UsageError(f"a job's dtype is {' or '.join(right)}, got {text!r}.")
+    return right[text]
+
+
+def _build_as(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return _made(model).to(dtype)
+
+
+def _made(model: Callable[[], nn.Module]) -> nn.Module:
+    module = model()
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"Job.model must make a torch.nn.Module, it made {module!r:.80}. Write model=lambda: Net().")
+    return module
+
+
+def _count_flops(job: Job) -> float:
+    """Two rows are counted, since batch norm refuses one."""
+    module = job.build()
+    rows = torch.arange(2) % len(job.train)
+    inputs, targets = job.train.batch(rows)
+    counter = FlopCounterMode(display=False)
+    with torch.random.fork_rng(devices=[]), counter:
+        job.loss(called(module, inputs), targets).backward()  # type: ignore[no-untyped-call]
+    counted = counter.get_total_flops() / 2
+    return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)

@@ -1,0 +1,32 @@
+"""The built-in jobs: small models, with settings that were measured to learn.
+
+    | file         | what it offers                                                                 |
+    |--------------|--------------------------------------------------------------------------------|
+    | mlp.py       | `mlp`, `mlp_maker`: dense layers with ReLU between; `top1`: share of right labels |
+    | digits.py    | `digits_mlp`: the job `digits-mlp`                                             |
+    | mnist.py     | `mnist_mlp`, `mnist_cnn`: the jobs `mnist-mlp`, `mnist-cnn`                    |
+    | cifar10.py   | `cifar10_cnn`: the job `cifar10-cnn`, the one with buffers (batch norm)        |
+    | text.py      | `embedding_text`: the job `embedding-text`, the one with sparse gradients      |
+    | quadratic.py | `quadratic`: the job `quadratic`, whose optimum is known exactly               |
+
+A job function's parameters are settings of the job (`load_job("mnist-mlp", hidden=64)`).
+"""
+
+from dure.job.models.cifar10 import cifar10_cnn
+from dure.job.models.digits import digits_mlp
+from dure.job.models.mlp import mlp, mlp_maker, top1
+from dure.job.models.mnist import mnist_cnn, mnist_mlp
+from dure.job.models.quadratic import quadratic
+from dure.job.models.text import embedding_text
+
+__all__ = [
+    "cifar10_cnn",
+    "digits_mlp",
+    "embedding_text",
+    "mlp",
+    "mlp_maker",
+    "mnist_cnn",
+    "mnist_mlp",
+    "quadratic",
+    "top1",
+]

@@ -1,0 +1,27 @@
+"""`digits-mlp`: one hidden layer on the digits that come with scikit-learn. Needs no download."""
+
+from __future__ import annotations
+
+from torch.nn.functional import cross_entropy
+
+from dure.job.data.digits import load_digits
+from dure.job.job import Job
+from dure.job.models.mlp import mlp_maker, top1
+from dure.job.optimizer import OptimizerSpec
+
+
+def digits_mlp(hidden: int = 64) -> Job:
+    """64 pixels, `hidden` units, 10 classes."""
+    data = load_digits()
+    return Job(
+        name="digits-mlp",
+        model=mlp_maker(64, hidden, 10),
+        loss=cross_entropy,
+        train=data.train,
+        test=data.test,
+        batch_size=32,
+        optimizer=OptimizerSpec(lr=0.1),
+        steps=300,
+        accuracy=top1,
+        source=data.source,
+    )

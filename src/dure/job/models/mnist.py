@@ -1,0 +1,63 @@
+"""`mnist-mlp` and `mnist-cnn`: handwritten digits of 28 x 28 pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dure.job.data.mnist import load_mnist
+from dure.job.job import Job
+from dure.job.models.mlp import mlp_maker, top1
+from dure.job.optimizer import OptimizerSpec
+
+
+def mnist_mlp(data_root: Path, hidden: int = 32) -> Job:
+    """784 pixels, `hidden` units, 10 classes."""
+    data = load_mnist(data_root)
+    return Job(
+        name="mnist-mlp",
+        model=mlp_maker(784, hidden, 10),
+        loss=cross_entropy,
+        train=data.train,
+        test=data.test,
+        batch_size=32,
+        optimizer=OptimizerSpec(lr=0.03),  # at 0.1, eight workers without order diverge
+        steps=4000,
+        accuracy=top1,
+        source=data.source,
+    )
+
+
+def mnist_cnn(data_root: Path) -> Job:
+    """Two convolutions with pooling, then two dense layers: 105,866 parameters, no buffers."""
+    data = load_mnist(data_root)
+    return Job(
+        name="mnist-cnn",
+        model=convnet,
+        loss=cross_entropy,
+        train=data.train,
+        test=data.test,
+        batch_size=64,
+        optimizer=OptimizerSpec(lr=0.03),
+        steps=500,
+        accuracy=top1,
+        source=data.source,
+    )
+
+
+def convnet() -> nn.Sequential:
+    """(batch, 1, 28, 28) to (batch, 10)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )

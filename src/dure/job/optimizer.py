@@ -1,0 +1,412 @@
+"""Update rules, as plain values and on flat vectors.
+
+| name       | state  | the new value of w, given g                                       | equals               |
+|------------|--------|-------------------------------------------------------------------|----------------------|
+| `sgd`      | (v)    | w - lr (g + weight_decay w); with `momentum`, as the next row     | `torch.optim.SGD`    |
+| `momentum` | v      | v = momentum v + g; w - lr v, or w - lr (g + momentum v) if `nesterov` | `torch.optim.SGD` |
+| `adagrad`  | G      | G = G + g^2; w - lr g / (sqrt(G) + eps)                           | `torch.optim.Adagrad` |
+| `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
+| `adamw`    | m, v   | as `adam`, from (1 - lr weight_decay) w: decoupled weight decay   | `torch.optim.AdamW`  |
+| `assign`   |        | g: a server that keeps what it is given                           |                      |
+| `add`      |        | w + g: a server that adds up what it is given                     |                      |
+
+Weight decay is the coupled one, but for `adamw`: g + weight_decay w takes the place of g. Adagrad on a server is that
+of Dean et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero,
+so it is added to the root, as PyTorch does.
+
+Every rule is element-wise: on a slice it does, bit for bit (float32 and float64), what it does to that slice of
+the whole, so a result does not depend on how a model is cut into shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dure.core.spec_text import Call, names, nearest, parse_calls, typed, value_text
+from dure.errors import StrategyError
+
+BLOCK = 1 << 18
+"""Elements that a rule of several passes takes at a time, so that all passes but the first find them in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer as plain values. `str` gives the text form, `parse` reads it.
+
+    `momentum` without a value of its own uses 0.9. It may be negative, as asynchronous methods may want it.
+
+    >>> OptimizerSpec.parse("adam:lr=0.001")
+    OptimizerSpec(name='adam', lr=0.001, momentum=0.0, nesterov=False, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-08)
+    >>> str(OptimizerSpec("momentum", lr=0.01, nesterov=True))
+    'momentum:lr=0.01,momentum=0.9,nesterov=true'
+
+    Raises:
+        StrategyError: a value is out of its range, or `name` is unknown.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.name not in _RULES:
+            raise _unknown(self.name)
+        for name in ("lr", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise StrategyError(f"{self.name}: {name} must be a number >= 0, got {value}.")
+        if len(self.betas) != 2:
+            raise StrategyError(f"{self.name}: betas must be two numbers, as in betas=0.9/0.999, got {self.betas}.")
+        if self.name == "momentum" and self.momentum == 0:
+            object.__setattr__(self, "momentum", 0.9)
+        if not -1 < self.momentum < 1:
+            raise StrategyError(f"{self.name}: momentum must be between -1 and 1, got {self.momentum}.")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise StrategyError(f"{self.name}: betas must be at least 0 and below 1, got {beta}.")
+        if self.nesterov and self.momentum == 0:
+            raise StrategyError(f"{self.name}: nesterov needs a momentum; write momentum=0.9,nesterov=true.")
+
+    @classmethod
+    def parse(cls, text: str) -> OptimizerSpec:
+        """The optimizer that `text` names, as `NAME:KEY=VALUE,KEY=VALUE`; betas as `betas=0.9/0.999`."""
+        call = optimizer_call(text)
+        return cls(**{**typed(call, cls), "name": call.name})
+
+    def __str__(self) -> str:
+        plain = OptimizerSpec()
+        parts = []
+        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps"):
+            value = getattr(self, name)
+            if name == "lr" or value != getattr(plain, name):
+                parts.append(f"{name}={value_text(value)}")
+        return f"{self.name}:{','.join(parts)}"
+
+
+def optimizer_call(text: str) -> Call:
+    """The one optimizer that a user's `text` names, and its parameters. Raises `StrategyError`."""
+    call, *more = parse_calls(text)
+    if more:
+        raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
+    if call.name not in _ASKED_FOR:
+        raise _unknown(call.name)
+    return call
+
+
+def _unknown(name: str) -> StrategyError:
+    return StrategyError(f'no optimizer "{name}"; there are {names(_ASKED_FOR)}.{nearest(name, _ASKED_FOR)}')
+
+
+class Segment(NamedTuple):
+    """A slice `[start, stop)` with hyper-parameters of its own; `group` is its place in a sequence of rates."""
+
+    start: int
+    stop: int
+    overrides: Mapping[str, Any]
+    group: int = 0
+
+
+def restrict(segments: Sequence[Segment], ranges: Sequence[tuple[int, int]]) -> list[Segment]:
+    """`segments` of a whole vector as seen in the vector that holds only `ranges` of it, one after another."""
+    found = []
+    offset = 0
+    for start, stop in ranges:
+        for segment in segments:
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high:
+                found.append(segment._replace(start=offset + low - start, stop=offset + high - start))
+        offset += stop - start
+    return found
+
+
+class FlatOptimizer:
+    """An update rule for a flat vector of `numel` elements, and its state.
+
+    `segments` are slices whose hyper-parameters differ (parameter groups): `(start, stop, overrides)` with
+    fields of `OptimizerSpec` except its name, not overlapping; the rest of the vector goes by `spec`.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        segments: Sequence[Segment | tuple[int, int, Mapping[str, Any]]] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec = spec
+        self.numel = numel
+        self.steps = 0
+        self._pieces = _pieces(spec, numel, [Segment(*segment) for segment in segments])
+        kept = [name for piece in self._pieces for name in _rule(piece[2]).keeps]
+        self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys(kept)}
+        self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device)
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """One step: the new values of `values`, given `gradient`, are written to `out`, which may be `values`.
+
+        `lr` replaces the rates of `spec` and `segments`: one for all, or one per group of the segments.
+        """
+        self.steps += 1
+        for start, stop, spec, group in self._pieces:
+            rate = _rate(spec, lr, group)
+            rule = _rule(spec)
+            if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == self.numel:
+                torch.add(values, gradient, alpha=-rate, out=out)  # the commonest, in as many calls as it takes
+                continue
+            size = stop - start if rule is _RULES["sgd"] and not spec.weight_decay else BLOCK
+            for low in range(start, stop, max(size, 1)):
+                high = min(low + size, stop)
+                rule.update(self._view(spec, rate, slice(low, high), values, gradient, out))
+
+    def increment(
+        self, values: torch.Tensor, gradient: torch.Tensor, lr: float | Sequence[float] | None = None
+    ) -> torch.Tensor:
+        """One step as the difference of the new values from `values`, for memory that others write to meanwhile."""
+        gradient = gradient.clone()
+        for start, stop, spec, _ in self._pieces:
+            if spec.weight_decay and spec.name != "adamw":
+                gradient[start:stop].add_(values[start:stop], alpha=spec.weight_decay)
+        step = torch.zeros_like(gradient)
+        self.apply(step, gradient, step, lr=lr)
+        for start, stop, spec, group in self._pieces:
+            if spec.name == "adamw":
+                step[start:stop].add_(values[start:stop], alpha=-_rate(spec, lr, group) * spec.weight_decay)
+        return step
+
+    def _view(
+        self,
+        spec: OptimizerSpec,
+        lr: float,
+        cut: slice,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+    ) -> _View:
+        if cut.start or cut.stop < self.numel:
+            values, gradient, out = values[cut], gradient[cut], out[cut]
+        rule = _rule(spec)
+        if rule is _RULES["sgd"] and not spec.weight_decay:
+            return _View(spec, lr, self.steps, values, gradient, out, self._scratch, ())
+        decayed, scratch = self._scratch[:, : cut.stop - cut.start]
+        if spec.weight_decay and spec.name != "adamw":
+            gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
+        kept = [self.vectors[name][cut] for name in rule.keeps]
+        return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""
+        return dict(self.vectors), {"steps": self.steps}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
+        if tensors.keys() != self.vectors.keys():
+            given, wanted = names(sorted(tensors)) or "nothing", names(sorted(self.vectors)) or "nothing"
+            raise ValueError(f"{self.spec} keeps {wanted}, and the state given has {given}: it is another optimizer's.")
+        for name, vector in self.vectors.items():
+            if tensors[name].shape != vector.shape:
+                raise ValueError(f"{name} has {tensors[name].numel()} elements, and the optimizer {self.numel}.")
+            vector.copy_(tensors[name])
+        self.steps = int(plain["steps"])
+
+
+def _rate(spec: OptimizerSpec, lr: float | Sequence[float] | None, group: int) -> float:
+    if lr is None:
+        return spec.lr
+    return lr if isinstance(lr, (int, float)) else lr[group]
+
+
+def leaves_alone(spec: OptimizerSpec) -> bool:
+    """Whether a gradient of zero changes neither a value nor what the rule keeps, so that it need not be told of."""
+    return spec.name in ("sgd", "adagrad") and not (spec.momentum or spec.weight_decay)
+
+
+class RangesOptimizer:
+    """A `FlatOptimizer` for `ranges` of a flat vector alone; a gradient holds those, one after another.
+
+    `segments` are those of the whole vector.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        ranges: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        self.spec = spec
+        self._parts = [
+            (start, stop, FlatOptimizer(spec, stop - start, dtype, segments=restrict(segments, [(start, stop)])))
+            for start, stop in ranges
+        ]
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """As `FlatOptimizer.apply`; what of `values` is in none of the ranges stays as it is in `out`."""
+        at = 0
+        for start, stop, part in self._parts:
+            part.apply(values[start:stop], gradient[at : at + stop - start], out[start:stop], lr=lr)
+            at += stop - start
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        states = [part.state() for _, _, part in self._parts]
+        tensors = {f"{n}.{name}": vector for n, (vectors, _) in enumerate(states) for name, vector in vectors.items()}
+        return tensors, {"parts": [plain for _, plain in states]}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
+        for number, ((_, _, part), counts) in enumerate(zip(self._parts, plain["parts"], strict=True)):
+            prefix = f"{number}."
+            own = {name[len(prefix) :]: vector for name, vector in tensors.items() if name.startswith(prefix)}
+            part.restore(own, counts)
+
+
+class RowOptimizer:
+    """A rule for a table, of which a step changes some rows. Only for rules that `leaves_alone` is true of.
+
+    It does to those rows, bit for bit, what it would do to the whole table if the gradient of the others were zero.
+    `group` is the table's place in a sequence of rates.
+    """
+
+    def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype, group: int = 0) -> None:
+        self.spec = spec
+        self.group = group
+        self.vectors = {name: torch.zeros(rows, width, dtype=dtype) for name in _rule(spec).keeps}
+
+    def apply(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        gradient: torch.Tensor,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """One step of `rows` (count) of `table` (rows, width), in place, given their `gradient` (count, width)."""
+        some = FlatOptimizer(self.spec, gradient.numel(), gradient.dtype)
+        for name, vector in self.vectors.items():
+            some.vectors[name] = vector[rows].reshape(-1)
+        values = table[rows].reshape(-1)
+        some.apply(values, gradient.reshape(-1), values, lr=_rate(self.spec, lr, self.group))
+        table[rows] = values.view_as(gradient)
+        for name, vector in self.vectors.items():
+            vector[rows] = some.vectors[name].view_as(gradient)
+
+
+# ---- the rules, each in PyTorch's order of operations
+
+
+class _View(NamedTuple):
+    """What a rule sees: equal slices of everything. `kept` are the vectors that the rule keeps."""
+
+    spec: OptimizerSpec
+    lr: float
+    step: int
+    values: torch.Tensor
+    gradient: torch.Tensor
+    out: torch.Tensor
+    scratch: torch.Tensor
+    kept: Sequence[torch.Tensor]
+
+
+def _assign(view: _View) -> None:
+    view.out.copy_(view.gradient)
+
+
+def _add(view: _View) -> None:
+    torch.add(view.values, view.gradient, out=view.out)
+
+
+def _sgd(view: _View) -> None:
+    torch.add(view.values, view.gradient, alpha=-view.lr, out=view.out)
+
+
+def _momentum(view: _View) -> None:
+    (velocity,) = view.kept
+    direction = velocity.mul_(view.spec.momentum).add_(view.gradient)
+    if view.spec.nesterov:
+        direction = torch.add(view.gradient, velocity, alpha=view.spec.momentum, out=view.scratch)
+    torch.add(view.values, direction, alpha=-view.lr, out=view.out)
+
+
+def _adagrad(view: _View) -> None:
+    (squares,) = view.kept
+    squares.addcmul_(view.gradient, view.gradient)
+    root = torch.sqrt(squares, out=view.scratch).add_(view.spec.eps)
+    torch.addcdiv(view.values, view.gradient, root, value=-view.lr, out=view.out)
+
+
+def _adam(view: _View) -> None:
+    mean, squares = view.kept
+    first, second = view.spec.betas
+    mean.lerp_(view.gradient, 1 - first)
+    squares.mul_(second).addcmul_(view.gradient, view.gradient, value=1 - second)
+    root = torch.sqrt(squares, out=view.scratch).div_((1 - second**view.step) ** 0.5).add_(view.spec.eps)
+    torch.addcdiv(view.values, mean, root, value=-view.lr / (1 - first**view.step), out=view.out)
+
+
+def _adamw(view: _View) -> None:
+    decayed = torch.mul(view.values, 1 - view.lr * view.spec.weight_decay, out=view.out)
+    _adam(view._replace(values=decayed))
+
+
+class _Rule(NamedTuple):
+    update: Callable[[_View], None]
+    keeps: tuple[str, ...]
+
+
+_RULES: Mapping[str, _Rule] = {
+    "sgd": _Rule(_sgd, ()),
+    "momentum": _Rule(_momentum, ("velocity",)),
+    "adagrad": _Rule(_adagrad, ("squares",)),
+    "adam": _Rule(_adam, ("mean", "squares")),
+    "adamw": _Rule(_adamw, ("mean", "squares")),
+    "assign": _Rule(_assign, ()),
+    "add": _Rule(_add, ()),
+}
+
+
+_ASKED_FOR = [name for name in _RULES if name not in ("assign", "add")]
+"""Those that a user may ask for: the others are servers', of methods whose pushes are no gradients."""
+
+
+def _rule(spec: OptimizerSpec) -> _Rule:
+    return _RULES["momentum" if spec.name == "sgd" and spec.momentum else spec.name]
+
+
+def _pieces(spec: OptimizerSpec, numel: int, segments: Sequence[Segment]) -> list[tuple[int, int, OptimizerSpec, int]]:
+    """The whole vector in slices of one set of hyper-parameters each: start, stop, spec, group."""
+    pieces = []
+    at = 0
+    for start, stop, overrides, group in sorted(segments, key=lambda segment: segment[:2]):
+        if not at <= start <= stop <= numel:
+            raise ValueError(f"segment [{start}, {stop}) overlaps another or leaves a vector of {numel} elements.")
+        unknown = set(overrides) - {field.name for field in fields(OptimizerSpec) if field.name != "name"}
+        if unknown:
+            raise ValueError(f"segment [{start}, {stop}) sets {names(sorted(unknown))}, no hyper-parameter of a slice.")
+        pieces += [(at, start, spec, 0), (start, stop, replace(spec, **overrides), group)]
+        at = stop
+    pieces.append((at, numel, spec, 0))
+    return [piece for piece in pieces if piece[0] < piece[1]]

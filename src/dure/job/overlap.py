@@ -1,0 +1,122 @@
+"""Sending a gradient while it is computed: flat slices leave as backward completes them.
+
+Backward completes parameters roughly from the last to the first. The flat gradient is cut into fixed slices at
+borders of parameters; a slice is launched once all its parameters are complete *and* all slices behind it have
+been launched, so that every rank launches in the same order. Slices never change, as a codec's state needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.job.replica import Replica
+
+LEAST_NBYTES, MOST_NBYTES = 3 << 19, 4 << 20
+"""Slices are closed at the first border of a parameter after an eighth of the gradient, within these limits."""
+
+Launch = Callable[["torch.Tensor"], Any]
+
+
+def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = ()) -> list[tuple[int, int]]:
+    """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last.
+
+    Parameters numbered `without` are in none; what is before and behind them is cut apart.
+
+    Where `nbytes` is not given, it is an eighth of the gradient: a dense layer at the end is on its way while the
+    convolutions before it, which take the time, are still computed. Below the least, a slice of its own costs more
+    in wake-ups than it hides (two cores: 1.03x of DDP in one slice of 0.4 MB, 0.96x in two; a small GPT of 3.1 MB under
+    `attach`: 1.007x with slices of at least 1.5 MB, 0.986x with 1 MB, 200 pairs each beside other programs).
+    """
+    if nbytes is None:
+        nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)
+    ranges = []
+    stop = replica.numel
+    for index in reversed(range(len(replica.layers))):
+        layer = replica.layers[index]
+        if index in without:
+            if stop > layer.stop:
+                ranges.append((layer.stop, stop))
+            stop = layer.start
+        elif (stop - layer.start) * replica.params.element_size() >= nbytes or layer.start == 0:
+            ranges.append((layer.start, stop))
+            stop = layer.start
+    return ranges
+
+
+class Overlap:
+    """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed.
+
+    Parameters numbered `without` are left alone.
+    """
+
+    def __init__(self, replica: Replica, nbytes: int | None = None, *, without: Collection[int] = ()) -> None:
+        self.replica = replica
+        self.slices = cut(replica, nbytes, without)
+        own = [index for index in range(len(replica.layers)) if index not in without]
+        self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
+        self._launch: Launch | None = None
+        self._begin: Callable[[], None] | None = None
+        self._missing: list[set[int]] = []
+        self._next = 0
+        self._works: list[Any] = []
+        self._hooks = [
+            replica.parameters[index].register_post_accumulate_grad_hook(lambda _, i=index: self._completed(i))  # type: ignore[no-untyped-call]
+            for index in own
+        ]
+
+    def arm(self, launch: Launch, begin: Callable[[], None] | None = None) -> None:
+        """From now on, give each complete slice of the next backward to `launch`; call `begin` before the first."""
+        self._launch = launch
+        self._begin = begin
+        self._missing = [set() for _ in self.slices]
+        for index, number in self._slice_of.items():
+            self._missing[number].add(index)
+        self._next = 0
+        self._works = []
+
+    def finish(self) -> list[Any]:
+        """Disarm; launch what backward did not reach (its gradient is zero). All that `launch` returned, in order."""
+        for missing in self._missing:
+            missing.clear()
+        self._send_complete()
+        self._launch = None
+        return self._works
+
+    def disarm(self) -> None:
+        """Leave gradients alone."""
+        self._launch = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.disarm()
+        self._works = []
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def armed(self) -> bool:
+        return self._launch is not None
+
+    def _find(self, position: int) -> int:
+        return next(n for n, (start, stop) in enumerate(self.slices) if start <= position < stop or start == position)
+
+    def _completed(self, index: int) -> None:
+        if self._launch is None:
+            return
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+        self.replica.bring_home(index)
+        self._missing[self._slice_of[index]].discard(index)
+        self._send_complete()
+
+    def _send_complete(self) -> None:
+        assert self._launch is not None
+        while self._next < len(self.slices) and not self._missing[self._next]:
+            start, stop = self.slices[self._next]
+            self._works.append(self._launch(self.replica.grads[start:stop]))
+            self._next += 1

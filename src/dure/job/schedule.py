@@ -1,0 +1,138 @@
+"""Learning-rate schedules: a factor of every rate, as a function of the step.
+
+    | text                                        | factor at step t = 0, 1, ...                                      |
+    |---------------------------------------------|-------------------------------------------------------------------|
+    | `cosine:steps=1000,warmup=100,floor=0.1`    | floor + (1 - floor) (1 + cos(pi p)) / 2                           |
+    | `linear:steps=1000,warmup=100,floor=0.1`    | 1 - (1 - floor) p                                                 |
+    | `step:every=100,factor=0.1`                 | factor^floor(t / every), as `torch.optim.lr_scheduler.StepLR`     |
+
+p = (t - warmup) / (steps - warmup), at most 1. While t < warmup the factor of `cosine` and `linear` is
+(t + 1) / warmup. Any other function of the step is a schedule too, such as one that `torch.optim.lr_scheduler.LambdaLR`
+takes. A schedule has no state, so a resumed run continues it.
+
+Cosine: Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, without restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dure.core.spec_text import names, nearest, parameters, parse_calls, typed
+from dure.errors import UsageError
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cosine:
+    """Half a cosine from 1 to `floor`, after a linear warm-up."""
+
+    steps: int
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_decay("cosine", self.steps, self.warmup, self.floor)
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A line from 1 to `floor`, after a linear warm-up."""
+
+    steps: int
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_decay("linear", self.steps, self.warmup, self.floor)
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return 1 - (1 - self.floor) * min(1.0, (step - self.warmup) / (self.steps - self.warmup))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Multiply by `factor` after each `every` steps."""
+
+    every: int
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 <= self.factor < math.inf:
+            raise UsageError(
+                f"step needs every >= 1 and a finite factor >= 0, got every={self.every}, factor={self.factor}. "
+                "Use step:every=100,factor=0.1."
+            )
+
+    def __call__(self, step: int) -> float:
+        return float(self.factor ** (step // self.every))
+
+
+SCHEDULES: Mapping[str, type[Cosine] | type[Linear] | type[Step]] = {"cosine": Cosine, "linear": Linear, "step": Step}
+
+
+def schedule_of(given: Any) -> Schedule | None:
+    """The schedule that a function or a text names; None for None.
+
+    >>> schedule_of("step:every=10")
+    Step(every=10, factor=0.1)
+
+    Raises `UsageError` that names the nearest right text.
+    """
+    if isinstance(given, str):
+        return _parse(given)
+    if given is None or (callable(given) and not hasattr(given, "optimizer")):
+        return given  # type: ignore[no-any-return]
+    raise UsageError(
+        f"Job.schedule must be a function of the step or a text such as {_TEXT}, got {type(given).__name__}. A "
+        "scheduler of torch.optim belongs to one optimizer in one process: give the function that LambdaLR takes."
+    )
+
+
+def factor_at(schedule: Schedule, step: int) -> float:
+    """The factor of `schedule` at `step`. Raises `UsageError` for anything but a finite number >= 0."""
+    factor: Any = schedule(step)
+    try:
+        number = float(factor)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(f"Job.schedule must return a finite factor >= 0 of the rate; at step {step} it is {factor!r}.")
+    return number
+
+
+_TEXT = '"cosine:steps=1000,warmup=100"'
+
+
+def _parse(text: str) -> Schedule:
+    call, *more = parse_calls(text.strip())
+    if call.name not in SCHEDULES or more:
+        known = names(SCHEDULES)
+        raise UsageError(
+            f'no schedule is called "{text}": there are {known}, and any function of the step.'
+            f"{nearest(call.name, SCHEDULES)}"
+        )
+    kind = SCHEDULES[call.name]
+    given = typed(call, kind)
+    missing = [each.name for each in parameters(kind) if each.field not in given and each.field in ("steps", "every")]
+    if missing:
+        raise UsageError(f"{call.name} needs {missing[0]}: write {call.name}:{missing[0]}=1000.")
+    return kind(**given)
+
+
+def _check_decay(name: str, steps: int, warmup: int, floor: float) -> None:
+    if not 0 <= warmup < steps:
+        raise UsageError(f"{name} needs steps above warmup, both whole numbers >= 0, got {steps=}, {warmup=}.")
+    if not 0 <= floor <= 1:
+        raise UsageError(f"{name}: floor is a share of the rate, from 0 to 1, got {floor}.")

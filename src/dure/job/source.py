@@ -1,0 +1,107 @@
+"""Where a job's gradients come from: its data, in the order that its sampler gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dure.job.gradient import Gradient, GradientWork
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.node import Operation
+    from dure.job.data.split import BatchSampler
+    from dure.job.gradient_source import Requester
+    from dure.job.job import Job
+
+
+class JobSource:
+    """Mini-batches of `batch_size` from a job's training data, for one worker.
+
+    `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
+    (timing only) work has a size and no data.
+    """
+
+    can_stop = True
+
+    def __init__(
+        self, job: Job, sampler: BatchSampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
+    ) -> None:
+        self.job = job
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.share = share
+        self.seed = seed
+        self._flops = flops
+        self._last: GradientWork | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many there are altogether."""
+        return len(self.job.train)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over this worker's samples, or those of all who share its stream, so far."""
+        return 0.0 if self.sampler is None else self.sampler.epoch
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        return requester.node.compute(self.next(requester))
+
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        assert requester.group is not None
+        return requester.group.mean_gradient(self.next(requester), self.share)
+
+    def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
+        """Start the gradient of the mini-batch that was last begun, at `values`, with the same random draws."""
+        assert self._last is not None
+        return requester.node.compute(replace(self._last, values=values))
+
+    def gradient_at(
+        self, requester: Requester, values: torch.Tensor, indices: torch.Tensor, *, draw: int
+    ) -> Operation[Gradient]:
+        """Start the mean gradient over the samples `indices` at `values`: not the sampler's next mini-batch.
+
+        Random layers draw from (seed, `draw`): the result is the same whoever computes it, and whenever.
+        """
+        inputs = targets = None
+        if self.sampler is not None:
+            inputs, targets = self.job.train.batch(indices, (self.seed, 0, draw))
+        work = GradientWork(
+            rank=-1,
+            step=draw,
+            values=values,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops * len(indices) / self.batch_size,
+            buffers=requester.buffers,
+        )
+        return requester.node.compute(work)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.sampler is None else dict(self.sampler.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.sampler is not None:
+            self.sampler.restore(dict(state))
+
+    def next(self, requester: Requester) -> GradientWork:
+        """Draw the next mini-batch: the work of computing its gradient at the requester's parameters."""
+        inputs = targets = None
+        if self.sampler is not None:
+            draw = self.seed, 1 + requester.rank, requester.clock
+            inputs, targets = self.job.train.batch(self.sampler.next(), draw)
+        self._last = GradientWork(
+            rank=requester.rank,
+            step=requester.clock,
+            values=requester.params,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops,
+            buffers=requester.buffers,
+        )
+        return self._last

@@ -1,0 +1,141 @@
+"""A job is tried before anything starts: a mini-batch of each extreme size forward and backward, and one examined.
+
+What is wrong with a job is so said in one sentence, the same in every runtime: a simulation would find it in the middle
+of many gradients at once, and a worker in a process of its own. The model is one of its own, the samples are the first
+of the data, and the random numbers of PyTorch, NumPy and Python are put back: the run that follows is, bit for bit, the
+run without a trial.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dure.core.user_code import blamed
+from dure.errors import ReplicaError, UsageError
+from dure.job.data.structure import called, described, tensors
+from dure.job.replica import Replica
+
+if TYPE_CHECKING:
+    from dure.job.data.dataset import DataSet
+    from dure.job.data.structure import Batch
+    from dure.job.job import Job
+
+
+def try_out(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: int = 0) -> None:
+    """Compute a gradient and a grade of `job` on `rows` samples, once. `name` is what the job goes by.
+
+    Where some workers have smaller batches, a gradient on the `fewest` too: batch norm refuses a batch of one.
+
+    Raises `UsageError`, naming the job, where its model, loss, accuracy or data do not do what they should.
+    """
+    with _named(name), torch.random.fork_rng(devices=[]), _drawing_apart():
+        torch.default_generator.manual_seed(seed)  # what is found does not depend on what was drawn before
+        module = _model(job, seed)
+        for size in dict.fromkeys((rows, fewest or rows)):
+            inputs, targets = _first(job.train, size)
+            with torch.enable_grad():
+                _differentiate(module, _loss(job, _outputs(module, inputs), targets))
+        inputs, targets = _first(job.graded, rows)
+        with torch.no_grad():
+            outputs = _outputs(module.eval(), inputs)
+            _loss(job, outputs, targets)
+            _check_accuracy(job, outputs, targets)
+
+
+def try_to_count(job: Job, name: str) -> None:
+    """What a run without values needs of `job`: its parameters, and what a sample costs. Raises as `try_out`."""
+    with _named(name):
+        _model(job, 0)
+        with blamed("counting its model's operations raised"):
+            _ = job.flops_per_sample
+
+
+@contextmanager
+def _drawing_apart() -> Iterator[None]:
+    """What is drawn meanwhile from NumPy's and Python's own generators is drawn again afterwards."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error.__cause__
+
+
+def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
+    with blamed("reading its first samples raised"):
+        return data.batch(torch.arange(rows) % len(data))
+
+
+def _model(job: Job, seed: int) -> nn.Module:
+    with blamed("its model() raised"):
+        module = job.build(seed)
+    try:
+        Replica(module)
+    except ReplicaError as error:
+        raise UsageError(str(error)) from error
+    return module
+
+
+def _outputs(module: nn.Module, inputs: Batch) -> Any:
+    dtype = next(each.dtype for each in module.parameters() if each.requires_grad)
+    right = ""
+    if any(each.is_floating_point() and each.dtype != dtype for each in tensors(inputs)):
+        right = f" with parameters of {dtype}, where both should be alike (as --dtype float32 has them)"
+    how = "" if isinstance(inputs, Tensor) else f" as model({'**' if isinstance(inputs, dict) else '*'}inputs)"
+    with blamed(f"its model must take a batch of inputs {described(inputs)}{how}{right}, and raised"):
+        return called(module, inputs)
+
+
+def _loss(job: Job, outputs: Any, targets: Batch) -> Tensor:
+    with blamed(f"its loss must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
+        loss = job.loss(outputs, targets)
+    write = "Write loss=lambda outputs, targets: (...).mean()."
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"a job's loss must be a tensor of one number, the mean over the batch; got {loss!r:.80}. {write}"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. {write}"
+        )
+    return loss
+
+
+def _differentiate(module: nn.Module, loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "a job's loss must be computed from the model's outputs by operations that have gradients, and this one "
+            "has none. Leave out .detach(), .item(), argmax and torch.no_grad()."
+        )
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    with blamed("the backward pass of its loss raised"):
+        torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
+
+
+def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:
+    if job.accuracy is None:
+        return
+    with blamed(f"its accuracy must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
+        accuracy: Any = job.accuracy(outputs, targets)
+    if not isinstance(accuracy, float | int) and not (isinstance(accuracy, Tensor) and accuracy.numel() == 1):
+        raise UsageError(f"a job's accuracy must be one number, the share of right answers; got {accuracy!r:.80}.")
+    if not -1e-6 <= float(accuracy) <= 1 + 1e-6:
+        raise UsageError(
+            f"a job's accuracy must be the share of right answers, from 0 to 1; got {float(accuracy):g}. "
+            "Write accuracy=lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()."
+        )

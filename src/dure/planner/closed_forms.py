@@ -1,0 +1,320 @@
+"""What the collectives of `topology.collective`, written from sends, cost: closed forms of K ranks that come together.
+
+n is the bytes of one rank's tensor; h = ceil(log2 K); P = 2^floor(log2 K) and E = K - P; on each of L hosts m ranks;
+M(x) a message of x bytes, A = M(0) the request for one, G = gamma. Where cuts are uneven, the larger counts.
+
+    algorithm          kind         bytes a rank sends         seconds
+    ring               all_reduce   2 (K - 1) / K n            A + 2 (K - 1) M(n / K) + (K - 1) / K n G
+                       all_gather   (K - 1) n                  A + (K - 1) M(n)
+    tree               all_reduce   n up, n to each child      A + 2 h M(n) + h n G
+                       all_gather   its subtree up, K n to     A + sum of M(ceil(K / 2^r) n) over r = 1 .. h, and
+                                    each child                 h M(K n)
+    halving-doubling   all_reduce   2 (P - 1) / P n            A + 2 sum of M(n / 2^r) over r = 1 .. log2 P, and
+                                                               (P - 1) / P n G
+                       ... E > 0    and n if it has an extra,  2 M(n) + n G + 2 log2 P A more
+                                    which sends n
+                       all_gather   (K - 1) n                  A + sum of M(min(2^r, K - 2^r) n) over r = 0 .. h - 1
+    hierarchical       all_reduce   tree of m; a leader the    up a tree of m, a ring of L, down a tree of m
+                                    ring of L too
+
+    M(x) = latency + alpha + (x + 64) (beta + 1 / bandwidth), without beta up to 4 KiB in all
+
+A receiver asks for each message; A is hidden where it asks ahead. A rank spends `gamma` on each byte that it adds.
+
+Bytes and messages are exact; a rank's messages are what it sends and what it asks for. Seconds hold to the last digit
+in the network model where links are equal, machines have at least two cores and nothing else is sent, if K (P for
+halving-doubling, L among hosts) divides the length. Else they are an upper bound, which ring and tree reach too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from dure.core.collective_cost import Cost, Path, chunk_bytes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+
+Form = Callable[[int, int, Path, int], Cost]
+
+
+def rounds_of(ranks: int) -> int:
+    """How often `ranks` can be halved, rounded up, until one is left."""
+    return (ranks - 1).bit_length()
+
+
+# ---- ring
+
+
+def ring(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-reduce: as the engine's ring, but for headers, and what is asked for.
+
+    >>> ring(12, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=29.0, sent=(64, 64, 64), received=(64, 64, 64), messages=(8, 8, 8))
+    """
+    largest = chunk_bytes(numel, ranks, itemsize)[0]
+    seconds = (ranks - 1) * (2 * path.message(largest) + largest * path.gamma)
+    return _asked_for(ring_all_reduce(numel, ranks, path, itemsize), seconds, path)
+
+
+def ring_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """Reduce-scatter: the first half of that.
+
+    >>> ring_scatter(12, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
+    17.0
+    """
+    largest = chunk_bytes(numel, ranks, itemsize)[0]
+    seconds = (ranks - 1) * (path.message(largest) + largest * path.gamma)
+    return _asked_for(ring_reduce_scatter(numel, ranks, path, itemsize), seconds, path)
+
+
+def ring_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-gather: everybody's tensor goes all the way round.
+
+    >>> ring_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
+    17.0
+    """
+    seconds = (ranks - 1) * path.message(numel * itemsize)
+    return _asked_for(ring_all_gather(numel, ranks, path, itemsize), seconds, path)
+
+
+def _asked_for(engine: Cost, seconds: float, path: Path) -> Cost:
+    """A collective whose every message is asked for, all of them at its beginning."""
+    total = path.message() + seconds if len(engine.sent) > 1 else 0.0
+    return engine._replace(seconds=total, messages=tuple(2 * count for count in engine.messages))
+
+
+# ---- tree
+
+
+def edges(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+    """Parent, child and the end of the child's subtree, in the tree of the ranks lo .. hi - 1.
+
+    >>> sorted(edges(0, 5))
+    [(0, 1, 2), (0, 2, 5), (2, 3, 5), (3, 4, 5)]
+    """
+    if hi - lo > 1:
+        middle = (lo + hi) // 2
+        yield lo, middle, hi
+        yield from edges(lo, middle)
+        yield from edges(middle, hi)
+
+
+def tree(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-reduce: the whole to the parent, and to each child.
+
+    >>> tree(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=29.0, sent=(16, 32, 16), received=(16, 32, 16), messages=(2, 4, 2))
+    """
+    nbytes, rounds = numel * itemsize, rounds_of(ranks)
+    degrees = [0] * ranks
+    for parent, child, _ in edges(0, ranks):
+        degrees[parent] += 1
+        degrees[child] += 1
+    moved = tuple(degree * nbytes for degree in degrees)
+    seconds = path.message() + rounds * (2 * path.message(nbytes) + nbytes * path.gamma)
+    return Cost(seconds if rounds else 0.0, moved, moved, tuple(2 * degree for degree in degrees))
+
+
+def tree_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-gather: each subtree's parts up, everything down.
+
+    >>> tree_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=34.0, sent=(48, 80, 16), received=(32, 64, 48), messages=(2, 4, 2))
+    """
+    nbytes, rounds = numel * itemsize, rounds_of(ranks)
+    sent, received, messages = [0] * ranks, [0] * ranks, [0] * ranks
+    for parent, child, stop in edges(0, ranks):
+        below = (stop - child) * nbytes
+        sent[child] += below
+        received[parent] += below
+        sent[parent] += ranks * nbytes
+        received[child] += ranks * nbytes
+        messages[parent] += 2
+        messages[child] += 2
+    up = sum(path.message(-(-ranks // 2**r) * nbytes) for r in range(1, rounds + 1))
+    seconds = path.message() + up + rounds * path.message(ranks * nbytes)
+    return Cost(seconds if rounds else 0.0, tuple(sent), tuple(received), tuple(messages))
+
+
+def tree_down(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """Broadcast of the first rank's tensor, by all algorithms but the hierarchical.
+
+    >>> tree_down(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=17.0, sent=(16, 16, 0), received=(0, 16, 16), messages=(1, 2, 1))
+    """
+    nbytes, rounds = numel * itemsize, rounds_of(ranks)
+    children = [0] * ranks
+    for parent, _, _ in edges(0, ranks):
+        children[parent] += 1
+    seconds = path.message() + rounds * path.message(nbytes)
+    received = tuple(nbytes * (rank > 0) for rank in range(ranks))
+    messages = tuple(count + (rank > 0) for rank, count in enumerate(children))
+    return Cost(seconds if rounds else 0.0, tuple(count * nbytes for count in children), received, messages)
+
+
+# ---- halving and doubling
+
+
+def halving_doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-reduce: at each distance d, the 2 d chunks around a rank are sent once, in two parts.
+
+    >>> halving_doubling(8, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=28.0, sent=(48, 48, 48, 48), received=(48, 48, 48, 48), messages=(8, 8, 8, 8))
+    >>> halving_doubling(8, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=41.0, sent=(64, 32, 32), received=(64, 32, 32), messages=(6, 4, 2))
+    """
+    nbytes, power = numel * itemsize, 1 << (ranks.bit_length() - 1)
+    chunks = chunk_bytes(numel, power, itemsize)
+    distances = [1 << r for r in range(power.bit_length() - 1)]
+    extras = ranks - power
+    moved = [sum(sum(chunks[i & -2 * d : (i & -2 * d) + 2 * d]) for d in distances) for i in range(power)]
+    moved = [each + nbytes * (i < extras) for i, each in enumerate(moved)] + [nbytes] * extras
+    messages = [4 * len(distances) + 2 * (i < extras) for i in range(power)] + [2] * extras
+    ask = path.message()
+    seconds = ask + sum(2 * path.message(sum(chunks[:d])) + sum(chunks[:d]) * path.gamma for d in distances)
+    if extras:
+        seconds += 2 * path.message(nbytes) + nbytes * path.gamma + 2 * len(distances) * ask
+    return Cost(seconds if ranks > 1 else 0.0, tuple(moved), tuple(moved), tuple(messages))
+
+
+def doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-gather: in round r, what is there, at most 2^r tensors, goes 2^r ranks to the left.
+
+    >>> doubling(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=17.0, sent=(32, 32, 32), received=(32, 32, 32), messages=(4, 4, 4))
+    """
+    nbytes, rounds = numel * itemsize, rounds_of(ranks)
+    moved = ((ranks - 1) * nbytes,) * ranks
+    seconds = path.message() + sum(path.message(min(2**r, ranks - 2**r) * nbytes) for r in range(rounds))
+    return Cost(seconds if rounds else 0.0, moved, moved, (2 * rounds,) * ranks)
+
+
+# ---- hierarchical
+
+
+def hosts_of(ranks: int, per_host: int) -> list[int]:
+    """How many ranks each host has.
+
+    >>> hosts_of(5, 2)
+    [2, 2, 1]
+    """
+    return [min(per_host, ranks - first) for first in range(0, ranks, per_host)]
+
+
+def hierarchical(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
+    """All-reduce: a tree on each host, a ring of the first of each.
+
+    >>> hierarchical(8, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    Cost(seconds=36.0, sent=(64, 32, 64, 32), received=(64, 32, 64, 32), messages=(6, 2, 6, 2))
+    """
+    hosts = hosts_of(ranks, per_host)
+    within = [tree(numel, size, path, itemsize) for size in hosts]
+    return _two_storeys(within, ring(numel, len(hosts), path, itemsize))
+
+
+def hierarchical_gather(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
+    """All-gather: each host's tensors to its first, around the ring, and everything down.
+
+    Of two hosts the second may have fewer ranks: then its leader is ready before, and has asked before.
+
+    >>> hierarchical_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    Cost(seconds=30.0, sent=(80, 16, 16), received=(32, 48, 32), messages=(4, 2, 2))
+    """
+    nbytes, hosts = numel * itemsize, hosts_of(ranks, per_host)
+    count, rounds, ask = len(hosts), rounds_of(hosts[0]), path.message()
+    moved = [_gathered_on_host(host, hosts, nbytes, path) for host in range(count)]
+
+    def ready(size: int) -> float:
+        up = sum(path.message(-(-size // 2**r) * nbytes) for r in range(1, rounds_of(size) + 1))
+        return ask + up if size > 1 else 0.0
+
+    first, last = ready(hosts[0]), ready(hosts[-1])
+    seconds = first
+    if count == 2:
+        there = max(first, last + ask) + path.message(hosts[0] * nbytes)
+        seconds = max(there, first + ask + path.message(hosts[1] * nbytes))
+    elif count > 2:
+        seconds += ask + (count - 1) * path.message(hosts[0] * nbytes)
+    seconds += rounds * path.message(ranks * nbytes)
+    sent, received, messages = (tuple(amount for host in moved for amount in host[kind]) for kind in range(3))
+    return Cost(seconds, sent, received, messages)
+
+
+def _gathered_on_host(
+    host: int, hosts: Sequence[int], nbytes: int, path: Path
+) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """Bytes sent and received, and messages, of the ranks of one host in an all-gather of `nbytes` from each rank."""
+    size, count, ranks = hosts[host], len(hosts), sum(hosts)
+    others = (ranks - size) * nbytes  # come down too, to everybody but the leader
+    here, down = tree_gather(nbytes, size, path, 1), tree_down(others, size, path, 1)
+    sent = [own + more for own, more in zip(here.sent, down.sent, strict=True)]
+    received = [own + more for own, more in zip(here.received, down.received, strict=True)]
+    sent[0] += (ranks - hosts[(host + 1) % count]) * nbytes if count > 1 else 0
+    received[0] += others
+    return sent, received, (here.messages[0] + 2 * (count - 1), *here.messages[1:])
+
+
+def hierarchical_down(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
+    """Broadcast of the first rank's tensor: to the first of each host, then on each host.
+
+    >>> hierarchical_down(4, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    Cost(seconds=17.0, sent=(32, 0, 16, 0), received=(0, 16, 16, 16), messages=(2, 1, 2, 1))
+    """
+    hosts = hosts_of(ranks, per_host)
+    within = [tree_down(numel, size, path, itemsize) for size in hosts]
+    cost = _two_storeys(within, tree_down(numel, len(hosts), path, itemsize))
+    asked_ahead = path.message() if within[0].seconds and len(hosts) > 1 else 0.0
+    return cost._replace(seconds=cost.seconds - asked_ahead)
+
+
+def _two_storeys(within: list[Cost], between: Cost) -> Cost:
+    """What the ranks of each host do, and what the first of each does among themselves."""
+    found = []
+    for field in ("sent", "received", "messages"):
+        amounts = []
+        for cost, extra in zip(within, getattr(between, field), strict=True):
+            first, *others = getattr(cost, field)
+            amounts += [first + extra, *others]
+        found.append(tuple(amounts))
+    return Cost(within[0].seconds + between.seconds, *found)
+
+
+# ---- all of them
+
+
+def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
+    """Dissemination, with every algorithm: a header in each round, asked for.
+
+    >>> barrier(0, 5, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
+    20.0
+    """
+    rounds = rounds_of(ranks)
+    return Cost((rounds + 1) * path.message() if rounds else 0.0, (0,) * ranks, (0,) * ranks, (2 * rounds,) * ranks)
+
+
+SENT: dict[str, dict[str, Form]] = {
+    "ring": {"all_reduce": ring, "reduce_scatter": ring_scatter, "all_gather": ring_gather},
+    "tree": {"all_reduce": tree, "reduce_scatter": tree, "all_gather": tree_gather},
+    "halving-doubling": {
+        "all_reduce": halving_doubling,
+        "reduce_scatter": halving_doubling,
+        "all_gather": doubling,
+    },
+}
+
+
+def form_of(algorithm: str, kind: str, per_host: int | None = None) -> Form:
+    """The closed form of a collective of `algorithm`; `per_host` is for "hierarchical".
+
+    >>> form_of("hierarchical", "all_reduce", 2)(8, 4, Path(1.0, 0.0, 16.0), 4).messages
+    (6, 2, 6, 2)
+    """
+    if kind == "barrier":
+        return barrier
+    if per_host is None:
+        return {**SENT[algorithm], "broadcast": tree_down}[kind]
+    forms = {
+        "all_reduce": hierarchical,
+        "reduce_scatter": hierarchical,
+        "all_gather": hierarchical_gather,
+        "broadcast": hierarchical_down,
+    }
+    return lambda numel, ranks, path, itemsize: forms[kind](numel, ranks, path, itemsize, per_host=per_host)

@@ -1,0 +1,305 @@
+"""What messages, updates and steps cost here, measured: `dure probe` asks, a `Sounder` on each host answers.
+
+    caller                            host                        what it shows
+      ping  ------------------------->                            the smallest round trip, and the cores' time for it
+      <-------------------------
+      take: n bytes ----------------->  acknowledged              the way out; several at once, what of it is the link's
+      give  ------------------------->
+      <------------------- n bytes ---                            the way in
+
+A host that is to measure is told so (`measure`), and answers with its figures: medians over a few repeats, in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from dure.codec.timing import random_slices, slices_of, timed
+from dure.core.node import Address, Call, Operation, Reply, TensorSpec
+from dure.core.protocol import Method
+from dure.errors import Refused
+from dure.job.gradient import GradientWork
+from dure.job.gradients import Evaluator
+from dure.job.optimizer import FlatOptimizer, OptimizerSpec
+from dure.job.replica import Replica
+from dure.runtime.launch.sentinel import Starter
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Credentials, Identity
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.shard import Shard
+
+if TYPE_CHECKING:
+    from dure.codec.base import Codec
+    from dure.job.job import Job
+
+SERVICE = "sounder"
+
+SIZES = tuple(1 << power for power in range(16, 24))
+"""Bytes of the messages that are measured: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
+
+LONGEST = 0.15
+"""Seconds of a message after which no larger one is measured, once there are FEWEST sizes."""
+
+SPENT = 0.4
+"""Seconds after which a size is not repeated any more, once it has been FEWEST times."""
+
+FEWEST, MOST = 3, 9  # fewer than three sizes cannot tell what a byte costs from what a message costs
+PINGS = 200
+TRAIN = 3
+"""Messages at once, whose time over that of one shows what of a byte's time is the link's."""
+
+APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
+"""Bytes of the updates whose application is measured."""
+
+STEPS = 20
+
+HAND_OVERS = 100
+"""Pushes to a process beside, each after a step, over which what they cost is averaged."""
+
+MODEL = 25_000
+"""Values that are pushed where no job says how many."""
+
+Figures = dict[str, Any]
+
+
+class OpenShard(Shard):
+    """A shard for measurements: hosts push to it, and no run has workers that could."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {}
+
+
+class Sounder:
+    """The service of a host: takes and gives messages, and measures those between itself and a peer.
+
+    | method       | fields | reply                                                                     |
+    |--------------|--------|---------------------------------------------------------------------------|
+    | `ping`       |        |                                                                           |
+    | `take N`     |        | once N bytes are here                                                     |
+    | `give N`     |        | N bytes                                                                   |
+    | `spent`      |        | `seconds` of a core that this process has used                            |
+    | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
+    | `race`       | peers, | `rounds`, `count` times: seconds until `size` bytes of each peer are here,  |
+    |              | size,  | all sent at once                                                          |
+    |              | count  |                                                                           |
+    | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
+    | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
+    | `host N`     |        | from here on a shard of N values is there, to be pushed to                |
+    | `hand over`  | peer   | `points`: what a push to the peer's shard, and the answer, cost           |
+    | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
+    | `over`       |        | this host is not needed any more                                          |
+    """
+
+    def __init__(self, node: ProcessNode, job: Job | None = None, codecs: Mapping[str, Codec] | None = None) -> None:
+        self.over: Operation[None] = node.promise("the end of the measurements")
+        self._node = node
+        self._job = job
+        self._codecs = codecs or {}
+        self._buffer = torch.zeros(SIZES[-1], dtype=torch.uint8)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        kind, _, size = method.partition(" ")
+        return [TensorSpec("uint8", int(size))] if kind == "take" else ()
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        kind, _, size = call.method.partition(" ")
+        if kind in ("ping", "take"):
+            return Reply()
+        if kind == "give":
+            return Reply(tensors=[self._buffer[: int(size)]])
+        if kind == "spent":
+            return Reply({"seconds": time.process_time()})
+        if kind == "measure":
+            return self._measure(call.fields["peer"])
+        if kind == "race":
+            return self._race(**call.fields)
+        if kind == "apply":
+            return self._apply()
+        if kind == "compute":
+            return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
+        if kind == "host":
+            self._node.serve("shard", OpenShard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
+            return Reply()
+        if kind == "hand":
+            return self._hand_over(call.fields["peer"])
+        if kind == "code":
+            slices = random_slices() if self._job is None else slices_of(self._job)
+            return Reply(timed(self._codecs[call.fields["codec"]], slices))
+        if kind == "over":
+            self.over.resolve()
+            return Reply()
+        raise Refused(f'a sounder has no method "{call.method}".')
+
+    async def _measure(self, peer: str) -> Reply:
+        there = Address(peer, SERVICE)
+        await self._node.call(there, "ping")  # connects
+        times, cores = [], await self._spent(there)
+        for _ in range(PINGS):
+            times.append(await self._timed(lambda: [self._node.call(there, "ping")]))
+        pings = [later - earlier for earlier, later in zip(cores, await self._spent(there), strict=True)]
+        figures = {
+            "round_trip": statistics.median(times),
+            "cpu_message": max(pings) / PINGS / 2,  # a round trip is two messages, and each costs both hosts
+            "points": [[*point] async for point in self._points(there)],
+        }
+        return Reply(figures)
+
+    async def _points(self, there: Address) -> AsyncIterator[tuple[int, int, float, float]]:
+        """Seconds of messages out and in, for several sizes; alone, and as a train of TRAIN at once."""
+        for number, size in enumerate(SIZES, start=1):
+            alone = await self._both_ways(there, size, 1)
+            yield size, 1, *alone
+            yield size, TRAIN, *await self._both_ways(there, size, TRAIN)
+            if number >= FEWEST and min(alone) > LONGEST:
+                break
+
+    async def _race(self, peers: Sequence[str], size: int, count: int) -> Reply:
+        """`size` bytes from each of `peers` at once, `count` times: when each had arrived."""
+        into = [torch.empty(size, dtype=torch.uint8) for _ in peers]
+        rounds: list[list[float]] = []
+        for _ in range(count + 1):  # the first one connects, and is not counted
+            began = time.perf_counter()
+            gives = [
+                self._node.call(Address(peer, SERVICE), f"give {size}", into=(part,))
+                for peer, part in zip(peers, into, strict=True)
+            ]
+            ends = [self._node.spawn(_seconds_until(give, began), "the end of a message") for give in gives]
+            rounds.append([await end for end in ends])
+        return Reply({"rounds": rounds[1:]})
+
+    async def _both_ways(self, there: Address, size: int, count: int) -> tuple[float, float]:
+        parts = [self._buffer[:size]] * count
+        into = [torch.empty_like(part) for part in parts]
+        call = self._node.call
+        out = await self._repeated(lambda: [call(there, f"take {size}", part) for part in parts])
+        back = await self._repeated(lambda: [call(there, f"give {size}", into=(part,)) for part in into])
+        return statistics.median(out), statistics.median(back)
+
+    async def _repeated(self, start: Callable[[], Sequence[Operation[Reply]]]) -> list[float]:
+        times: list[float] = []
+        while len(times) < FEWEST or (len(times) < MOST and sum(times) < SPENT):
+            times.append(await self._timed(start))
+        return times
+
+    async def _timed(self, start: Callable[[], Sequence[Operation[Reply]]]) -> float:
+        began = time.perf_counter()
+        for operation in start():
+            await operation
+        return time.perf_counter() - began
+
+    async def _spent(self, there: Address) -> tuple[float, float]:
+        """Seconds of a core that this process and the peer's have used."""
+        mine = time.process_time()
+        return mine, (await self._node.call(there, "spent")).fields["seconds"]
+
+    async def _apply(self) -> Reply:
+        """Updates as Downpour's are applied: on arrival, by a shard of this process, with no wire between."""
+        points = []
+        spec = OptimizerSpec() if self._job is None else self._job.optimizer
+        for nbytes in APPLIED:
+            values = torch.zeros(nbytes // 4)
+            update = torch.full_like(values, 1e-6)
+            self._node.serve("shard", OpenShard(self._node, values, spec))
+            servers = Servers([Address(self._node.name, "shard")], [[(0, nbytes // 4)]], ordered=False)
+            client = ServerClient(self._node, 0, servers)
+            times = [await self._pushed(client, update) for _ in range(MOST)]
+            points.append([nbytes, statistics.median(times[1:])])
+        return Reply({"points": points, "cores": cores()})
+
+    async def _hand_over(self, peer: str) -> Reply:
+        """Pushes from a loop of steps to a shard of a process beside, which answers with the values.
+
+        A point has the bytes of a push, and seconds of a loop with one: by the clock, of this process's cores, of the
+        peer's. The first has no push at all.
+        """
+        there = Address(peer, SERVICE)
+        step = None if self._job is None else begin_steps(self._job)
+        sizes = [1, MODEL if self._job is None else Replica(self._job.build(0)).numel]
+        points = [[0, *await self._looped(there, step, None)]]
+        for size in sizes:
+            await self._node.call(there, f"host {size}")
+            servers = Servers([Address(peer, "shard")], [[(0, size)]], ordered=False)
+            client, update = ServerClient(self._node, 0, servers), torch.zeros(size)
+            points.append(
+                [4 * size, *await self._looped(there, step, partial(client.exchange, update, update.clone()))]
+            )
+        return Reply({"points": points})
+
+    async def _looped(
+        self, there: Address, step: Callable[[], object] | None, exchange: Callable[[], Awaitable[object]] | None
+    ) -> tuple[float, float, float]:
+        """Seconds of a loop of `step` and `exchange`: by the clock, of this process's cores, of the peer's."""
+        mine = theirs = began = 0.0
+        for loop in range(-HAND_OVERS // 10, HAND_OVERS):
+            if loop == 0:
+                mine, theirs = await self._spent(there)
+                began = time.perf_counter()
+            if step is not None:
+                step()
+            if exchange is not None:
+                await exchange()
+        lasted = time.perf_counter() - began
+        here, beside = await self._spent(there)
+        return lasted / HAND_OVERS, (here - mine) / HAND_OVERS, (beside - theirs) / HAND_OVERS
+
+    async def _pushed(self, client: ServerClient, update: torch.Tensor) -> float:
+        began = time.perf_counter()
+        await client.push(update)
+        return time.perf_counter() - began
+
+
+def begin_steps(job: Job) -> Callable[[], object]:
+    """A function that does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
+    evaluator = Evaluator(job, exact=True)
+    (sampler,) = job.samplers((job.batch_size,), seed=0)
+    values = evaluator.initial_values(0)
+    optimizer = FlatOptimizer(job.optimizer, values.numel(), values.dtype)
+    number = itertools.count()
+
+    def step() -> None:
+        inputs, targets = job.train.batch(sampler.next())
+        work = GradientWork(0, next(number), values, inputs, targets, seed=0, flops=0.0)
+        optimizer.apply(values, evaluator.one(work).values, values, lr=0.0)
+
+    return step
+
+
+def step_seconds(job: Job) -> list[float]:
+    """Seconds of STEPS whole steps of `job`, one after another, after one that is not counted."""
+    step, times = begin_steps(job), []
+    for _ in range(STEPS + 1):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+async def _seconds_until(give: Operation[Reply], began: float) -> float:
+    await give
+    return time.perf_counter() - began
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(starter: Starter) -> None:
+    """A second process on a host: what messages within it are measured with."""
+    torch.set_num_threads(1)
+    request = starter.request()
+    identity = Identity(request["run"], request["name"], request["rank"])
+    node = ProcessNode(identity, Credentials.of(request["credentials"]))
+    sounder = Sounder(node)
+    node.serve(SERVICE, sounder)
+    port = node.wire.listen(request["interface"])
+    starter.answer(port=port)
+    node.loop.run_until(sounder.over)
+    node.wire.close()

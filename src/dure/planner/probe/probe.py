@@ -1,0 +1,458 @@
+"""`dure probe`: measure hosts and what is between them, and describe them as a cluster file.
+
+    rank 0, or this process alone           every rank                         beside it
+      conducts                                a sounder  ---- local ------------> a second sounder
+      "measure" ------------------------------> with each partner, one pair at a time
+      "apply", "compute" ---------------------> by itself
+
+What is measured is dure's own wire and dure's own shard, so that constants stand for what a run will meet. Messages of
+several sizes, alone and a few at once, tell what a byte costs on the link from what it costs beside it: the first they
+pay one after another, the second only once (`wire_of`). Of half a small round trip alpha is what cores spend on a
+message, and the rest is latency.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dure.core.cost import Fit, _rounded, codec_cost, fit
+from dure.core.node import Address
+from dure.errors import PeerLost, UsageError
+from dure.job.replica import Replica
+from dure.planner.probe.measure import SERVICE, Figures, Sounder
+from dure.planner.probe.short_runs import described as described_steps
+from dure.planner.probe.short_runs import short_runs
+from dure.run.strategy import codec_name, make
+from dure.runtime.launch.helper import Helper
+from dure.runtime.launch.rendezvous import Meeting, Place, place
+from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, Servers, SharedHost
+from dure.runtime.virtual.compute import Compute, Constant, LogNormal
+from dure.runtime.wire import Credentials, Identity, Loss
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dure.codec.base import Codec
+    from dure.job.job import Job
+
+ALIKE = 0.1
+"""Hosts whose figures differ by at most this share are machines of one kind."""
+
+LEAST_WIRE = 0.05
+"""Share of a byte's time that is the link's at least."""
+
+
+BAD_FIT = 0.1
+"""Residual of a link from which on its constants are not to be trusted."""
+
+WIDEST = 0.8
+"""Standard deviation of the logarithms of steps that points to other programs; idle cores showed 0.5."""
+
+RACES = 24
+"""Pairs of messages at once into one host that are measured, over all hosts together."""
+
+MOST_SHARE = 0.95
+"""Share of a link at most that the faster of two messages is taken to have had."""
+
+PAIR_SECONDS = 600.0
+"""How long the measurements of one pair, or of one host's steps, may take."""
+
+
+def wire_of(figures: Figures) -> Fit:
+    """What a byte costs beside the link (beta), and on it (1 / bandwidth), in seconds.
+
+    `count` messages of `size` bytes at once follow one another on the link, and end one handling after the last:
+    start + size * beta + count * size / bandwidth. Where noise hides what bytes cost, the largest message's time is all
+    theirs: a link looks no faster than what was seen on it.
+    """
+    line = fit([(size, count * size, seconds) for size, count, *both in figures["points"] for seconds in both])
+    if any(line.slopes):
+        return line
+    size, count, *both = figures["points"][-1]
+    return replace(line, slopes=(0.0, min(both) / (count * size)))
+
+
+def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
+    """Standard deviation of the logarithm of a message's weight, from the ends of pairs of equal messages at once.
+
+    The faster of two messages with weights v > w has v / (v + w) of the link until its end, the other all of it from
+    there on: that share is half the later end over the earlier. log(v / w) has twice the variance of log(v).
+
+    Weights 3 and 1: the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower after 2.
+
+    >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4)  # log(3) / sqrt(2)
+    0.7768
+    """
+    if not rounds:
+        return 0.0
+    shares = np.array([min(max(ends) / (2 * min(ends)), MOST_SHARE) for ends in rounds])
+    return float(np.sqrt(np.mean(np.log(shares / (1 - shares)) ** 2) / 2))
+
+
+# ---- what the figures come to
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host: seconds of half a round trip, seconds per byte on its link, and its compute, where a job was named."""
+
+    way: float
+    per_byte: float
+    seconds: float | None = None
+
+    def like(self, other: Host) -> bool:
+        mine, theirs = ((each.per_byte, each.seconds or 1.0) for each in (self, other))
+        return all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def described(found: Figures, workers: int) -> Cluster:
+    """The cluster that fits the figures; of `workers` machines like this one where it is alone.
+
+    A message within a machine takes alpha + bytes / memory_bandwidth there; one between machines
+    latency + alpha + bytes * (beta + 1 / bandwidth).
+    """
+    between = found["pairs"] or found["local"]
+    hosts = _hosts(found)
+    alpha = min(statistics.median(each["cpu_message"] for each in between), *(host.way for host in hosts))
+    kinds = _kinds(hosts)
+    links = [_link(kind, alpha) for kind in kinds]
+    counts = [len(kind) for kind in kinds] if found["pairs"] else [workers]
+    cores = min(found["cores"])
+    machines = [
+        Machines(count=count, cores=cores, compute=_compute(kind), link=link if len(kinds) > 1 else None)
+        for count, kind, link in zip(counts, kinds, links, strict=True)
+    ]
+    link = links[counts.index(max(counts))]
+    cluster = Cluster(
+        machines=machines,
+        servers=Servers(cores=cores),
+        link=link,
+        alpha=_rounded(alpha),
+        beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
+        gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
+        unfairness=_rounded(unfairness_of(found.get("races", ())), 2),
+        memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
+        codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
+    )
+    return one_host(cluster, found, workers) if "hand_over" in found else cluster
+
+
+def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
+    """`cluster` as processes of one machine that share its cores, by what they cost each other (`hand_over`, `runs`).
+
+    Workers that are more than the cores wait for each other: a step's own time is so much shorter.
+    """
+    cores = min(found["cores"])
+    alpha, beta, wake = hand_over(found["hand_over"])
+    byte = statistics.median(sum(wire_of(each).slopes) for each in found["local"])
+    runs = found.get("runs")
+    more: dict[str, Any] = {}
+    if runs is not None:
+        steps = described_steps(runs["steps"])
+        own = steps.seconds * min(1.0, cores / workers)
+        more["machines"] = (
+            Machines(count=workers, cores=cores, compute=LogNormal(seconds=_rounded(own), sigma=_rounded(steps.sigma))),
+        )
+    rounds = {
+        name: _round(runs[name], found["numel"], workers, byte)
+        for name in ("all_reduce", "gradient")
+        if runs is not None and runs[name] is not None
+    }
+    host = SharedHost(cores=cores, **rounds)
+    link = cluster.link.model_copy(update={"latency": _rounded(wake)})
+    return cluster.model_copy(
+        update={**more, "host": host, "link": link, "alpha": _rounded(alpha), "beta": _rounded(beta)}
+    )
+
+
+def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Costs of a message: alpha and beta of each of its two processes, and the latency between them.
+
+    Of `points` (bytes, seconds by the clock, of the caller's cores, of the host's cores) the first is of a step alone.
+    The others are of a step, a push and an answer of as many bytes: two messages, each of which costs both processes.
+    """
+    (_, alone, own, _), *others = points
+    costs = [(nbytes, (here - own + there) / 4) for nbytes, _, here, there in others]
+    (few, least), (many, most) = costs[0], costs[-1]
+    beta = max((most - least) / (many - few), 0.0) if many > few else 0.0
+    alpha = max(statistics.mean(cost - nbytes * beta for nbytes, cost in costs), 0.0)
+    idle = [(clock - alone - (here - own) - there) / 2 for _, clock, here, there in others]
+    return alpha, beta, max(min(idle), 0.0)
+
+
+def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:
+    """A round of an all_reduce that took `seconds`; its bytes cost what they do between two processes, at most all."""
+    rounds = 2 * (workers - 1)
+    byte = min(byte, seconds / rounds / (4 * numel / workers))
+    return RoundCost(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
+
+
+def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:
+    """Of each operation at each size, the most seconds that any host took: everybody waits for that one."""
+    return {
+        operation: [max(same, key=itemgetter(1)) for same in zip(*(host[operation] for host in hosts), strict=True)]
+        for operation in hosts[0]
+    }
+
+
+def _hosts(found: Figures) -> list[Host]:
+    """Each host at its best: with a partner that is slower it shows the partner's link."""
+    hosts = []
+    for rank, local in enumerate(found["local"]):
+        mine = [figures for figures in found["pairs"] if rank in figures["hosts"]] or [local]
+        per_byte = min(_on_link(wire_of(figures)) for figures in mine)
+        way = min(figures["round_trip"] / 2 for figures in mine)
+        steps = found["compute"][rank]
+        hosts.append(Host(way, per_byte, statistics.median(steps) if steps else None))
+    return hosts
+
+
+def _on_link(wire: Fit) -> float:
+    """Seconds per byte; where cores are the limit and the link shows nowhere, a share of all that a byte takes."""
+    beside, on = wire.slopes
+    return max(on, LEAST_WIRE * (beside + on))
+
+
+def _kinds(hosts: Sequence[Host]) -> list[list[Host]]:
+    """Neighbors in rank that are alike, together."""
+    kinds: list[list[Host]] = []
+    for host in hosts:
+        if kinds and host.like(kinds[-1][0]):
+            kinds[-1].append(host)
+        else:
+            kinds.append([host])
+    return kinds
+
+
+def _link(kind: Sequence[Host], alpha: float) -> Link:
+    way, per_byte = (statistics.median(getattr(host, name) for host in kind) for name in ("way", "per_byte"))
+    return Link(bandwidth=_rounded(1 / per_byte), latency=_rounded(max(way - alpha, 0.0)))
+
+
+def _compute(kind: Sequence[Host]) -> Compute:
+    known = [host.seconds for host in kind if host.seconds is not None]
+    return Constant(seconds=_rounded(statistics.median(known))) if known else Constant()
+
+
+# ---- measuring
+
+
+def probe(
+    job: Job | None = None,
+    *,
+    workers: int = 4,
+    codecs: Sequence[str] = (),
+    name: str = "",
+    data: Path | None = None,
+    key_file: Path | None = None,
+) -> Figures | None:
+    """Measure; every rank calls this where torchrun has started several. None on all but the first.
+
+    On one machine short real runs of `workers` workers are made of the job called `name` (as `dure train` takes it,
+    with its `data`); without a name a step is measured in this process alone. `key_file` as for `dure.attach`.
+
+    `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `races`,
+    `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst
+    fit of a link, and `advice` where that is bad. Of one machine also `hand_over` (`hand_over`), `numel` and `runs`
+    (`short_runs`).
+
+    Raises `PeerLost` where a host goes away.
+    """
+    if workers < 1:
+        raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
+    named = _named(codecs)
+    here = place() or Place()
+    meeting = Meeting(here, "probe")
+    run = meeting.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
+    credentials = credentials_of(meeting, key_file)
+    node = ProcessNode(Identity(run, f"host {here.rank}", here.rank), credentials)
+    sounder = Sounder(node, job, named)
+    node.serve(SERVICE, sounder)
+    with ExitStack() as stack:
+        stack.callback(node.wire.close)
+        beside = _begin_beside(node, here, credentials, stack)
+        stack.callback(sounder.over.resolve)  # whoever goes from here on is not missed
+        places = meeting.exchange("place", [here.interface, node.wire.listen(here.interface)])
+        node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
+        besides = meeting.exchange("beside", [here.interface, beside.answer()["port"]])
+        node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides)}
+        meeting.exchange("ready", True)
+        node.on_lost = lambda loss: _lost(loss, sounder)
+        if here.rank:
+            node.loop.run_until(sounder.over)
+            found = None
+        else:
+            found = node.loop.run_until(node.spawn(_conduct(node, here.world_size, list(named)), "the measurements"))
+            sounder.over.resolve()
+        node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
+        beside.until_gone()
+        meeting.part()
+    if found is None:
+        return None
+    if here.world_size == 1 and job is not None:
+        found["numel"] = Replica(job.build(0)).numel
+        found["runs"] = None
+        if name:
+            found["runs"] = runs = short_runs(name, data, workers, statistics.median(found["compute"][0]))
+            found["advice"] = " ".join(filter(None, [found["advice"], disturbance(runs)]))
+    found["cluster"] = described(found, workers)
+    return found
+
+
+def _begin_beside(node: ProcessNode, here: Place, credentials: Credentials, stack: ExitStack) -> Helper:
+    """A second process on this host."""
+    name = f"beside {here.rank}"
+    request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
+    request["credentials"] = credentials.plain()
+    helper = Helper("dure.planner.probe.measure", name, request)
+    stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
+    return helper
+
+
+def _lost(loss: Loss, sounder: Sounder) -> None:
+    if not sounder.over.done and not loss.finished:
+        raise PeerLost(f"{loss.peer} is gone in the middle of the measurements: {loss.reason}.")
+
+
+def _named(codecs: Sequence[str]) -> dict[str, Codec]:
+    """Codecs given as text, under what a cluster file calls them. Raises `StrategyError`."""
+    made = [make(text, "codec") for text in codecs]
+    names = [codec_name(codec) for codec in made]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"a cluster file has one cost for {twice}, and several were asked for. Give it once.")
+    return dict(zip(names, made, strict=True))
+
+
+async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figures:
+    """Everything, one after another: what runs at the same time would be measured together."""
+    hosts = [Address(f"host {rank}", SERVICE) for rank in range(world)]
+    found: Figures = {"local": [], "pairs": [], "apply": [], "cores": []}
+    for rank, host in enumerate(hosts):
+        reply = await node.call(host, "measure", peer=f"beside {rank}", timeout=PAIR_SECONDS)
+        found["local"].append(dict(reply.fields))
+        reply = await node.call(host, "apply", timeout=PAIR_SECONDS)
+        found["apply"].append(reply.fields["points"])
+        found["cores"].append(reply.fields["cores"])
+    for one, other in partners(world):
+        reply = await node.call(hosts[one], "measure", peer=f"host {other}", timeout=PAIR_SECONDS)
+        found["pairs"].append({"hosts": [one, other], **reply.fields})
+    computing = [node.call(host, "compute", timeout=PAIR_SECONDS) for host in hosts]
+    found["compute"] = [(await each).fields["seconds"] for each in computing]
+    if world == 1:
+        reply = await node.call(hosts[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
+        found["hand_over"] = reply.fields["points"]
+    found["codecs"] = {}
+    for codec in codecs:
+        coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
+        found["codecs"][codec] = [dict((await each).fields) for each in coding]
+    found["races"] = [ends async for ends in _races(node, hosts, found["pairs"])]
+    for host in hosts:  # itself first: from then on a host that goes is not missed
+        await node.call(host, "over")
+    found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
+    found["advice"] = advice(found["residual"], one_machine=world == 1)
+    return found
+
+
+def advice(residual: float, *, one_machine: bool) -> str:
+    """Advice on a bad fit of a link; empty if the fit is good."""
+    if residual <= BAD_FIT:
+        return ""
+    if one_machine:
+        return (
+            f"The line of the loopback is off by {residual:.0%}: two processes share cores and caches. On one machine "
+            "predictions use the hand-overs instead. Leave the machine idle and probe again if other programs ran."
+        )
+    return (
+        f"The line of a link is off by {residual:.0%}: something else used it or its hosts. Probe again when they are "
+        "idle; if it stays, write the link's bandwidth and latency into the file by hand, and expect predictions to be "
+        "off by as much."
+    )
+
+
+def disturbance(runs: Figures) -> str:
+    """Signs in the short runs of one machine that other programs disturbed them; empty if there are none."""
+    sigma = described_steps(runs["steps"]).sigma
+    lost = [name for name in ("all_reduce", "gradient") if runs[name] == 0]
+    if sigma <= WIDEST and not lost:
+        return ""
+    seen = f"the meeting {lost[0]} cost nothing" if lost else f"the logarithms of steps spread by {sigma:.2f}"
+    return f"Other programs used the cores: {seen}. Leave the machine idle and probe again; this file predicts badly."
+
+
+async def _races(
+    node: ProcessNode, hosts: Sequence[Address], pairs: Sequence[Figures]
+) -> AsyncIterator[tuple[float, float]]:
+    """The ends of two messages at once into one host: from the next two hosts, or from two processes of the next."""
+    world = len(hosts)
+    if world == 1:
+        return
+    size = max(size for figures in pairs for size, *_ in figures["points"])
+    for rank, host in enumerate(hosts):
+        one, other = (rank + 1) % world, (rank + 2) % world
+        peers = [f"host {one}", f"host {other}" if other != rank else f"beside {one}"]
+        reply = await node.call(host, "race", peers=peers, size=size, count=-(-RACES // world), timeout=PAIR_SECONDS)
+        for first, second in reply.fields["rounds"]:
+            yield first, second
+
+
+def partners(world: int) -> Iterator[tuple[int, int]]:
+    """Pairs at distances 1, 2, 4, ...: each host meets several, and thousands of hosts are no thousand each.
+
+    >>> list(partners(4))
+    [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)]
+    """
+    met = set()
+    distance = 1
+    while distance < world:
+        for one in range(world):
+            pair = (one, (one + distance) % world)
+            if frozenset(pair) not in met:
+                met.add(frozenset(pair))
+                yield pair
+        distance *= 2
+
+
+def table(cluster: Cluster, found: Figures) -> Table:
+    """The constants for people."""
+    from rich.table import Table
+
+    from dure.core import units
+
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    shown.add_row("Hosts", str(len(found["local"])))
+    for kind in cluster.machines:
+        link = kind.link or cluster.link
+        text = f"{units.as_rate(link.bandwidth)}, latency {units.as_seconds(link.latency)}"
+        shown.add_row("Link" if len(cluster.machines) == 1 else f"Link of {kind.count}", text)
+    shown.add_row("A message costs a core", units.as_seconds(cluster.alpha))
+    shown.add_row("A byte of it", units.as_per_byte(cluster.beta))
+    shown.add_row("A byte that is applied", units.as_per_byte(cluster.gamma))
+    shown.add_row("Within a machine", units.as_memory_rate(cluster.memory_bandwidth))
+    shown.add_row("Unfairness of links", f"{cluster.unfairness:.2g}")
+    shown.add_row("Cores", str(cluster.machines[0].cores))
+    for kind in cluster.machines if found["compute"][0] else ():
+        shown.add_row("A step", units.as_seconds(kind.compute.mean(0.0)))
+    for name, cost in cluster.codecs.items():
+        million = {each: getattr(cost, each).value * 1e6 for each in ("encode", "decode", "combine")}
+        shown.add_row(f"{name}, a million values", ", ".join(f"{key} {1e3 * s:.3g} ms" for key, s in million.items()))
+    host = cluster.host
+    if host is not None:
+        shown.add_row("Cores that all processes share", str(host.cores))
+        shown.add_row("A round of an all_reduce", units.as_seconds(host.all_reduce.start))
+        shown.add_row("A round of gradients' sum", units.as_seconds(host.gradient.start))
+    shown.add_row("Residual of the links", f"{found['residual']:.1%}")
+    if found.get("advice"):
+        shown.add_row("", found["advice"])
+    return shown

@@ -1,0 +1,74 @@
+"""A model that takes time and no cores: sleep stands for compute where only the network is to be looked at.
+
+Forward sleeps a third of the seconds, backward the rest, spread over the layers by their size, so that the last
+layer's gradient is there first, as in a real backward pass. Gradients are constant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
+
+SLOPE = 1e-3
+
+
+def stand_in(layers: Sequence[int], seconds: float) -> Job:
+    """A job whose model has `layers` of so many parameters, and whose steps take `seconds`."""
+    return Job(
+        model=lambda: StandIn(layers, seconds),
+        loss=lambda outputs, targets: outputs,
+        train=Data(torch.zeros(64, 1), torch.zeros(64)),
+        test=Data(torch.zeros(1, 1), torch.zeros(1)),
+        batch_size=1,
+        optimizer=OptimizerSpec(lr=1e-3),
+        split="whole",
+        name="stand-in",
+    )
+
+
+def job_file(layers: Sequence[int], seconds: float) -> str:
+    """The text of a job file whose function `job` makes it."""
+    head = "from dure.planner.probe.synthetic_job import stand_in"
+    return f"{head}\n\n\ndef job():\n    return stand_in({[*layers]}, {seconds})\n"
+
+
+class StandIn(nn.Module):
+    """`layers` of so many parameters; a forward and a backward pass together take `seconds`."""
+
+    def __init__(self, layers: Sequence[int], seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return inputs.mean()  # nobody waits for an evaluation
+        time.sleep(self.seconds / 3)
+        total = sum(layer.numel() for layer in self.layers)
+        carried = inputs.mean()
+        for layer in self.layers:
+            seconds = self.seconds * 2 / 3 * layer.numel() / total
+            carried = _Layer.apply(carried, layer, seconds)  # type: ignore[no-untyped-call]
+        return carried
+
+
+class _Layer(torch.autograd.Function):
+    """Passes on what it is given; going back takes `seconds`."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, layer: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, layer.shape
+        return carried.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], torch.full(ctx.shape, SLOPE), None

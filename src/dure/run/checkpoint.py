@@ -1,0 +1,252 @@
+"""Checkpoints on disk: whole, or not there.
+
+    checkpoints/
+      step-200/                one folder per checkpoint, never written to again
+        worker-0.safetensors   a part's tensors
+        worker-0.json          and its plain values
+        ...
+        manifest.json          every file's size and xxh3, and its own: written last
+      LATEST                   the name of the newest folder
+
+A checkpoint is written to `step-200.tmp`, flushed to the disk, and renamed. A kill or a full disk while
+saving leaves the previous checkpoint as it was. Loading takes the newest folder whose files all match their
+manifest, and says which ones it passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dure.core.folder_names import LATEST
+from dure.errors import CheckpointError, DureError
+from dure.report.files import check_regular, read_regular
+
+if TYPE_CHECKING:
+    import torch
+
+KEEP = 3
+"""How many checkpoints stay on the disk."""
+
+FORMAT = 1
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+    CheckpointError,
+)
+"""What reading a damaged checkpoint raises."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What one node declares: tensors by name, and plain JSON values."""
+
+    tensors: Mapping[str, torch.Tensor]
+    plain: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint that was read back: `step` of the schedule, and every part by name."""
+
+    step: int
+    parts: dict[str, Part]
+    passed_over: list[str]
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write the parts of checkpoint `step` to."""
+    draft = folder / f"step-{step}.tmp"
+    _explaining_errors(draft, lambda: _make_empty(draft))
+    return draft
+
+
+def _make_empty(draft: Path) -> None:
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+
+
+def write_part(draft: Path, name: str, part: Part) -> None:
+    """Write one part. Several processes may each write theirs.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+
+    def write() -> None:
+        tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
+        save_file(tensors, draft / f"{name}.safetensors")
+        _flush(draft / f"{name}.safetensors")
+        _write_text(draft / f"{name}.json", json.dumps(dict(part.plain), sort_keys=True))
+
+    _explaining_errors(draft, write)
+
+
+def commit(folder: Path, step: int, info: Mapping[str, Any] | None = None) -> Path:
+    """Make the parts in the draft of checkpoint `step` the newest checkpoint."""
+    draft, final = folder / f"step-{step}.tmp", folder / f"step-{step}"
+
+    def write() -> None:
+        files = {path.name: _fingerprint(path) for path in sorted(draft.iterdir())}
+        manifest = {"format": FORMAT, "step": step, "files": files, "info": dict(info or {})}
+        manifest["xxh3"] = _own_digest(manifest)
+        _write_text(draft / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
+        _flush(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(draft, final)
+        _write_text(folder / f"{LATEST}.tmp", final.name)
+        os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
+        _flush(folder)
+
+    _explaining_errors(folder, write)
+    return final
+
+
+def discard(folder: Path, step: int) -> None:
+    """Remove the draft of a checkpoint that could not be finished."""
+    shutil.rmtree(folder / f"step-{step}.tmp", ignore_errors=True)
+
+
+def load(folder: Path) -> Checkpoint:
+    """The newest complete checkpoint under `folder`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    passed_over: list[str] = []
+    for candidate in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
+        if candidate.suffix == ".tmp":
+            passed_over.append(f"{candidate.name}: not finished")
+            continue
+        try:
+            return Checkpoint(_step_of(candidate), _read(candidate), passed_over)
+        except UNREADABLE as error:
+            passed_over.append(f"{candidate.name}: {error}")
+    seen = f" Passed over: {'; '.join(passed_over)}." if passed_over else ""
+    raise CheckpointError(f"no complete checkpoint in {folder}.{seen} Start without --resume, or name another folder.")
+
+
+@contextmanager
+def fitting(part: str) -> Iterator[None]:
+    """While open, state that a part lacks, or has in another form than this run, is a `CheckpointError` naming it."""
+    try:
+        yield
+    except DureError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f'the part "{part}" of the checkpoint does not fit this run ({type(error).__name__}: {error}). It is of '
+            "another job, strategy or version, or incomplete: resume the run that wrote it, or start anew."
+        ) from error
+
+
+def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a checkpoint of another run than one whose job, strategy and sizes are `origin`."""
+    with fitting("run"):
+        wrote = dict(checkpoint.parts["run"].plain.get("origin", origin))  # older ones do not say
+    differ = [
+        f"{name} {wrote.get(name)} in place of {value}" for name, value in origin.items() if wrote.get(name) != value
+    ]
+    if differ:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is of another run: {', '.join(differ)}. Resume the run that "
+            "wrote it, or start anew."
+        )
+
+
+def rows(checkpoint: Checkpoint) -> int:
+    """How many rows of history a checkpoint of a run has."""
+    with fitting("run"):
+        return len(checkpoint.parts["run"].plain["history"])
+
+
+def prune(folder: Path, keep: int = KEEP) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    done = [path for path in folder.glob("step-*") if path.suffix != ".tmp"]
+    for old in sorted(done, key=_step_of)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _step_of(path: Path) -> int:
+    digits = path.name.removeprefix("step-").removesuffix(".tmp")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _read(candidate: Path) -> dict[str, Part]:
+    manifest = _read_object(candidate / "manifest.json")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"format {manifest['format']}, and this version reads {FORMAT}")
+    if manifest.pop("xxh3") != _own_digest(manifest) or manifest["step"] != _step_of(candidate):
+        raise CheckpointError("manifest.json is damaged: it does not match itself, or its folder")
+    for name, fingerprint in manifest["files"].items():
+        if _fingerprint(candidate / name) != fingerprint:
+            raise CheckpointError(f"{name} is damaged: it does not match the manifest")
+    names = [name.removesuffix(".json") for name in manifest["files"] if name.endswith(".json")]
+    return {
+        name: Part(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
+        for name in names
+    }
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = json.loads(read_regular(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} holds {type(value).__name__} where an object was expected")
+    return value
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_64()
+    check_regular(path)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return {"size": path.stat().st_size, "xxh3": digest.hexdigest()}
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explaining_errors(place: Path, action: Any) -> None:
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(place.parent if place.parent.exists() else Path.cwd()).free
+        raise CheckpointError(
+            f"cannot write the checkpoint to {place}: {error} ({free / 1e6:.1f} MB free). "
+            "The previous checkpoint is whole."
+        ) from error

@@ -1,0 +1,78 @@
+"""The same job under several strategies, and one report of all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.errors import UsageError
+from dure.report.unwritten import Unwritten
+from dure.run.config import FEW, CompareConfig, goal
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.report.run import Run
+    from dure.run.prebuilt import AtHand
+    from dure.runtime.virtual.cluster import Cluster
+
+
+log = logging.getLogger("dure")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Finished runs, in the order in which they were asked for, and the file of their report, if it was written."""
+
+    runs: Sequence[Run]
+    report: Path | None
+
+    def summary(self) -> dict[str, Any]:
+        """The JSON of `dure compare`."""
+        return {
+            "runs": [run.summary() for run in self.runs],
+            "report": None if self.report is None else str(self.report),
+        }
+
+
+def compare(
+    job: str | Job, *strategies: str, on: str | Cluster | Sequence[str] = "local", **options: Any
+) -> Comparison:
+    """Train `job` under each of `strategies` in each place of `on`, and write a report.
+
+    The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
+    `config.CompareConfig`. Raises what `train` does.
+    """
+    named = options.pop("strategies", ())
+    if strategies and named:
+        raise UsageError(f"strategies are given by place, {strategies}, and by name, {named}: give them once.")
+    strategies = strategies or ((named,) if isinstance(named, str) else tuple(named))
+    from dure.run.prebuilt import AtHand
+
+    given, name = (None, job) if isinstance(job, str) else (job, job.name)
+    if isinstance(on, str):
+        on = (on,)
+    cluster, places = (None, tuple(on)) if isinstance(on, Sequence) else (on, ("virtual",))
+    config = CompareConfig.of({**options, "job": name, "strategies": strategies, "on": places})
+    return run_all(config, AtHand(given, cluster))
+
+
+def run_all(config: CompareConfig, at_hand: AtHand) -> Comparison:
+    """The runs of `config`, one after another. All strategies are checked before the first starts."""
+    from dure.report.html import DEFAULT, free, write_report
+    from dure.run.train import run
+
+    configs = list(config.runs())
+    for each in configs:
+        each.chosen()
+    if not config.strategies:
+        log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
+    runs = [run(each, at_hand) for each in configs]
+    path = free(DEFAULT) if config.report is None else config.report
+    target = goal(config.target, config.target_loss)
+    unwritten = Unwritten()
+    with unwritten.tolerated(str(path)):
+        write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
+    return Comparison(runs, None if unwritten.causes else path)

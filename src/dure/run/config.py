@@ -1,0 +1,286 @@
+"""What a run is asked to be: every option of `train` and `compare` as one checked value.
+
+Options are plain values, so that the record of a run can hold them and a run can be made again from it. An object
+where text is asked for (a job, a method) goes beside the configuration, not into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from dure.core.spec_text import Call, nearest, typed
+from dure.core.target import Target
+from dure.errors import UsageError
+from dure.run.strategy import AXES, Strategy, by_axis
+
+if TYPE_CHECKING:
+    from dure.job.optimizer import OptimizerSpec
+
+C = TypeVar("C", bound="Options")
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+PLACES = ("local", "torchrun", "virtual")
+
+FEW = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
+"""Strategies that are compared if none is named: synchronous, periodic, bounded staleness, asynchronous."""
+_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `train` and `compare` have in common. Values are checked: a wrong one is a `UsageError`."""
+
+    job: str = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    workers: Count | None = None
+    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
+    batch_size: Count | None = None
+    """Samples per mini-batch of one worker; the job's if left out."""
+    batch_sizes: tuple[Count, ...] = ()
+    """The same, one per worker, where workers differ."""
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Learning rate; the job's if left out."""
+    scale_lr: bool = False
+    """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
+    as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
+    optimizer: str | None = None
+    """sgd, momentum, adagrad, adam or adamw, with parameters as in momentum:momentum=0.9; the job's if left out. sgd is
+    without momentum unless it gives one; other parameters are the job's where they are not given."""
+    steps: Count | None = None
+    """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
+    epochs: Seconds | None = None
+    """Passes over the training data, all workers together."""
+    seconds: Seconds | None = None
+    """Seconds, virtual or real as the run is."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Decides initial values, data order and, in virtual time, everything else; 0 if left out."""
+    data: Path | None = None
+    """Folder of data sets; else DURE_DATA, else the user's cache."""
+    split: str | None = None
+    """How samples go to workers: iid, whole, striped, dirichlet:alpha=0.1; the job's if left out."""
+    dtype: Literal["float32", "float64"] | None = None
+    """Of parameters and data; float32 if left out."""
+    eval_every: Count | None = None
+    """Steps per worker between evaluations; a twentieth of the run if left out."""
+    eval_samples: Count | None = None
+    """Samples of an evaluation, a fixed random choice. If left out: all test samples; where the job has no test set,
+    1,000 of its training set."""
+    checkpoint_every: Count | None = None
+    """Steps per worker between checkpoints; none if left out. Needs --out."""
+    trace: bool = False
+    """Write trace.json, which Perfetto opens: who computed, sent and waited when. Needs --out."""
+    tensorboard: bool = False
+    """Write TensorBoard events. Needs --out."""
+    exact: bool = False
+    """Evaluate gradients one at a time on one thread (virtual time)."""
+    warn_after: Seconds | None = None
+    """Seconds without a heartbeat, or without a step, after which the progress line names a process of a real run; a
+    third of frozen_after if left out."""
+    frozen_after: Seconds = 30.0
+    """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
+    the run ends."""
+    grace: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
+    timing_only: bool = False
+    """No tensors at all, only what takes how long (virtual time)."""
+    out: Path | None = None
+    """Folder for the run's record; nothing is written if left out."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
+            raise UsageError(
+                f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."
+            )
+        if self.warn_after is not None and self.warn_after > self.frozen_after:
+            raise UsageError(
+                f"warn_after={self.warn_after:g} names a frozen process after frozen_after={self.frozen_after:g}, when "
+                "it has been given up. Give fewer seconds than that."
+            )
+        for name in ("checkpoint_every", "trace", "tensorboard"):
+            if getattr(self, name) and self.out is None and getattr(self, "resume", None) is None:
+                raise UsageError(f"{name} writes files, and there is no folder for them. Give out as well.")
+
+    @classmethod
+    def of(cls: type[C], values: Mapping[str, Any]) -> C:
+        """From names and values. A name that is no option is a `UsageError`."""
+        known = [option.name for option in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UsageError(f'there is no option "{name}".{nearest(str(name), known)}')
+        return cls(**values)
+
+    @property
+    def seeded(self) -> int:
+        """`seed`, and 0 where it is left out."""
+        return self.seed or 0
+
+    def plain(self) -> dict[str, Any]:
+        """As values that JSON and YAML have, `of` reads them back."""
+        return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
+
+    def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
+        """The job's optimizer with what is asked for here in its place.
+
+        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. sgd has
+        the momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the
+        job's. `averaged` says of how many workers an update is the mean, for `scale_lr`.
+        """
+        from dure.job.optimizer import optimizer_call  # it imports torch
+
+        asked = optimizer_call(self.optimizer) if self.optimizer else Call(base.name, {})
+        changes: dict[str, Any] = {"name": asked.name}
+        if asked.name != base.name and asked.name in _RATES:
+            changes["lr"] = _RATES[asked.name]
+        if self.optimizer and asked.name == "sgd":
+            changes |= {"momentum": 0.0, "nesterov": False}
+        changes |= typed(asked, type(base))
+        if self.lr is not None:
+            changes["lr"] = self.lr
+        chosen = replace(base, **changes)
+        return replace(chosen, lr=chosen.lr * averaged) if self.scale_lr else chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Options):
+    """One run of one job under one strategy."""
+
+    strategy: str = ""
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2"; the four options below override its parts."""
+    sync: str | None = None
+    """When replicas agree (`dure methods`); bsp if left out."""
+    topology: str | None = None
+    """Who talks to whom; what the method prefers if left out."""
+    codec: str | None = None
+    """What goes on the wire; fp32 if left out."""
+    partition: str | None = None
+    """How the model is split; none if left out."""
+    on: str = ""
+    """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well. local if left
+    out."""
+    key_file: Path | None = None
+    """Under torchrun: file with the run's key, at least 32 random bytes, of mode 0600, the same at every rank. If left
+    out, rank 0 draws a key and hands it out through torchrun's store."""
+    integrity: Literal["mac", "checksum"] = "mac"
+    """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
+    alone, for private networks. What tells what to do with them has a code always."""
+    resume: Path | None = None
+    """Folder of a run to go on with, from its last complete checkpoint. Its options hold; steps, epochs and seconds
+    may be others."""
+    trust: bool = False
+    """Run the code that the resumed run names as FILE.py:NAME also where the file has changed since the run began, lies
+    elsewhere, or lies in the run's folder."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if self.seed is None and self.resume is None:  # a run that is resumed has its seed
+            object.__setattr__(self, "seed", 0)
+        if not self.on:
+            if self.resume is not None:
+                return  # a run that is resumed has its place
+            object.__setattr__(self, "on", "local")
+        if self.key_file is not None and self.on != "torchrun":
+            raise UsageError(
+                f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
+                "key, and a virtual one needs none: leave it out."
+            )
+        if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
+            raise UsageError(
+                f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'
+                f"{nearest(self.on, PLACES)}"
+            )
+
+    def plain(self) -> dict[str, Any]:
+        """As `Options.plain`, without `trust`: it is given anew each time."""
+        return {name: value for name, value in Options.plain(self).items() if name != "trust"}
+
+    @property
+    def virtual(self) -> bool:
+        """Whether time is modelled."""
+        return self.on not in ("local", "torchrun")
+
+    def for_workers(self, workers: int) -> TrainConfig:
+        """The same for as many workers as were started. Raises `UsageError` if others are asked for."""
+        if self.workers not in (None, workers):
+            raise UsageError(
+                f"workers={self.workers} was asked for, and torchrun has started {workers} ranks, each of them one. "
+                "Leave "
+                f"workers out, or start torchrun with {self.workers} ranks."
+            )
+        return replace(self, workers=workers)
+
+    def members(self) -> dict[str, str]:
+        """What is asked for on each axis on which anything is. Raises `StrategyError`."""
+        asked = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        return by_axis(self.strategy) | asked
+
+    def chosen(self, objects: Mapping[str, Any] = MappingProxyType({})) -> Strategy:
+        """The strategy, `objects` by axis in the place of their texts. Raises `StrategyError`."""
+        return Strategy.of(**{**self.members(), **objects})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Options):
+    """One job under several strategies, in one or several places."""
+
+    strategies: tuple[str, ...] = ()
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
+    ssp:bound=3 and downpour."""
+    on: tuple[str, ...] = ()
+    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    report: Path | None = None
+    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
+    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Test accuracy whose time is compared; 0.95 if left out."""
+    target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Loss whose time is compared, in place of an accuracy."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        goal(self.target, self.target_loss)
+
+    def runs(self) -> Iterator[TrainConfig]:
+        """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
+        if "torchrun" in self.on:
+            raise UsageError(
+                "compare runs in places that it starts itself, and torchrun starts us. Write dure train --on torchrun "
+                "--out DIR once per strategy, and dure report DIR DIR ..."
+            )
+        shared = {option.name: getattr(self, option.name) for option in fields(Options)}
+        choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or FEW]
+        for number, (on, text) in enumerate(choices, start=1):
+            folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{number:02d} {Path(on).stem} {text}")
+            out = None if self.out is None else self.out / folder
+            yield TrainConfig(**{**shared, "out": out}, strategy=text, on=on)
+
+
+def goal(target: float | None, target_loss: float | None) -> Target:
+    """The accuracy or the loss whose time is compared. Raises `UsageError` if both are given."""
+    if target is not None and target_loss is not None:
+        raise UsageError(f"target={target:g} and target_loss={target_loss:g} are two targets. Give one of them.")
+    return Target(0.95 if target is None else target) if target_loss is None else Target(target_loss, "loss")
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """The `value` of the option `name` as what `hint` says. Raises `UsageError` if it is none."""
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Input ")
+        raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {value!r}.") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

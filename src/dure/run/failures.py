@@ -1,0 +1,134 @@
+"""Who died in a real run, and of what; and whether that ends the run.
+
+A death is noticed by its connection, in milliseconds, and explained by the launcher a moment later: what ends a run is
+told once it is explained. A worker's death ends a run only where everybody is needed; a failure that a worker reports
+itself ends every run, but one that a death explains better is not worth telling.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure import errors
+from dure.core.folder_names import LATEST
+from dure.errors import DureError, RemoteError
+from dure.run.restart_policy import LIMIT
+
+if TYPE_CHECKING:
+    from dure.run.launcher import Launcher
+    from dure.run.restart_policy import Restarts
+    from dure.runtime.process.node import ProcessLoop
+
+EXPLAIN_SECONDS = 3.0
+"""How long to wait for the launcher's word on a death: milliseconds, unless the machine is busy with other things."""
+
+_RESUME = " Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
+
+log = logging.getLogger("dure")
+
+
+class Casualties:
+    """The dead by name, with what their connection said; failures that workers have reported.
+
+    `reasons` are causes that are known before a process ends. `needed` says whether the run can't go on without each of
+    its workers; `folder` is that of its checkpoints.
+    """
+
+    def __init__(
+        self, launcher: Launcher, loop: ProcessLoop, strategy: str, *, needed: bool, folder: Path | None
+    ) -> None:
+        self.dead: dict[str, str] = {}
+        self.causes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+        self.failures: dict[str, DureError] = {}
+        self._launcher = launcher
+        self._loop = loop
+        self._strategy = strategy
+        self._needed = needed
+        self._folder = folder
+        self._unexplained: set[str] = set()
+
+    def died(self, name: str, reason: str) -> None:
+        self.dead[name] = reason
+        self.causes.pop(name, None)
+        self._wait_for(name)
+
+    def because(self, name: str, reason: str) -> None:
+        """Say why a process is about to end: the run itself ends it, or it has said so."""
+        self.reasons[name] = reason
+
+    def failed(self, name: str, kind: str, message: str) -> None:
+        """What a worker says that it ended with; `kind` is a class of `errors`."""
+        found = getattr(errors, kind, None)
+        known = found if isinstance(found, type) and issubclass(found, DureError) else DureError
+        self.failures[name] = known(message if name in message or kind == "Quarantined" else f"{name}: {message}")
+        self._wait_for(f"{name} failed")
+
+    def returned(self, name: str) -> None:
+        """It has been started again."""
+        if name in self.dead and name not in self.causes:
+            self._explain(name)
+        self.dead.pop(name, None)
+        self.reasons.pop(name, None)
+
+    def look(self) -> None:
+        """Tell of the deaths that are explained by now."""
+        for name in self.dead.keys() - self.causes.keys():
+            if self._explained(name):
+                self._explain(name)
+
+    def check(self, workers: Collection[str], restarts: Restarts) -> None:
+        """Raise what ends the run; a server that comes back does not."""
+        own = [error for error in self.failures.values() if not isinstance(error, RemoteError)]
+        if own:
+            raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
+        for name in self.dead:
+            fatal = name.startswith("server") or self._needed
+            if fatal and name not in restarts.awaited and name not in self.failures and self._explained(name):
+                again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
+                serves = name.startswith("server")
+                loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
+                raise DureError(f"{name} died: {self.cause(name)}; {loss}.{self._advice(name)}")
+        if workers and all(name in self.dead for name in workers):
+            first = next(iter(name for name in self.dead if name in workers))
+            if self._explained(first):
+                raise DureError(f"all workers died; the first of them, {first}: {self.cause(first)}.")
+        for name, error in self.failures.items():
+            if self._explained(f"{name} failed"):
+                raise error
+
+    def cause(self, name: str) -> str:
+        """In words, as well as it is known."""
+        if name in self.reasons:
+            return self.reasons[name]
+        status = self._launcher.exited.get(name)
+        if status is None:
+            return self.dead.get(name, "")
+        if status < 0:
+            return f"killed by signal {-status} ({signal.Signals(-status).name})"
+        if status == 0:
+            return "it ended, with exit status 0, before its work was done"
+        return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
+
+    def _advice(self, name: str) -> str:
+        """What raised would raise again if the run were made anew: then to go on helps only from a checkpoint."""
+        raised = self._launcher.exited.get(name, 0) > 0
+        saved = self._folder is not None and (self._folder / LATEST).exists()
+        return "" if raised and not saved else _RESUME
+
+    def _explain(self, name: str) -> None:
+        """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""
+        if name not in self.failures:
+            self.causes[name] = self.cause(name)
+            log.warning("%s died: %s.", name, self.causes[name])
+
+    def _explained(self, what: str) -> bool:
+        return what in self.reasons or what in self._launcher.exited or what not in self._unexplained
+
+    def _wait_for(self, what: str) -> None:
+        self._unexplained.add(what)
+        self._loop.after(EXPLAIN_SECONDS, lambda: self._unexplained.discard(what))

@@ -1,0 +1,136 @@
+"""Tells processes of a real run that are frozen from those that are slow.
+
+| state   | heartbeats | steps              | what follows                                                          |
+|---------|------------|--------------------|-----------------------------------------------------------------------|
+| frozen  | none       | none               | named after `warn_after` seconds; after `frozen_after` it is evicted  |
+|         |            |                    | where the method can go on without it, else the run ends              |
+| slow    | come       | none, and it works | named after `warn_after` seconds; the run goes on                     |
+| waiting | come       | none, and it waits | nothing: it waits for another process                                 |
+
+Eviction by the servers' clock (`topology.patience`) is apart from this: it looks at steps where others wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dure.runtime.heartbeat import PERIOD_SECONDS, Receiver, Silence
+from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
+from dure.runtime.launch.process_state import cpu_seconds, is_stopped
+
+if TYPE_CHECKING:
+    from dure.run.config import Options
+
+COMPUTES_SECONDS = 0.1
+"""Processor seconds by which a process without heartbeats shows that native code of it computes."""
+
+SENT = 8
+"""Heartbeats that a process sends at least before it counts as frozen: one that is lost or late changes nothing."""
+
+SURE_SECONDS = 2.0
+"""Seconds of silence after which the processor time is looked at."""
+
+__all__ = ["FORK_SERVER", "Limits", "LivenessMonitor"]
+
+log = logging.getLogger("dure")
+
+
+class Limits(NamedTuple):
+    """Seconds after which a frozen or slow process is named, and after which a frozen one is given up."""
+
+    warn_after: float
+    frozen_after: float
+
+    @classmethod
+    def of(cls, config: Options) -> Limits:
+        """Those that `config` asks for."""
+        warn_after = config.frozen_after / 3 if config.warn_after is None else config.warn_after
+        return cls(warn_after, config.frozen_after)
+
+
+class LivenessMonitor:
+    """Hears the heartbeats of a run's processes on `interface`.
+
+    `pids` gives the process numbers of those on this machine, the fork server's included. A process counts from its
+    first heartbeat on; one of this machine from its start.
+    """
+
+    def __init__(self, interface: str, limits: Limits, pids: Callable[[], Mapping[str, int]]) -> None:
+        self.limits = limits
+        self._pids = pids
+        self._receiver = Receiver(interface)
+        self._silence = Silence()
+        self._idle = Silence()
+        self._clocks: dict[str, int] = {}
+        self._computed: dict[str, float] = {}
+        self._named: dict[str, str] = {}
+
+    def admit(self, name: str) -> list[object]:
+        """What a new incarnation of a process needs to send heartbeats: host, port, token, seconds (JSON values)."""
+        for tracked in (self._silence, self._idle):
+            tracked.forget(name)
+        for known in (self._clocks, self._computed, self._named):
+            known.pop(name, None)
+        period = min(PERIOD_SECONDS, self.limits.frozen_after / SENT)
+        return [*self._receiver.address, self._receiver.token(name), period]
+
+    def look(self, watched: Collection[str]) -> None:
+        """Take in the heartbeats that have come, and count the time of the `watched` that sent none."""
+        self._silence.pass_time()
+        self._idle.pass_time()
+        for name, clock, waiting in self._receiver.received():
+            self._hear(name)
+            if waiting or self._clocks.get(name) != clock:
+                self._idle.heard(name)
+            self._clocks[name] = clock
+        pids = self._pids()
+        for name in watched:
+            if name in pids:
+                self._look_at_process(name, pids[name])
+            self._name(name)
+
+    def frozen(self, watched: Collection[str]) -> list[str]:
+        """Those of `watched` that are to be given up."""
+        return [name for name in watched if self._silence.seconds(name) >= self.limits.frozen_after]
+
+    def described(self, watched: Sequence[str]) -> str:
+        """The frozen and the slow in words, for the progress line; empty if there are none."""
+        return ", ".join(f"{name} {state}" for name in watched if (state := self._named.get(name)))
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _hear(self, name: str) -> None:
+        self._silence.heard(name)
+        self._computed.pop(name, None)
+
+    def _look_at_process(self, name: str, pid: int) -> None:
+        """Count a process from its start, and let one that computes without heartbeats pass for one that has sent.
+
+        The fork server has no thread for heartbeats, as threads do not survive a fork: only a stop counts.
+        """
+        if name not in self._silence or (name == FORK_SERVER and not is_stopped(pid)):
+            self._silence.heard(name)
+        elif self._silence.seconds(name) >= min(SURE_SECONDS, self.limits.warn_after / 2):
+            used = cpu_seconds(pid)
+            if used >= self._computed.setdefault(name, used) + COMPUTES_SECONDS:
+                self._hear(name)
+
+    def _name(self, name: str) -> None:
+        """Log that a process has become frozen, or slow, or neither."""
+        limits, state = self.limits, ""
+        if self._silence.seconds(name) >= limits.warn_after:
+            state = "frozen"
+        elif self._idle.seconds(name) >= limits.warn_after and name.startswith("worker"):
+            state = "slow"
+        before = self._named.get(name, "")
+        if state == before:
+            return
+        self._named[name] = state
+        if state == "frozen":
+            left = f"after {limits.frozen_after:g} s it is given up"
+            log.warning("%s is frozen: no heartbeat for %g s; %s.", name, limits.warn_after, left)
+        elif before == "frozen":
+            log.warning("%s is no longer frozen.", name)

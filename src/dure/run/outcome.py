@@ -1,0 +1,149 @@
+"""What a run has counted, and the summary that is made of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dure.core.mixing import mixing
+from dure.errors import DureError
+from dure.job.replica import digest
+from dure.report.metrics import Staleness, TimeShare
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.meter import Span
+    from dure.run.setup import Task
+
+DRAWN = 128
+"""Workers up to which the record of a run holds the graph of their gossip."""
+
+COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applied", "updates_refused")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Everything a run counts; grows over the segments between checkpoints and is saved with them.
+
+    `steps` is the highest clock that a worker has been at.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    staleness: Staleness = field(default_factory=Staleness)
+    time: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communicate": 0.0, "wait": 0.0})
+    per_worker: dict[str, dict[str, int]] = field(default_factory=dict)
+    per_shard: dict[str, dict[str, int]] = field(default_factory=dict)
+    failures_survived: int = 0
+    events: int = 0
+
+    def count(self, table: str, node: str, **amounts: int) -> None:
+        """Add `amounts` to what `node` has counted in "per_worker" or "per_shard"."""
+        row = getattr(self, table).setdefault(node, {})
+        for name, amount in amounts.items():
+            row[name] = row.get(name, 0) + amount
+
+    def count_updates(self, shards: Sequence[tuple[Mapping[int, int], int, int]]) -> None:
+        """What shards have applied and refused: (updates by staleness, applied, refused) of the stalest is quoted."""
+        stalest = max(shards, key=lambda shard: Staleness(Counter(shard[0])).mean)
+        self.staleness.histogram.update(stalest[0])
+        self.counts["updates_applied"], self.counts["updates_refused"] = stalest[1:]
+
+    def add_time(self, seconds: Mapping[str, float]) -> None:
+        for kind in self.time:
+            self.time[kind] += seconds.get(kind, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "counts": self.counts,
+            "staleness": self.staleness.as_dict(),
+            "time": self.time,
+            "per_worker": self.per_worker,
+            "per_shard": self.per_shard,
+            "failures_survived": self.failures_survived,
+            "events": self.events,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Totals:
+        totals = cls(**{**state, "staleness": Staleness.from_dict(state["staleness"])})
+        totals.counts, totals.time = dict(totals.counts), dict(totals.time)
+        return totals
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended: its totals, its rows of history, and the parameters that it delivers (None: timing only)."""
+
+    totals: Totals
+    history: list[dict[str, Any]]
+    params: torch.Tensor | None
+    spans: list[Span] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
+    """The JSON object of `dure train`."""
+    totals, history = outcome.totals, outcome.history
+    last = history[-1] if history else {}
+    accuracies = [row["accuracy"] for row in history if row.get("accuracy") is not None]
+    share = TimeShare(**totals.time)
+    return {
+        "job": task.job.name,
+        "strategy": task.strategy.text(),
+        "on": task.config.on,
+        "time": time,
+        "workers": task.workers,
+        "steps": totals.steps,
+        "lr": task.job.optimizer.lr,
+        **{name: totals.counts[name] for name in ("samples",)},
+        "seconds": totals.seconds,
+        "loss": last.get("loss"),
+        "accuracy": last.get("accuracy"),
+        "best_accuracy": max(accuracies, default=None),
+        **{name: totals.counts[name] for name in COUNTS if name != "samples"},
+        "bytes_per_step": _bytes_per_step(totals),
+        "staleness": totals.staleness.as_dict(),
+        "time_share": share.as_dict(),
+        "failures_survived": totals.failures_survived,
+        "params_sha256": "" if outcome.params is None else digest(outcome.params),
+        "seed": task.config.seeded,
+        "per_worker": totals.per_worker,
+        "per_shard": totals.per_shard,
+        **_graph(task),
+        **outcome.notes,
+    }
+
+
+def check_applied(totals: Totals) -> None:
+    """Raise `DureError` for a run in which no update was applied: its result is the initial model."""
+    counts = totals.counts
+    if counts["updates_applied"]:
+        return
+    why = "it ended before the first update. Give it more steps or more seconds"
+    if counts["updates_refused"]:
+        why = (
+            f"{counts['updates_refused']} updates were refused, as are those that hold NaN or infinity, are damaged or "
+            "come too late. Try a smaller rate, another codec or fewer workers"
+        )
+    raise DureError(f"no update was applied, so the model is the one that the run began with: {why}.")
+
+
+def _bytes_per_step(totals: Totals) -> dict[str, float]:
+    """Payload bytes that a worker sends and receives in a step, the mean over workers; nothing without steps."""
+    steps = sum(row.get("steps", 0) for row in totals.per_worker.values())
+    ways = ("sent", "received")
+    return {way: totals.counts[f"bytes_{way}"] / steps for way in ways} if steps else {}
+
+
+def _graph(task: Task) -> dict[str, Any]:
+    """Who gossiped with whom, and how fast that mixes; for so many workers as can be drawn."""
+    if task.graph is None or not 1 < task.workers <= DRAWN:
+        return {}
+    return {"graph": {**mixing(task.graph).as_dict(), "edges": [list(edge) for edge in task.graph.edges]}}

@@ -1,0 +1,25 @@
+"""Objects that a caller has made already, behind the names of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dure.job.job import Job
+from dure.run.strategy import Strategy
+from dure.runtime.launch.interruption import Interruption
+from dure.runtime.virtual.cluster import Cluster
+
+if TYPE_CHECKING:
+    from dure.runtime.launch.fork_server import Nursery
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """Objects behind the names in a configuration, a nursery begun earlier, and the signals that the caller hears."""
+
+    job: Job | None = None
+    cluster: Cluster | None = None
+    strategy: Strategy | None = None
+    nursery: Nursery | None = None
+    interruption: Interruption = field(default_factory=Interruption)

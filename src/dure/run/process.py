@@ -1,0 +1,505 @@
+"""What one process of a real run does, from its first word to its last.
+
+worker                                      hub (the launcher)
+register(where I listen) ------------------->  waits until all are there
+<------------------ directory, store ---------
+join the clock; ready ---------------------->  waits until all are ready
+<------------------ go ----------------------
+the method's work;  progress, snapshot ----->  graded, recorded
+suspended, at a checkpoint ----------------->  waits until all are; shards save; commit
+<------------------ go on -------------------
+leave the clock; done(parameters) ---------->  the run's result
+<------------------ bye ---------------------
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.node import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec, nothing
+from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
+from dure.errors import CheckpointError, DureError, Refused
+from dure.job.gradients import Evaluator
+from dure.run import checkpoint
+from dure.run.checkpoint import Part
+from dure.run.snapshots import HUB, Snapshots
+from dure.run.work_through import work_through
+from dure.runtime.heartbeat import Heartbeat
+from dure.runtime.launch.engine_store import connected
+from dure.runtime.launch.rendezvous import lead_engine
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Credentials, Identity, Loss
+from dure.topology.parameter_server.fused import serve_clock
+from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.shard import Shard
+
+if TYPE_CHECKING:
+    from dure.job.gradient import Gradient
+    from dure.run.setup import Task
+    from dure.runtime.process.group import ProcessGroup
+    from dure.sync.worker import Worker
+    from dure.topology.hybrid.rows import RowShard
+    from dure.topology.parameter_server.batch.coordinator import Coordinator
+    from dure.topology.parameter_server.clock import ClockService
+    from dure.topology.shared_memory.segment import SharedShard
+
+PROGRESS_SECONDS = 0.1
+"""How often a worker says how far it is."""
+
+COUNTED = ("bytes_sent", "bytes_received", "messages")
+
+SPANS = 4000
+"""Spans per message."""
+
+MESSAGE = 4000
+"""Characters of an error that the hub is told of."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms the processes of a run work together.
+
+    `absent` workers are not there at first. A worker that shows no progress for `evict_seconds` (more, if it is slow)
+    is left behind. `log` has the shards keep what they apply, for `status`. A server that is gone is waited for
+    `return_seconds`; with 0, none comes back.
+    """
+
+    absent: Sequence[int] = ()
+    evict_seconds: float = EVICT_SECONDS
+    log: bool = False
+    return_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from.
+
+    `credentials` are the run's, as plain values: they come through a pipe, and are in no argument and no variable.
+    `heartbeat` is what `LivenessMonitor.admit` gave: a process without it sends no heartbeats.
+    """
+
+    name: str
+    run: str
+    incarnation: int
+    hub: Sequence[Any]
+    credentials: Mapping[str, Any] = field(repr=False)
+    terms: Terms = Terms()
+    interface: str = "127.0.0.1"
+    resume: str | None = None
+    heartbeat: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> Start:
+        """From values that JSON has."""
+        return cls(terms=Terms(**terms), **plain)
+
+
+def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
+    """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one.
+
+    `check` is called at least once a second of a wait; it raises what ends the run here.
+    """
+    torch.set_num_threads(1)
+    kind, rank = start.name.split()
+    identity = Identity(start.run, start.name, int(rank), start.incarnation)
+    config = task.config
+    evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
+    if evaluator is not None:
+        task.set_apart(evaluator)
+    credentials = Credentials.of(start.credentials)
+    node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, evaluator=evaluator)
+    node.loop.check = check
+    node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
+    port = node.wire.listen(start.interface)
+    life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)
+    with ExitStack() as stack:
+        if start.heartbeat:
+            host, heard_at, token, period = start.heartbeat
+            beating = Heartbeat((host, heard_at), token, lambda: (life.steps, node.loop.waiting), period)
+            stack.callback(beating.stop)
+        parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
+        node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
+        node.wire.close()
+        node.loop.end()
+
+
+class Life:
+    """What workers and servers have in common: they register, and obey the hub."""
+
+    def __init__(self, task: Task, node: ProcessNode) -> None:
+        self.task = task
+        self.node = node
+        self.bye: Operation[None] = node.promise("the hub's goodbye")
+        self.delivered = False
+        node.on_lost = self._lost
+
+    async def register(self, where: tuple[str, int]) -> Reply:
+        reply = await self.node.call(HUB, "register", host=where[0], port=where[1])
+        self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
+        return reply
+
+    @property
+    def steps(self) -> int:
+        """Steps that a worker has made."""
+        return 0
+
+    def counters(self) -> dict[str, int]:
+        """Payload bytes and messages exchanged with everyone but the hub."""
+        counts = dict.fromkeys(COUNTED, 0)
+        for peer, traffic in self.node.wire.traffic.items():
+            if peer != "hub":
+                counts["bytes_sent"] += traffic.payload_nbytes_sent
+                counts["bytes_received"] += traffic.payload_nbytes_received
+                counts["messages"] += traffic.messages_sent
+        return counts
+
+    def _meet(self, name: str, place: Sequence[Any]) -> None:
+        """Another process is there, or there again."""
+        self.node.directory[name] = (place[0], place[1])
+
+    def _lost(self, loss: Loss) -> None:
+        if loss.peer != "hub":
+            return
+        if not self.delivered:
+            raise SystemExit(1 if loss.finished else f"its connection to the launcher ended: {loss.reason}")
+        self.bye.resolve()
+
+
+CONTROL = {
+    "bye": Method(DRIVER),
+    "settle": Method(DRIVER),
+    "evaluate": Method(DRIVER),
+    "save": Method(DRIVER, {"draft": TEXT}),
+    "suspend": Method(DRIVER, {"step": COUNT}),
+    "stop_at": Method(DRIVER, {"step": COUNT}),
+    "lost": Method(DRIVER, {"name": NODE}),
+    "frozen": Method(DRIVER, {"name": NODE}),
+    "returned": Method(DRIVER, {"name": NODE}),
+    "meet": Method(DRIVER, {"name": NODE, "place": PLACE}),
+}
+"""What the hub may tell processes; each has handlers for a part of it."""
+
+
+class Control:
+    """The service by which the hub tells a process what to do: `handlers` by method, plain or `async`."""
+
+    def __init__(self, **handlers: Any) -> None:
+        self.protocol = {method: CONTROL[method] for method in handlers}
+        self._handlers = handlers
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.caller != "hub" or call.method not in self._handlers:
+            raise Refused(f"{call.caller} may not ask a process to {call.method}.")
+        later = self._handlers[call.method](**call.fields)
+        return Reply() if later is None else self._answer_after(later)
+
+    async def _answer_after(self, later: Awaitable[None]) -> Reply:
+        await later
+        return Reply()
+
+
+class ServerLife(Life):
+    """A process that hosts one shard, and the clock if it is the first."""
+
+    def __init__(self, task: Task, node: ProcessNode, terms: Terms) -> None:
+        super().__init__(task, node)
+        self.terms = terms
+        self.clock: ClockService | None = None
+        self.coordinator: Coordinator | None = None
+
+    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+        number, terms = self.node.rank, self.terms
+        self.shard: Shard | SharedShard | RowShard
+        if self.task.clocked:
+            self.shard = self.task.shard(self.node, number, log=terms.log)
+        else:
+            self.shard = self.task.row_shard(self.node, number)
+        if number == 0 and self.task.clocked:
+            self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
+            self.clock.on_evicted = self._evicted
+            self.clock.shards_return = bool(terms.return_seconds)
+            self.coordinator = self.task.coordinator(self.clock, terms.evict_seconds)
+        if parts:
+            with checkpoint.fitting(f"shard-{number}"):
+                self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
+            with checkpoint.fitting("clock"):
+                if self.clock is not None:
+                    self.clock.restore(parts["clock"].plain)
+            with checkpoint.fitting("coordinator"):
+                if self.coordinator is not None:
+                    self.coordinator.restore(parts["coordinator"].plain)
+        if parts and self.node.incarnation and isinstance(self.shard, Shard):
+            self.shard.come_back(self.node.incarnation)
+        self.node.serve("shard", self.shard)
+        if self.clock is not None:
+            serve_clock(self.node, self.clock, self.shard)
+        if self.coordinator is not None:
+            self.node.serve("coordinator", self.coordinator)
+        handlers = {
+            "lost": self._worker_lost,
+            "frozen": self._worker_frozen,
+            "meet": self._meet,
+            "returned": self._returned,
+        }
+        self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, **handlers))
+        await self.register(where)
+        go = await self.node.call(HUB, "ready")
+        if self.coordinator is not None:
+            leading = self.coordinator.lead(self.task.sync.coordinate, go.fields["seconds"])
+            self.node.spawn(leading, "the coordinator")
+        await self.bye
+
+    def _worker_lost(self, name: str) -> None:
+        """A worker died before it had called us."""
+        if self.clock is not None:
+            self.clock.lost(name)
+
+    def _worker_frozen(self, name: str) -> None:
+        """A worker sends no heartbeats: go on without it. It comes back only by joining again."""
+        rank = int(name.split()[1])
+        if self.coordinator is not None:
+            self.coordinator.lost(name)
+        if self.clock is not None and rank in self.clock.live:
+            self.clock.evict(rank)
+
+    async def _returned(self, name: str) -> None:
+        """Another server is back."""
+        if self.clock is not None:
+            await self.clock.returned(Address(name, "shard"))
+
+    def _evicted(self, worker: int) -> None:
+        self.node.call(HUB, "evicted", worker=f"worker {worker}")
+
+    async def _settle(self) -> None:
+        if self.clock is not None:
+            await self.clock.settled()
+        if self.coordinator is not None:
+            await self.coordinator.settled()
+
+    def _save(self, draft: str) -> None:
+        tensors, plain = self.shard.state()
+        checkpoint.write_part(Path(draft), f"shard-{self.node.rank}", Part(tensors, plain))
+        if self.clock is not None:
+            checkpoint.write_part(Path(draft), "clock", Part({}, self.clock.state()))
+        if self.coordinator is not None:
+            checkpoint.write_part(Path(draft), "coordinator", Part({}, self.coordinator.state()))
+
+
+class WorkerLife(Life):
+    """A process that is one worker."""
+
+    def __init__(self, task: Task, node: ProcessNode, terms: Terms = Terms()) -> None:
+        super().__init__(task, node)
+        self.terms = terms
+        self.suspending = False
+        self.next_checkpoint = 0
+        self.snapshots = Snapshots(task, node, self._bytes_sent)
+        self.counted = dict.fromkeys(COUNTED, 0)
+        self._said = 0.0
+        self._began = 0
+        self._role: Strand[None] | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.worker.clock if hasattr(self, "worker") else 0
+
+    def _control(self) -> Control:
+        handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
+        return Control(bye=self.bye.resolve, stop_at=self._stop_at, frozen=self._neighbor_frozen, **handlers)
+
+    def _neighbor_frozen(self, name: str) -> None:
+        if hasattr(self, "worker") and self.worker.peer is not None:
+            self.worker.peer.frozen(name)
+
+    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+        node, task = self.node, self.task
+        self.node.serve("process", self._control())
+        reply = await self.register(where)
+        if task.uses_engine:
+            lead_engine(where[0])
+            node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
+        self.worker = worker = task.worker(node, node.rank, node.meter)
+        if worker.server is not None:
+            worker.server.return_seconds = self.terms.return_seconds
+        if task.shares_memory:
+            await self._map_memory()
+        worker.on_step = self._on_step
+        worker.on_boundary = self._on_boundary
+        if worker.rows is not None:
+            worker.rows.copies = self.snapshots.is_due
+        resumed = self._restore(parts)
+        if task.needs_everybody:
+            assert node.evaluator is not None
+            node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
+        self.snapshots.resume(worker.clock)
+        if not resumed:
+            await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
+        self._began = worker.clock
+        go = await node.call(HUB, "ready")
+        node.begin(go.fields["seconds"])
+        self.snapshots.evaluates = go.fields["evaluates"]
+        self.suspending = go.fields["suspending"]
+        self.next_checkpoint = go.fields["checkpoint"]
+        await self._work()
+        await self._finish()
+
+    async def _map_memory(self) -> None:
+        """See the memory that the first server owns, and have gradients computed on what lies there."""
+        where = await self.node.call(Address("server 0", "shard"), "where")
+        segment = self.task.segment_at(where.fields["path"])
+        self.worker.shared = self.task.access(self.node, self.node.rank, segment)
+        assert self.node.evaluator is not None
+        self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
+
+    def _restore(self, parts: dict[str, Part]) -> bool:
+        """Go on from a checkpoint if this worker is in it; whether it was."""
+        if self.task.config.checkpoint_every:
+            self.worker.boundary.suspend = self._suspend_due
+        mine = parts.get(f"worker-{self.node.rank}")
+        if mine is not None:
+            with checkpoint.fitting(f"worker-{self.node.rank}"):
+                self.worker.restore(mine.tensors, mine.plain)
+                self.counted = dict(mine.plain["counted"])
+                self.node.meter.seconds.update(mine.plain["time"])
+        return mine is not None
+
+    async def _work(self) -> None:
+        """The method's work, begun anew after each checkpoint."""
+        while True:
+            role = self.node.spawn(work_through(self.task.sync, self.worker, self.task.period), self.node.name)
+            self._role = role
+            try:
+                await role
+            except Suspend:
+                await self._checkpoint()
+            except DureError as error:
+                kind, message = type(error).__name__, str(error)[:MESSAGE]
+                await self.node.call(HUB, "failed", kind=kind, message=message, refused=self.worker.refused)
+                raise SystemExit(1) from error
+            else:
+                return
+
+    async def _finish(self) -> None:
+        worker, node = self.worker, self.node
+        await worker.leave()
+        seconds = node.now()
+        await self.snapshots.settled()
+        counts = self._counts()
+        await self._send_spans()
+        if worker.rows is not None and worker.rank == 0:
+            await worker.rows.copy(worker.params, worker.clock)  # it is the one whose model counts
+        values = worker.delivering(self.task.sync.delivers)
+        tensors = [values] if worker.buffers is None else [values, worker.buffers]
+        done: dict[str, Any] = {
+            "seconds": seconds,
+            "steps": worker.clock,
+            "done": worker.clock - worker.entered,
+            "updates": self.task.gradients_in(worker),
+            "refused": worker.refused,
+            **counts,
+        }
+        await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
+        self.delivered = True
+        await self.bye
+
+    async def _send_spans(self) -> None:
+        spans = self.node.meter.spans or []
+        for start in range(0, len(spans), SPANS):
+            await self.node.call(HUB, "spans", spans=[list(span) for span in spans[start : start + SPANS]])
+
+    # ---- while it works
+
+    def _on_step(self, worker: Worker, gradient: Gradient) -> None:
+        now = self.node.now()
+        if now >= self._said + PROGRESS_SECONDS or worker.clock == self.task.steps:
+            self._report(now)
+        self.snapshots.at_step(worker)
+
+    def _on_boundary(self, worker: Worker) -> None:
+        """Take the snapshots that are due, and report this worker's steps to the hub."""
+        self.snapshots.at_boundary(worker)
+        if worker.clock % self.task.eval_every == 0 and worker.clock > self._began:
+            self._report(self.node.now())
+
+    def _report(self, now: float) -> None:
+        """Report this worker's steps to the hub."""
+        worker, self._said = self.worker, now
+        done, at = worker.clock - worker.entered, self.snapshots.at
+        self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
+
+    def _counts(self) -> dict[str, int]:
+        """What this worker has exchanged, before a checkpoint that it came from too."""
+        group, counts = self.worker.group, self.counters()
+        return {name: self.counted[name] + counts[name] + getattr(group, name, 0) for name in COUNTED}
+
+    def _bytes_sent(self) -> int:
+        return self._counts()["bytes_sent"]
+
+    def _tell(self, method: str, **fields: Any) -> None:
+        """Say something to the hub without waiting for its answer."""
+        self.node.call(HUB, method, **fields)
+
+    def _evaluate(self) -> None:
+        self.snapshots.evaluates = True
+
+    # ---- checkpoints
+
+    def _suspend_due(self, worker: Worker) -> bool:
+        due = self.next_checkpoint <= worker.clock < self.task.steps
+        return due or self.suspending
+
+    def _suspend_now(self, step: int) -> None:
+        """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""
+        if step < self.next_checkpoint:
+            return  # that one has been dealt with
+        self.suspending = True
+        if self.worker.asking and self._role is not None:
+            self._role.throw(Suspend())
+
+    def _stop_at(self, step: int) -> None:
+        """Stop for a checkpoint at the clock `step`, with all other workers."""
+        if step <= self.worker.clock:
+            raise Refused(
+                f"{self.node.name} is at clock {self.worker.clock} and cannot stop at {step}: name a later one."
+            )
+        self.next_checkpoint = step
+
+    async def _checkpoint(self) -> None:
+        reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)
+        tensors, plain = self.worker.state()
+        plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
+        problem = None
+        try:
+            checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
+        except CheckpointError as error:
+            problem = str(error)
+        go = await self.node.call(HUB, "saved", problem=problem)
+        self.next_checkpoint = go.fields["checkpoint"]
+        self.suspending = False
+        self.worker.asking = False
+
+
+def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:
+    """Join the engine's process group of all workers; what makes a `Group` of ranks."""
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from dure.runtime.process.group import TIMEOUT, ProcessGroup
+
+    prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected(store, workers))
+    dist.init_process_group("gloo", store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
+
+    def group(ranks: Sequence[int]) -> ProcessGroup:
+        engine = None if len(ranks) == workers else dist.new_group(list(ranks))
+        return ProcessGroup(node, ranks, engine)
+
+    return group

@@ -1,0 +1,108 @@
+"""From a configuration to the set-up of its run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dure.errors import UsageError
+from dure.job.groups import scaled
+from dure.job.job import Job, load_job
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import AtHand
+from dure.run.setup import Task, check_rates
+from dure.run.strategy import check_codec_name
+from dure.runtime.virtual.cluster import Cluster
+
+EVALUATIONS = 20
+"""How often a run is evaluated where nothing else is asked for."""
+
+
+ENDLESS = 10**9
+"""The steps of a run that ends by its seconds."""
+
+
+EVALUATE_EVERY = 50
+"""Steps between evaluations of such a run."""
+
+
+def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:
+    """The task that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
+    strategy = at_hand.strategy or config.chosen()
+    cluster, job = at_hand.cluster, at_hand.job
+    if config.virtual and cluster is None:
+        cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
+    workers = _workers(config, cluster)
+    if job is None:
+        job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
+    else:
+        job = _adjusted(job, config)
+    members = getattr(strategy.sync, "quorum", int)(workers)
+    averaged = members if getattr(strategy.sync, "reduce", "mean") == "mean" else 1
+    if config.optimizer is None and hasattr(strategy.sync, "local_optimizer"):
+        job = replace(job, optimizer=strategy.sync.local_optimizer(job.optimizer))
+    job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
+    if job.groups is not None and config.scale_lr:
+        job = replace(job, groups=scaled(job.groups, averaged))
+    sizes = config.batch_sizes or (job.batch_size,) * workers
+    steps = _steps(config, job, sum(sizes))
+    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
+    absent = cluster.absent if cluster is not None else frozenset()
+    task = Task(config, job, strategy, workers, steps, every, absent)
+    _check(task, cluster)
+    return task, cluster
+
+
+def _adjusted(job: Job, config: TrainConfig) -> Job:
+    given: dict[str, Any] = {"batch_size": config.batch_size, "split": config.split}
+    return replace(job, **{name: value for name, value in given.items() if value is not None})
+
+
+def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
+    if cluster is None:
+        return config.workers or 4
+    if config.workers is not None and config.workers != cluster.workers:
+        raise UsageError(
+            f"--workers {config.workers} was asked for, and the cluster has {cluster.workers} machines. "
+            "Leave --workers out, or describe as many machines."
+        )
+    return cluster.workers
+
+
+def _steps(config: TrainConfig, job: Job, batch: int) -> int:
+    limits = [config.steps] if config.steps is not None else []
+    if config.epochs is not None:
+        limits.append(job.train.steps(config.epochs, batch))
+    if config.seconds is not None and not limits:
+        return ENDLESS
+    return min(limits) if limits else job.steps
+
+
+def _check(task: Task, cluster: Cluster | None) -> None:
+    _ = task.graph, task.plan  # must be one
+    fewest = getattr(task.sync, "fewest", 1)
+    if task.workers < fewest:
+        raise UsageError(
+            f'"{task.strategy}" needs at least {fewest} workers, and there are {task.workers}. Use that many, or wait '
+            "for fewer."
+        )
+    for name in cluster.codecs if cluster is not None else ():
+        check_codec_name(name)
+    if cluster is not None and task.needs_everybody:
+        for event in cluster.events:
+            if event.kind in ("crash", "join"):
+                raise UsageError(
+                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
+                    "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
+                )
+    if not task.config.timing_only:
+        check_rates(task)
+    if task.clocked:
+        _ = task.server_rule  # said now, not by a server
+    if task.config.timing_only and task.codec is not None:
+        raise UsageError(
+            f"timing_only moves sizes without values, and what {task.strategy.text()['codec']} sends depends on them. "
+            "Use fp32, or leave it out."
+        )
+    if task.config.timing_only and not task.config.virtual:
+        raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

@@ -1,0 +1,131 @@
+"""A run to go on with: what was asked of it when it began holds, and who resumes it says how far it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dure.core import user_code
+from dure.core.spec_text import value_text
+from dure.errors import StrategyError, UsageError
+from dure.report.run import read_run
+from dure.run.config import TrainConfig
+from dure.run.strategy import AXES, DEFAULTS, make, member_text
+from dure.run.trust import check
+from dure.runtime.virtual.cluster import Cluster
+
+CLUSTER = "cluster.yaml"
+"""Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
+
+MAY_CHANGE = (
+    "steps",
+    "epochs",
+    "seconds",
+    "checkpoint_every",
+    "data",
+    "trace",
+    "tensorboard",
+    "warn_after",
+    "frozen_after",
+    "key_file",
+    "integrity",
+    "grace",
+)
+"""How far a run goes, where its data and its key lie on this machine, what else is written of it, and its patience."""
+
+
+def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
+    """The configuration of the run in `config.resume`, to go on with, and in it what is asked for of `MAY_CHANGE`.
+
+    `cluster` is the object that was given as a place, if one was. An option that is as if left out is not given.
+
+    Raises:
+        UsageError: an option that was given says something else than the run does, or the code that the run names has
+            changed (`trust.check`).
+    """
+    folder = config.resume
+    assert folder is not None
+    record = read_run(folder)
+    if not config.trust:
+        check(folder, record.config, record.code)
+    saved = TrainConfig.of({**record.config, "resume": folder, "out": folder, "trust": config.trust})
+    asked = ((option, getattr(config, option.name)) for option in fields(config))
+    given = {option.name: value for option, value in asked if value != option.default}
+    changes = {name: given.pop(name) for name in MAY_CHANGE if name in given}
+    given = {**given, **config.members()}
+    for name in ("strategy", "resume", "trust"):
+        given.pop(name, None)
+    has = _facts(saved)
+    wrong = {name: value for name, value in given.items() if not _agrees(name, value, has, cluster)}
+    if wrong:
+        raise UsageError(_refusal(saved, wrong, has))
+    return TrainConfig.of({**saved.plain(), **changes, "trust": config.trust})
+
+
+def cluster_of(folder: Path) -> Cluster | None:
+    """The virtual cluster that the run in `folder` runs on; None if there is none."""
+    return Cluster.from_yaml(folder / CLUSTER) if (folder / CLUSTER).exists() else None
+
+
+def _facts(saved: TrainConfig) -> dict[str, Any]:
+    """The options of a run as they came out: what was left out is what stood in for it, where that is known here."""
+    assert saved.resume is not None
+    try:
+        members = saved.chosen().text()
+    except StrategyError:  # a method that was an object goes by its text, and no catalogue has it
+        members = {**DEFAULTS, **saved.members()}
+    cluster = cluster_of(saved.resume) if saved.virtual else None
+    options = {option.name: getattr(saved, option.name) for option in fields(saved)}
+    workers = saved.workers or (cluster.workers if cluster is not None else 4)
+    return {**options, **members, "workers": workers, "dtype": saved.dtype or "float32", "cluster": cluster}
+
+
+def _agrees(name: str, value: Any, has: Mapping[str, Any], cluster: Cluster | None) -> bool:
+    """Whether `value`, given for an option, says what the run has; `cluster` is the object behind a place."""
+    if name in AXES:
+        return has[name] is not None and _in_full(name, value) == _in_full(name, has[name])
+    if name == "on":
+        return _same_place(value, has, cluster)
+    if name == "job":
+        return _whole(value) == _whole(has["job"])
+    return bool(value.resolve() == has[name].resolve()) if name == "out" else bool(value == has[name])
+
+
+def _in_full(axis: str, text: str) -> str:
+    try:
+        return member_text(axis, make(text, axis))
+    except StrategyError:  # as in `_facts`; or it names nothing, and then it is not what the run has
+        return text
+
+
+def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> bool:
+    """In virtual time, on the same cluster; "virtual" alone says nothing of the machines."""
+    kept = has["cluster"]
+    if on in ("local", "torchrun") or kept is None:
+        return bool(on == has["on"])
+    given = cluster if on == "virtual" else Cluster.from_yaml(on)
+    return given is None or given.to_yaml() == kept.to_yaml()
+
+
+def _whole(job: str) -> str:
+    """A job's name, of one in a file with the whole path."""
+    own = user_code.split(job)
+    return job if own is None else f"{Path(own[0]).resolve()}:{own[1]}"
+
+
+def _refusal(saved: TrainConfig, wrong: Mapping[str, Any], has: Mapping[str, Any]) -> str:
+    was = [f"{name} left out" if has[name] is None else f"{name}={value_text(has[name])}" for name in wrong]
+    given = [
+        f"{name}={value_text(value)}" if value != has[name] else f"another {'cluster' if name == 'on' else name}"
+        for name, value in wrong.items()
+    ]
+    return (
+        f"{saved.resume} is a run with {_listed(was)}; {_listed(given)} cannot change that: "
+        f"leave {'it' if len(wrong) == 1 else 'them'} out."
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)

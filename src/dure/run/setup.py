@@ -1,0 +1,484 @@
+"""One run, resolved: everything that both runtimes build their workers and servers from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.codec.coder import SliceLayout
+from dure.codec.fp32 import Float32
+from dure.core.meter import Meter
+from dure.core.node import Address, Ghost, Group, Node
+from dure.core.ranges import Ranges, size
+from dure.errors import UsageError
+from dure.job.data.batches import Batches
+from dure.job.data.split import IID
+from dure.job.groups import Rates, rates_of
+from dure.job.optimizer import FlatOptimizer, OptimizerSpec, RangesOptimizer, Segment, restrict
+from dure.job.overlap import cut
+from dure.job.replica import Replica
+from dure.job.schedule import schedule_of
+from dure.job.source import JobSource
+from dure.run.strategy import Strategy
+from dure.runtime.memory import Memory
+from dure.sync.remedied import compares, corrections, server_rule
+from dure.sync.worker import Boundary, Worker
+from dure.topology.collective.choice import Collective
+from dure.topology.collective.compressed import CodedGroup
+from dure.topology.collective.message_group import SentGroup
+from dure.topology.gossip.choice import Gossip
+from dure.topology.gossip.graph import build
+from dure.topology.gossip.peer import Peer
+from dure.topology.hybrid.choice import Hybrid
+from dure.topology.hybrid.placement import MEASURED, Place, Plan, decide, measure
+from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
+from dure.topology.parameter_server.batch.client import PortionClient
+from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
+from dure.topology.parameter_server.batch.portions import Portions
+from dure.topology.parameter_server.choice import ParameterServer
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
+from dure.topology.parameter_server.corrections import Corrections
+from dure.topology.parameter_server.fused import clocked_at
+from dure.topology.parameter_server.placement import held_by
+from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.shard import Shard
+from dure.topology.shared_memory.choice import SharedMemory
+from dure.topology.shared_memory.segment import Access, Layout, SharedShard
+from dure.topology.shared_memory.segment import Segment as SharedSegment
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from dure.codec.base import Codec
+    from dure.job.gradients import Evaluator
+    from dure.job.job import Job
+    from dure.run.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job under a strategy, for `workers` ranks, of which some may join later.
+
+    `steps` are mini-batches per worker, `eval_every` those between evaluations, `absent` who is not there at first.
+    """
+
+    config: TrainConfig
+    job: Job
+    strategy: Strategy
+    workers: int
+    steps: int
+    eval_every: int
+    absent: frozenset[int] = frozenset()
+
+    @property
+    def period(self) -> int:
+        """Mini-batches of a worker between two places where all are together, and that one tick of the servers' clock
+        stands for. A method whose rounds differ in length says itself where they begin (`Worker.met`, `Note`).
+        """
+        period: int = getattr(self.sync, "period", 1)
+        return period
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the graded model at step t holds every worker's gradients 1..t and none later.
+
+        All workers then are at the same clock where they meet, and discarded gradients count as steps.
+        """
+        return self.lockstep and not self.coordinated
+
+    def is_common(self, worker: Worker, done: int) -> bool:
+        """Whether a worker of a synchronous method has, after `done` steps, the model that all others have then.
+
+        Where models differ between two meetings, their mean is the method's model.
+        """
+        if self.sync.delivers != "mean":
+            return True
+        if worker.boundary.alone or getattr(self.sync, "streams", False):
+            return False
+        return done % self.period == 0 if worker.met is None else done == worker.met
+
+    def shown(self, worker: Worker) -> torch.Tensor:
+        """The model of a worker of a synchronous method at a step boundary, as the run would deliver it there."""
+        common = self.is_common(worker, worker.clock)
+        return worker.delivering(getattr(self.sync, "agreed", self.sync.delivers) if common else self.sync.delivers)
+
+    def gradients_in(self, worker: Worker) -> int:
+        """How many of a worker's own gradients are in what it delivers without a server."""
+        apart = self.sync.delivers in worker.kept  # from its parameters, and told of their gradients now and then
+        return (worker.given if apart else worker.clock - worker.entered) - worker.refused
+
+    def gradients_in_common(self, worker: Worker) -> int:
+        """How many gradients are in the model that all workers have over collectives, where this worker stands now."""
+        return self.workers * self.gradients_in(worker)
+
+    def weight(self, rank: int) -> float:
+        """Weight of a worker's model in the mean of all models: its batch size, where batch sizes differ."""
+        return float(self.batch_sizes[rank]) if len(set(self.batch_sizes)) > 1 else 1.0
+
+    @property
+    def sync(self) -> Any:
+        return self.strategy.sync
+
+    @property
+    def servers(self) -> int:
+        """How many shards there are; 0 over collectives, and 1 who owns it where memory is shared."""
+        topology = self.strategy.topology
+        if self.plan is not None:
+            return self.plan.shards
+        return topology.shards if isinstance(topology, ParameterServer) else int(self.shares_memory)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that wrote it, for `checkpoint.check_origin`."""
+        sizes = {"workers": self.workers, "parameters": self.replica.numel}
+        return {"job": self.job.name, **self.strategy.text(), **sizes}
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all workers are on one machine and the model is in its memory."""
+        return isinstance(self.strategy.topology, SharedMemory)
+
+    @property
+    def needs_everybody(self) -> bool:
+        """Whether every operation needs every worker, as collectives do: then a death ends the run."""
+        return isinstance(self.strategy.topology, Collective | Hybrid)
+
+    @property
+    def clocked(self) -> bool:
+        """Whether the first server hosts a clock."""
+        return bool(self.servers) and not self.needs_everybody
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What goes through servers, in a hybrid: the same in every process, as batches are drawn from the seed.
+
+        Raises `StrategyError` where an optimizer or a name does not suit, `UsageError` where nobody can know the rows.
+        """
+        topology = self.strategy.topology
+        if not isinstance(topology, Hybrid):
+            return None
+        if self.config.timing_only:
+            raise UsageError("a timing-only run has no data, so nobody knows which rows it reads: leave that out.")
+        samplers, data = self._draw_samplers(), self.job.train
+        batches = [[data.batch(sampler.next())[0] for sampler in samplers] for _ in range(MEASURED)]
+        itemsize = self.replica.params.element_size()
+        place = Place(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
+        plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
+        for table in plan.tables:
+            check_rule(of_table(self.job.optimizer, self.rates.segments, table)[0])
+        return plan
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether workers meet by the engine's collectives, and so in a process group of its own."""
+        topology = self.strategy.topology
+        return isinstance(topology, Hybrid) or (isinstance(topology, Collective) and topology.algorithm == "engine")
+
+    @property
+    def slices(self) -> list[tuple[int, float]]:
+        """What of a gradient the engine's group sums together while the rest is computed (`VirtualRuntime.slices`)."""
+        if not self.uses_engine:
+            return []
+        apart = () if self.plan is None else (*self.plan.parts["tables"], *self.plan.parts["whole"])
+        return [(stop - start, start / self.replica.numel) for start, stop in cut(self.replica, without=apart)]
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether the method is led by a coordinator, which hands out the work (`topology.coordinator`)."""
+        return hasattr(self.sync, "coordinate")
+
+    @cached_property
+    def graph(self) -> nx.Graph | None:
+        """Who is whose neighbor, in gossip."""
+        topology = self.strategy.topology
+        return build(topology, self.workers) if isinstance(topology, Gossip) else None
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers are at the same clock at a step boundary: over collectives they always are."""
+        return self.needs_everybody or bool(self.sync.lockstep)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether shards live on the workers' machines."""
+        topology = self.strategy.topology
+        return isinstance(topology, ParameterServer | Hybrid) and topology.colocated
+
+    @cached_property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Mini-batch size of each worker."""
+        given = self.config.batch_sizes
+        if given and len(given) != self.workers:
+            raise UsageError(f"batch_sizes gives {len(given)} sizes for {self.workers} workers. Give one per worker.")
+        return given or (self.job.batch_size,) * self.workers
+
+    @cached_property
+    def replica(self) -> Replica:
+        """A replica with the run's initial values."""
+        return Replica(self.job.build(self.config.seeded))
+
+    @property
+    def initial(self) -> Any:
+        """Initial parameters, flat; a `Ghost` in a timing-only run."""
+        if self.config.timing_only:
+            return Ghost(self.replica.numel, self.replica.params.element_size())
+        return self.replica.params.detach().clone()
+
+    @property
+    def _buffers(self) -> Any:
+        """Initial buffers, flat, a `Ghost` in a timing-only run; None where training changes none."""
+        buffers = self.replica.buffers_flat()
+        if not buffers.numel():
+            return None
+        return Ghost(buffers.numel(), buffers.element_size()) if self.config.timing_only else buffers
+
+    @cached_property
+    def ranges(self) -> list[Ranges]:
+        """The flat ranges that each shard holds."""
+        topology, replica = self.strategy.topology, self.replica
+        if self.shares_memory:
+            return [[(0, replica.numel)]]
+        assert isinstance(topology, ParameterServer)
+        return held_by(topology, replica.layers, replica.numel)
+
+    @cached_property
+    def _samplers(self) -> list[Any]:
+        return self._draw_samplers()
+
+    def _draw_samplers(self) -> list[Any]:
+        """Every worker's, at its first batch."""
+        job = self.job
+        if self.config.split is None and isinstance(job.split, IID):
+            job = replace(job, split=getattr(self.sync, "sampling", job.split))
+        return list(job.samplers(self.batch_sizes, seed=self.config.seeded))
+
+    def source(self, rank: int) -> JobSource:
+        """Where the gradients of worker `rank` come from, from its first batch on."""
+        size = self.batch_sizes[rank]
+        sampler = None if self.config.timing_only else copy(self._samplers[rank])
+        share = size / sum(self.batch_sizes)
+        flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
+        return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seeded, flops=flops)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The job's optimizer with its parameter groups and schedule. Raises `UsageError` for groups without sense."""
+        job, replica = self.job, self.replica
+        return rates_of(job.optimizer, job.groups, schedule_of(job.schedule), replica.layers, replica.parameters)
+
+    @cached_property
+    def servers_have_own_rule(self) -> bool:
+        """Whether the method's servers step by no rate of the job, as those of BMUF and EASGD."""
+        one, other = (self.sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
+        return bool(one == other)
+
+    def _server_segments(self, ranges: Ranges) -> list[Segment]:
+        """The parameter groups of a shard that holds `ranges`."""
+        if self.servers_have_own_rule:
+            return []
+        rule = partial(server_rule, self.sync, workers=self.workers)
+        return restrict(self.rates.seen_by(lambda spec: rule(optimizer=spec)), ranges)
+
+    def merge_buffers(self, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Buffers of all workers, in rank order, as one: means weighted by batch size, counts by their maximum."""
+        if isinstance(snapshots[0], Ghost):
+            return snapshots[0]
+        weights = self.batch_sizes if len(snapshots) == self.workers else None
+        return self.replica.merge_buffers(snapshots, weights)
+
+    def boundary(self) -> Boundary:
+        """When a worker's work ends."""
+        alone = getattr(self.sync, "alone", False)
+        waiting = not self.lockstep
+        return Boundary(self.steps, self.config.seconds, waiting=waiting, period=self.period, alone=alone)
+
+    def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
+        """Worker `rank` on `node`, with its replica, its data and its server or group."""
+        worker = Worker(
+            node=node,
+            rank=rank,
+            world_size=self.workers,
+            params=self.initial,
+            optimizer=FlatOptimizer(
+                self.job.optimizer, self.replica.numel, self.replica.dtype, segments=self.rates.segments
+            ),
+            rates=self.rates.at if self.rates else None,
+            source=self.source(rank),
+            meter=meter,
+            boundary=self.boundary(),
+            total_weight=float(sum(self.batch_sizes)),
+            buffers=self._buffers,
+            merge_buffers=self.merge_buffers,
+        )
+        if self.needs_everybody:
+            worker.group = self.group(node, meter)
+            if self.plan is not None and self.servers:
+                worker.rows = RowClient(node, rank, self.plan, self.job.rows, self._shards)
+                dtype, segments = self.replica.dtype, self.rates.segments
+                worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, dtype, segments=segments)
+        elif self.servers:
+            worker.server = self.client(node, rank)
+            worker.pushes_rates = not self.servers_have_own_rule
+            if self.codec is not None and self.codec.vote() is not None:
+                held = [self._server_segments(ranges) for ranges in self.ranges]
+                worker.server.follow(worker.params, self.server_rule, held)
+            worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
+        elif self.graph is not None:
+            seed, lives = self.config.seeded, node.incarnation
+            worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
+            node.serve("peer", worker.peer)
+        return worker
+
+    def group(self, node: Node, meter: Meter) -> Group:
+        """All workers as one of them sees them: the engine's group, or one written from sends."""
+        topology, ranks = self.strategy.topology, range(self.workers)
+        if isinstance(topology, Collective) and not self.uses_engine:
+            group: Group = SentGroup(node, ranks, topology, meter)
+        else:
+            group = node.group(ranks)
+        return group if self.codec is None else CodedGroup(node, group, self.codec, self.replica.layers, meter)
+
+    @property
+    def codec(self) -> Codec | None:
+        """How updates are encoded; None where they travel as they are."""
+        codec = self.strategy.codec
+        return None if isinstance(codec, Float32) else codec
+
+    @cached_property
+    def layouts(self) -> list[SliceLayout]:
+        """Those of the shards' slices, where updates are encoded."""
+        return [] if self.codec is None else [SliceLayout.of(self.replica.layers, ranges) for ranges in self.ranges]
+
+    @cached_property
+    def _shards(self) -> tuple[Address, ...]:
+        return tuple(Address(f"server {number}", "shard") for number in range(self.servers))
+
+    def client(self, node: Node, rank: int) -> ServerClient:
+        """What worker `rank` reaches the shards and the clock through."""
+        policy = self.sync.policy()
+        servers = Servers(
+            self._shards,
+            self.ranges,
+            clock=Address("server 0", "clock"),
+            ordered=policy is not None and policy.ordered,
+            may_refuse=policy is not None and policy.may_refuse,
+            timing_only=self.config.timing_only,
+            itemsize=self.replica.params.element_size(),
+            look_back=compares(self.sync),
+            codec=self.codec,
+            layouts=self.layouts,
+            clocked=None if self.shares_memory else clocked_at(self._shards, policy),
+        )
+        return ServerClient(node, rank, servers)
+
+    def row_shard(self, node: Node, number: int) -> RowShard:
+        """Server `number` of a hybrid, with its part of the initial values."""
+        assert self.plan is not None
+        part = self.plan.part(number)
+        values, rates = part.taken_from(self.initial), self.rates
+        return RowShard(node, part, values, self.job.optimizer, self.workers, rates.segments)
+
+    def set_apart(self, evaluator: Evaluator) -> None:
+        """Have `evaluator` hand over gradients as the topology needs them."""
+        evaluator.sparse = getattr(self.sync, "sparse", False)
+        if self.plan is not None and self.servers:
+            evaluator.set_apart(self.plan.parts["tables"], self.plan.parts["whole"])
+
+    def shard(self, node: Node, number: int, *, log: bool = False) -> Shard | SharedShard:
+        """Shard `number`, with its slice of the initial values. `log` keeps what it has applied."""
+        if self.shares_memory:
+            return self._owner(node)
+        ranges = self.ranges[number]
+        initial = self.initial
+        if isinstance(initial, Ghost):
+            values: Any = Ghost(size(ranges), self.replica.params.element_size())
+        else:
+            values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
+        only = self.config.timing_only
+        more: dict[str, Any] = {"timing_only": only, "log": log, "corrections": Corrections.of(corrections(self.sync))}
+        if self.codec is not None:
+            more |= {"coder": self.codec.coder(self.layouts[number]), "vote": self.codec.vote()}
+        segments = self._server_segments(ranges)
+        return Shard(node, values, self.server_rule, ranges=ranges, segments=segments, **more)
+
+    @property
+    def _layout(self) -> Layout:
+        vectors = getattr(self.sync, "vectors", ())
+        return Layout(self.replica.numel, self.replica.dtype, self.workers, vectors)
+
+    def _owner(self, node: Node) -> SharedShard:
+        """The owner of the memory that workers share: between processes the system's, else this process's own."""
+        if self.config.virtual:
+            return SharedShard(node, SharedSegment(self._layout, timing_only=self.config.timing_only), self.initial)
+        memory = Memory(self._layout.nbytes)
+        return SharedShard(node, SharedSegment(self._layout, memory.bytes, memory), self.initial, path=memory.path)
+
+    def segment_at(self, path: str) -> SharedSegment:
+        """What another process of this machine owns."""
+        memory = Memory.of(path)
+        return SharedSegment(self._layout, memory.bytes, memory)
+
+    def access(self, node: Node, rank: int, segment: SharedSegment) -> Access:
+        """What worker `rank` reads and writes the shared memory through."""
+        topology = self.strategy.topology
+        locks = topology.locks if isinstance(topology, SharedMemory) and topology.mode == "atomic" else 0
+        return Access(node, rank, segment, owner=self._shards[0], locks=locks)
+
+    @property
+    def server_rule(self) -> OptimizerSpec:
+        """What the shards do with an aggregate. Raises `StrategyError` where a remedy and the optimizer do not suit."""
+        return server_rule(self.sync, self.job.optimizer, self.workers)
+
+    def clock(
+        self, node: Node, *, absent: Collection[int] | None = None, evict_seconds: float = EVICT_SECONDS
+    ) -> ClockService:
+        """The clock service; without a policy it only knows who is there. `absent` are not, in place of the task's."""
+        present = [rank for rank in range(self.workers) if rank not in (self.absent if absent is None else absent)]
+        policy, reduce = self.sync.policy(), self.sync.reduce
+        return ClockService(node, policy, self._shards, workers=present, reduce=reduce, evict_seconds=evict_seconds)
+
+    @cached_property
+    def batches(self) -> Batches:
+        """What a coordinator hands out; a portion is a mini-batch of the job."""
+        job, sync = self.job, self.sync
+        return Batches(len(job.train), portion=job.batch_size, size=sync.batch, seed=self.config.seeded)
+
+    def coordinator(self, clock: ClockService, evict_seconds: float = EVICT_SECONDS) -> Coordinator | None:
+        """The coordinator beside `clock`, where the method is led by one."""
+        if not self.coordinated:
+            return None
+        portions = Portions(self.workers, self.sync.push_every)
+        limits = Limits(self.steps * self.workers, self.config.seconds or math.inf, evict_seconds)
+        return Coordinator(clock, self.batches, portions, limits=limits, timing_only=self.config.timing_only)
+
+    def prepare(self) -> None:
+        """Load and compute what all processes of a run share, before they are forked."""
+        _ = self.replica, self._samplers, self.plan
+
+
+def check_rates(task: Task) -> None:
+    """Raise `UsageError` where a method cannot follow the job's parameter groups or schedule exactly."""
+    rates, sync = task.rates, task.sync
+    if not rates:
+        return
+    text, both = task.strategy.text()["sync"], "parameter groups and schedules"
+    if task.coordinated:
+        raise UsageError(f"{text} finds the length of its steps itself, so {both} mean nothing to it: leave them out.")
+    if getattr(sync, "local_lr", 0):
+        raise UsageError(f"{text} has a rate of its own at the workers, local_lr, which knows no {both}: leave it out.")
+    if rates.schedule is None:
+        return
+    _ = [rates.at(step) for step in (0, task.steps - 1)]
+    members = sync.quorum(task.workers) if hasattr(sync, "quorum") and not task.lockstep else 1
+    if members > 1:
+        raise UsageError(
+            f"a schedule is a function of a worker's step, and an update of {text} is the mean of {members} gradients "
+            "of workers at different steps, so it has no one rate. Leave the schedule out, or use k-sync or ssp."
+        )

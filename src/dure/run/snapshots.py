@@ -1,0 +1,161 @@
+"""Snapshots that a worker of a real run sends to the hub for evaluation: the common model, or a part of the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.node import Address
+from dure.errors import RemoteError
+
+if TYPE_CHECKING:
+    from dure.core.node import Operation, Reply, Strand
+    from dure.run.setup import Task
+    from dure.runtime.process.node import ProcessNode
+    from dure.sync.worker import Worker
+
+HUB = Address("hub", "hub")
+
+
+class Snapshots:
+    """Takes the snapshots of one worker, at its step boundaries.
+
+    | method                                 | sent by              | what                                             |
+    |----------------------------------------|----------------------|--------------------------------------------------|
+    | synchronous, all have the same model   | one that `evaluates` | its own model                                    |
+    | synchronous, models differ, or buffers | every worker         | its own model, as a part of the mean             |
+    | any other                              | one that `evaluates` | the servers' model, or the mean of all peers'    |
+
+    `bytes_sent` gives the bytes that this worker has sent so far.
+    """
+
+    def __init__(self, task: Task, node: ProcessNode, bytes_sent: Callable[[], int]) -> None:
+        self.task = task
+        self.node = node
+        self.evaluates = False
+        self.due = task.eval_every
+        self._bytes_sent = bytes_sent
+        self._clock = 0
+        self._buffers: list[torch.Tensor] = []
+        self._parts: dict[int, Strand[None]] = {}
+
+    @property
+    def at(self) -> int:
+        """The last step that this worker has made, and up to which all its parts of means have been sent."""
+        return min(self._parts) - 1 if self._parts else self._clock
+
+    def resume(self, clock: int) -> None:
+        """Go on from `clock`; a snapshot that is due there has not been taken."""
+        self.due = (max(clock - 1, 0) // self.task.eval_every + 1) * self.task.eval_every
+
+    def is_due(self, done: int) -> bool:
+        """Whether the model after `done` steps is to be graded, and this worker sends it."""
+        return self.evaluates and done >= self.due
+
+    async def settled(self) -> None:
+        """Once all parts of means have been sent."""
+        for strand in list(self._parts.values()):
+            await strand
+
+    def at_boundary(self, worker: Worker) -> None:
+        """Take a snapshot that is due at a step boundary, where the model holds all gradients up to the clock."""
+        task, self._clock = self.task, worker.clock
+        if worker.rows is not None:
+            self._buffers = _copied(worker.buffers)
+        elif not task.synchronous:
+            self._take_of_others(worker)
+        elif worker.buffers is None and task.is_common(worker, worker.clock):
+            self._take(worker)
+        elif worker.clock and worker.clock % task.eval_every == 0:
+            self._send_part(worker)
+
+    def at_step(self, worker: Worker) -> None:
+        """Take a snapshot that is due when a gradient has been computed and not yet been used."""
+        done = worker.clock - 1
+        if self.task.coordinated:
+            self._clock = worker.clock  # the coordinator hands out the work: there are no step boundaries
+            self._take_of_others(worker)
+        elif worker.rows is not None and self.is_due(done):  # then all rows have been read for this step
+            self._send(worker.params, self._buffers, done, worker.world_size * done)
+
+    def _take(self, worker: Worker) -> None:
+        if self.is_due(worker.clock):
+            common = worker.server is None
+            updates = self.task.gradients_in_common(worker) if common else worker.ask_held()
+            self._send(self.task.shown(worker), [], worker.clock, updates)
+
+    def _send(
+        self, values: torch.Tensor, buffers: list[torch.Tensor], done: int, updates: int | Sequence[Operation[Reply]]
+    ) -> None:
+        self._next_after(done)
+        said = {"seconds": self.node.now(), "steps": done, "bytes": self._bytes_sent()}
+        work = self._sending(values.clone(), buffers, updates, said)
+        self.node.spawn(work, f"a snapshot of {self.node.name}")
+
+    def _next_after(self, done: int) -> None:
+        self.due = (done // self.task.eval_every + 1) * self.task.eval_every
+
+    async def _sending(
+        self,
+        values: torch.Tensor,
+        buffers: list[torch.Tensor],
+        updates: int | Sequence[Operation[Reply]],
+        said: dict[str, Any],
+    ) -> None:
+        with suppress(RemoteError):  # a failed server or hub is reported elsewhere
+            await self.node.call(HUB, "snapshot", values, *buffers, updates=await _counted(updates), **said)
+
+    def _send_part(self, worker: Worker) -> None:
+        own = worker.clock - worker.given if worker.server is not None else self.task.gradients_in(worker)
+        at_servers = worker.ask_held() if worker.server is not None else 0
+        values, buffers, step = self.task.shown(worker).clone(), _copied(worker.buffers), worker.clock
+        work = self._sending_part(values, buffers, step, own, at_servers)
+        self._parts[step] = self.node.spawn(work, f"a part of step {step} of {self.node.name}")
+
+    async def _sending_part(
+        self,
+        values: torch.Tensor,
+        buffers: list[torch.Tensor],
+        step: int,
+        own: int,
+        at_servers: int | Sequence[Operation[Reply]],
+    ) -> None:
+        with suppress(RemoteError):
+            held = await _counted(at_servers)
+            del self._parts[step]  # whatever is told of `at` from now on comes after the part
+            fields: dict[str, Any] = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
+            await self.node.call(HUB, "part", values, *buffers, **fields)
+        self._parts.pop(step, None)
+
+    def _take_of_others(self, worker: Worker) -> None:
+        if self.is_due(worker.clock):
+            self._next_after(worker.clock)
+            self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
+
+    async def _asking_others(self, worker: Worker) -> None:
+        """Send the servers' or the peers' newest model. It holds at least the steps that the hub knew of before."""
+        buffers = _copied(worker.buffers)
+        with suppress(RemoteError):
+            slowest = (await self.node.call(HUB, "slowest")).fields["steps"]
+            if worker.peer is not None:
+                values, updates = await worker.peer.look()
+            else:
+                assert worker.server is not None
+                values, updates = await worker.server.look(worker.params.clone())
+            said = {"seconds": self.node.now(), "steps": slowest, "bytes": self._bytes_sent(), "updates": updates}
+            await self.node.call(HUB, "snapshot", values, *buffers, **said)
+
+
+def _copied(buffers: torch.Tensor | None) -> list[torch.Tensor]:
+    """A model's buffers, if it has any, as they are now."""
+    return [] if buffers is None else [buffers.clone()]
+
+
+async def _counted(gradients: int | Sequence[Operation[Reply]]) -> int:
+    """A number of gradients: as given, or the least that a shard holds, as servers answer; 0 if none was asked."""
+    if isinstance(gradients, int):
+        return gradients
+    return min([(await each).fields["gradients"] for each in gradients], default=0)

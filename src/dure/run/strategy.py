@@ -1,0 +1,320 @@
+"""A strategy: one choice on each of four axes, as objects and as text.
+
+    ssp:bound=3 ps:shards=4,split=memory fp32 none
+    ─┬─ ───┬───
+    name   parameters: the fields of the member's dataclass
+
+    strategy  = member { " " member }           any order: names are unique across the axes
+    member    = call { "+" call }               the method, then its wrappers
+    call      = name [ ":" key "=" value { "," key "=" value } ]
+
+Wrappers are remedies for stale gradients (`sync.remedied`), as in `downpour+dc-asgd:lambda=0.04`.
+
+What is left out has its default: BSP, over the topology that the method prefers, in single precision, unsplit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dure.codec.base import Codec
+from dure.codec.fp32 import Float32
+from dure.core import user_code
+from dure.core.catalogue import Entry
+from dure.core.catalogue import name_of as name_in_catalogue
+from dure.core.spec_text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
+from dure.errors import StrategyError, UsageError
+from dure.partition.whole import Whole
+from dure.sync.remedied import parts
+from dure.topology.collective.choice import Collective
+from dure.topology.gossip.choice import Gossip
+from dure.topology.hybrid.choice import Hybrid
+from dure.topology.parameter_server.choice import ParameterServer
+from dure.topology.shared_memory.choice import SharedMemory
+
+if TYPE_CHECKING:
+    from dure.sync.base import Sync
+
+Topology = Collective | ParameterServer | Hybrid | SharedMemory | Gossip
+
+AXES: Mapping[str, str] = {
+    "sync": "when do replicas agree?",
+    "topology": "who talks to whom?",
+    "codec": "what goes on the wire?",
+    "partition": "how is the model split?",
+}
+REMEDY = "remedy"
+"""What `catalogue` and `find` call the kind of member that joins a method by `+`: it is no axis."""
+WRAPPER = "codec wrapper"
+"""The same of what joins a codec."""
+
+JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
+"""What each joins."""
+
+DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One choice on each axis. A combination that makes no sense is refused here.
+
+    >>> strategy = Strategy.parse("ps:shards=4 ssp:bound=5")
+    >>> strategy.topology.shards, str(strategy)
+    (4, 'ssp:bound=5 ps:shards=4 fp32 none')
+    """
+
+    sync: Sync
+    topology: Topology
+    codec: Codec = field(default_factory=Float32)
+    partition: Whole = field(default_factory=Whole)
+
+    def __post_init__(self) -> None:
+        name = name_of("topology", self.topology)
+        if name not in self.sync.topologies:
+            entry = catalogue("sync").get(name_of("sync", self.sync))
+            because = (entry and entry.because) or f"it runs over {names(self.sync.topologies)}"
+            if entry and entry.clash and name == "collective":
+                because += f", and {entry.clash}"
+        else:
+            objection = getattr(self.sync, "objection", None)
+            because = objection(name) if objection is not None else ""
+        if because:
+            raise StrategyError(self._refusal(name, because))
+        if not isinstance(self.codec, Float32):
+            self._check_codec(name)
+
+    def _check_codec(self, topology: str) -> None:
+        """Raise `StrategyError` if what travels cannot be encoded so."""
+        codec, sync = codec_name(self.codec), name_of("sync", self.sync)
+        check_joins(self.codec)
+        if topology not in getattr(self.sync, "encodes", ()):
+            because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
+            raise StrategyError(
+                f"{codec} encodes gradients, or changes of models, on their way to be averaged: {because}. The nearest "
+                f'that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
+            )
+        if getattr(self.sync, "changes", False) and self.codec.vote() is not None:
+            raise StrategyError(
+                f"{codec} is for votes, which say which way each parameter goes and not how far, as {sync} needs it. "
+                f'The nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
+            )
+        if self.codec.vote() is not None and not getattr(self.sync, "tallies", False):
+            raise StrategyError(
+                f"{codec} is for votes, and {sync} has servers add gradients up: a sum of signs is no sign of the sum. "
+                f'The nearest that works is "bsp {topology} {member_text("codec", self.codec)}", or {sync} with 1bit.'
+            )
+
+    def _refusal(self, topology: str, because: str) -> str:
+        sync, objection = name_of("sync", self.sync), getattr(self.sync, "objection", lambda topology: "")
+        fits = next((each for each in self.sync.topologies if not objection(each)), None)
+        works = f"{sync} {self.sync.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
+        return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """A whole strategy in one text, its members in any order. Raises `StrategyError`."""
+        return cls.of(**by_axis(text))
+
+    @classmethod
+    def of(
+        cls,
+        sync: Sync | str | None = None,
+        topology: Topology | str | None = None,
+        codec: Codec | str | None = None,
+        partition: Whole | str | None = None,
+    ) -> Strategy:
+        """From one choice per axis, each an object, its text, or None for the default. Raises `StrategyError`."""
+        method = _resolve("sync", sync)
+        return cls(
+            sync=method,
+            topology=_resolve("topology", topology if topology is not None else method.topologies[0]),
+            codec=_resolve("codec", codec),
+            partition=_resolve("partition", partition),
+        )
+
+    def text(self) -> dict[str, str]:
+        """Each axis as text."""
+        return {axis: member_text(axis, getattr(self, axis)) for axis in AXES}
+
+    def __str__(self) -> str:
+        return " ".join(self.text().values())
+
+
+def catalogue(axis: str) -> Mapping[str, Entry]:
+    """The members of an axis, or what joins them, by name."""
+    if axis == REMEDY:
+        members: Mapping[str, Entry] = import_module("dure.sync").REMEDIES
+    elif axis == WRAPPER:
+        members = import_module("dure.codec").WRAPPERS
+    else:
+        members = import_module(f"dure.{axis}").CATALOGUE
+    return members
+
+
+def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
+    """The axis (or `REMEDY`) and the entry of `name`, on `axis` if it is given. Raises `StrategyError`.
+
+    A method in a user's own file is `FILE.py:CLASS`.
+    """
+    own = user_code.split(name)
+    if own is not None:
+        return "sync", _own_method(name, *own)
+    for candidate in (*AXES, *JOINS):
+        if name in catalogue(candidate):
+            if axis not in (None, candidate):
+                raise StrategyError(_elsewhere(name, candidate, axis))
+            return candidate, catalogue(candidate)[name]
+    axes = (*AXES, *JOINS) if axis is None else (axis,)
+    known = "; ".join(f"{a} has {names(catalogue(a))}" for a in axes)
+    near = nearest(name, [member for a in axes for member in catalogue(a)])
+    raise StrategyError(f'nothing is called "{name}": {known}.{near}')
+
+
+def _own_method(name: str, file: str, member: str) -> Entry:
+    try:
+        kind = user_code.kind(file, member)
+    except UsageError as error:
+        raise StrategyError(f"{name}: {error}") from error
+    lacks = [part for part in ("topologies", "lockstep", "delivers", "work") if not hasattr(kind, part)]
+    if lacks or not is_dataclass(kind):
+        raise StrategyError(
+            f"{name} is no method: a method is a dataclass with topologies, lockstep, delivers and work; this lacks "
+            f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
+        )
+    runs_over: tuple[str, ...] = vars(kind).get("topologies", ())
+    return Entry(kind.__module__, member, "a method of your own", kind.__doc__ or "", combines=runs_over)
+
+
+def _elsewhere(name: str, axis: str, wanted: str) -> str:
+    if axis in JOINS:
+        works = f"{catalogue(axis)[name].combines[0]}+{name}"
+        return f'"{name}" is a {axis}: join it to a {JOINS[axis]}, as in "{works}".'
+    return f'"{name}" is a {axis}, not a {wanted}; {wanted} has {names(catalogue(wanted))}.'
+
+
+def by_axis(text: str) -> dict[str, str]:
+    """The members named in `text`, each under its axis. Raises `StrategyError`.
+
+    >>> by_axis("ps:shards=2 bsp")
+    {'topology': 'ps:shards=2', 'sync': 'bsp'}
+    """
+    chosen: dict[str, str] = {}
+    for member in text.split():
+        first = parse_calls(member)[0].name
+        axis, _ = find(first)
+        if axis in JOINS:
+            raise StrategyError(_elsewhere(first, axis, JOINS[axis]))
+        if axis in chosen:
+            raise StrategyError(f'"{text}" chooses {axis} twice, "{chosen[axis]}" and "{member}": leave one out.')
+        chosen[axis] = member
+    return chosen
+
+
+def make(text: str, axis: str | None = None) -> Any:
+    """The object that `text` names, with what is joined to it. Raises `StrategyError`.
+
+    >>> make("downpour+staleness-lr").remedies
+    (StalenessLR(),)
+    """
+    call, *wrappers = parse_calls(text)
+    made = _make(call, axis)
+    for wrapper in wrappers:
+        if isinstance(made, Codec):
+            made = _make(wrapper, WRAPPER, codec=made)
+        elif find(call.name)[0] == "sync":
+            made = made + _make(wrapper, REMEDY)
+        else:
+            raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
+    if isinstance(made, Codec):
+        check_joins(made)
+    return made
+
+
+def _make(call: Call, axis: str | None, **joined: Any) -> Any:
+    name = call.name
+    kind = find(name, axis)[1].load()
+    given = typed(call, kind)
+    missing = [p.name for p in parameters(kind) if p.default is REQUIRED and p.field not in given]
+    if missing:
+        raise StrategyError(f"{name} needs {names(missing)}: write {name}:{missing[0]}=VALUE.")
+    try:
+        return kind(**given, **joined)
+    except ValueError as error:
+        raise StrategyError(f"{name}: {error}") from error
+
+
+def name_of(axis: str, member: Any) -> str:
+    """The name of an object in the catalogue of `axis`, or its file and class; any other goes by its class alone."""
+    return name_in_catalogue(type(parts(member)[0]), catalogue(axis))
+
+
+def member_text(axis: str, member: Any) -> str:
+    """An object as text: its first parameter (always, as a rule), the others where they differ from their defaults.
+
+    >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
+    ('ps:shards=1', 'ps:shards=2,split=layer')
+    """
+    if isinstance(member, Codec):
+        return "+".join(_call_text(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(member)))
+    inner, remedies = parts(member)
+    return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
+
+
+def codec_name(codec: Codec) -> str:
+    """The names of a codec and of what joins it, without parameters.
+
+    >>> codec_name(make("sign:zeros=random+momentum:beta=0.5"))
+    'sign+momentum'
+    """
+    return "+".join(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec)))
+
+
+def check_codec_name(name: str) -> None:
+    """Raises `StrategyError` for what no `codec_name` is."""
+    for position, part in enumerate(name.split("+")):
+        if user_code.split(part):
+            raise StrategyError(f'"{part}" is a file, and a codec goes by its name in the catalogue.')
+        find(part, WRAPPER if position else "codec")
+    _check_joined(*name.split("+"))
+
+
+def check_joins(codec: Codec) -> None:
+    """Raise `StrategyError` where a wrapper joins a codec that it is not for; a codec of one's own is for all."""
+    _check_joined(*(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec))))
+
+
+def _check_joined(inner: str, *wrappers: str) -> None:
+    for wrapper in wrappers:
+        joins = catalogue(WRAPPER)[wrapper].combines if wrapper in catalogue(WRAPPER) else ()
+        if joins and inner in catalogue("codec") and inner not in joins:
+            raise StrategyError(
+                f'"{wrapper}" joins {names(joins)}, not {inner}. The nearest that works is "{joins[0]}+{wrapper}", or '
+                f"{inner} alone."
+            )
+
+
+def _layers(codec: Codec) -> list[Codec]:
+    """A codec and what wraps it, from the inside."""
+    return [*_layers(codec.codec), codec] if hasattr(codec, "codec") else [codec]
+
+
+def _call_text(axis: str, member: Any) -> str:
+    shown = []
+    for position, parameter in enumerate(parameters(type(member))):
+        value = getattr(member, parameter.field)
+        if (position == 0 and parameter.shown) or value != parameter.default:
+            shown.append(f"{parameter.name}={value_text(value)}")
+    name = name_of(axis, member)
+    return f"{name}:{','.join(shown)}" if shown else name
+
+
+def _resolve(axis: str, choice: Any) -> Any:
+    if choice is None:
+        choice = DEFAULTS[axis]
+    if isinstance(choice, str) and len(choice.split()) > 1:
+        each = ", ".join(f'{one}="{member}"' for one, member in by_axis(choice).items())
+        raise StrategyError(f'{axis}="{choice}" is more than a {axis}: write {each}.')
+    return make(choice, axis) if isinstance(choice, str) else choice

@@ -1,0 +1,215 @@
+"""One run: from what was asked to its record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.core.folder_names import CHECKPOINTS
+from dure.core.user_code import blamed
+from dure.errors import CheckpointError
+from dure.job.job import Job
+from dure.job.validation import try_out, try_to_count
+from dure.report.files import replacing
+from dure.report.progress import Progress
+from dure.report.record import TRACE, RunFolder
+from dure.report.run import Run
+from dure.report.sinks import TensorBoard
+from dure.report.trace import write_trace
+from dure.report.unwritten import Unwritten
+from dure.report.values import versions
+from dure.run import checkpoint
+from dure.run.break_even import payoff
+from dure.run.config import TrainConfig
+from dure.run.outcome import Outcome, check_applied, summary
+from dure.run.prebuilt import AtHand
+from dure.run.resolve import ENDLESS, resolve
+from dure.run.resume import CLUSTER, cluster_of, resumed
+from dure.run.setup import Task
+from dure.run.strategy import AXES, Strategy, member_text
+from dure.run.trust import fingerprints
+from dure.run.virtual import VirtualRun, Watch
+from dure.runtime.launch.interruption import Interruption
+from dure.runtime.virtual.cluster import Cluster
+from dure.topology.parameter_server.choice import ParameterServer
+
+if TYPE_CHECKING:
+    from dure.report.sinks import Sink
+    from dure.run.virtual import State
+
+TENSORBOARD = "tensorboard"
+"""The folder of TensorBoard's events in that of a run."""
+
+
+log = logging.getLogger("dure")
+
+
+def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
+    """Train `job` with several workers, for real or in virtual time; return its record.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job` (virtual time only: processes must be able to make
+    it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`). `on` is "local" (also if
+    left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+
+    Raises:
+        UsageError: what was asked makes no sense; the message says what would.
+        DivergedError: the loss is no longer a number.
+        DeadlockError: nobody can go on.
+        DureError: no update was applied; or another reason that the message names.
+    """
+    options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
+    objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
+    options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
+    config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
+    cluster = on if isinstance(on, Cluster) else None
+    if config.resume is not None:
+        config = resumed(config, cluster)
+    strategy = config.chosen(objects) if objects else None
+    return run(config, AtHand(None if isinstance(job, str) else job, cluster, strategy))
+
+
+def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
+    """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
+    if config.on == "torchrun":
+        from dure.run.launchers.torchrun import after_restart
+
+        config = after_restart(config)
+    if config.resume is not None:
+        config = resumed(config, at_hand.cluster)
+    if config.on == "torchrun":
+        from dure.run.launchers.torchrun import run_together
+
+        return run_together(config, lambda config, launch: _run_here(config, at_hand, launch), resolve)
+    return _run_here(config, at_hand, _on_this_machine)
+
+
+def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path | None, at_hand: AtHand) -> Outcome:
+    from dure.run.launchers.local import run_processes
+
+    named, interruption = at_hand.job is None, at_hand.interruption
+    return run_processes(task, watch, saved, place, named=named, nursery=at_hand.nursery, interruption=interruption)
+
+
+def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
+    """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
+    if config.resume is not None and at_hand.cluster is None:
+        at_hand = replace(at_hand, cluster=cluster_of(config.resume))
+    name = config.job or "the job"
+    with blamed(f"{name} raised", only=True):
+        task, cluster = resolve(config, at_hand)
+    if config.timing_only:
+        try_to_count(task.job, name)
+    else:
+        sizes = task.batch_sizes
+        try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
+    if isinstance(task.strategy.topology, ParameterServer):
+        _ = task.ranges  # said now, not once processes are there
+    with _recording(task, at_hand.interruption) as (folder, watch, progress):
+        if folder is not None and cluster is not None:
+            with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
+                file.write(cluster.to_yaml())
+        saved = folder.checkpoints if config.resume is not None and folder is not None else None
+        if config.virtual:
+            assert cluster is not None
+            outcome = VirtualRun(task, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
+        else:
+            place = folder.checkpoints if folder is not None else None
+            outcome = launch(task, watch, saved, place, at_hand)
+        outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
+        return _finish(task, outcome, folder, cluster)
+
+
+@contextmanager
+def _recording(task: Task, interruption: Interruption) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
+    config = task.config
+    with ExitStack() as stack:
+        folder = _folder(task)
+        sinks: list[Sink] = []
+        if folder is not None:
+            stack.enter_context(folder)
+            folder.write_config(config.plain(), seed=config.seeded, code=fingerprints(config.plain()))
+            if config.tensorboard:
+                with folder.unwritten.tolerated(TENSORBOARD):
+                    sinks.append(TensorBoard(folder.path / TENSORBOARD))
+                stack.callback(_close, sinks, folder.unwritten)
+        place = " (virtual)" if config.virtual else ""
+        progress = stack.enter_context(Progress(_short(task.strategy), place, clock=time.monotonic))
+
+        def row(values: dict[str, Any]) -> None:
+            if folder is not None:
+                folder.append(values)
+                for sink in sinks:
+                    with folder.unwritten.tolerated(TENSORBOARD):
+                        sink.write(values)
+
+        def save(step: int, state: State) -> None:
+            assert folder is not None
+            _save(folder.checkpoints, step, state)
+
+        def advance(step: int, steps: int, loss: float, samples: int) -> None:
+            progress.update(step, steps if steps < ENDLESS else None, loss, samples)
+            if config.virtual:
+                interruption.check()
+
+        def rewind(rows: int) -> None:
+            if folder is not None:
+                folder.rewind(rows)
+
+        yield folder, Watch(row, advance, progress.evaluating, save, rewind, progress.notice), progress
+
+
+def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
+    for sink in sinks:
+        with unwritten.tolerated(TENSORBOARD):
+            sink.close()
+
+
+def _short(strategy: Strategy) -> str:
+    """The name of a run in its progress line: the members that are not their axis's default."""
+    return " ".join(text for text in strategy.text().values() if text not in ("fp32", "none"))
+
+
+def _folder(task: Task) -> RunFolder | None:
+    config = task.config
+    if config.resume is not None:
+        newest = checkpoint.load(config.resume / CHECKPOINTS)
+        checkpoint.check_origin(newest, task.origin)
+        return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
+    return None if config.out is None else RunFolder.create(config.out)
+
+
+def _save(place: Path, step: int, state: State) -> None:
+    """Write a checkpoint; a disk that is full costs this checkpoint, not the run."""
+    try:
+        draft = checkpoint.begin(place, step)
+        for name, part in state.items():
+            checkpoint.write_part(draft, name, part)
+        checkpoint.commit(place, step)
+    except CheckpointError as error:
+        checkpoint.discard(place, step)
+        log.warning("checkpoint %d was not written: %s", step, error)
+    else:
+        checkpoint.prune(place)
+
+
+def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
+    config = task.config
+    kind = "virtual" if config.virtual else "real"
+    figures = summary(task, outcome, kind)
+    if task.codec is not None:
+        figures["payoff"] = payoff(task, outcome.totals, cluster)
+    figures["unwritten"] = {} if folder is None else folder.unwritten.causes
+    if folder is not None:
+        folder.look_for_removed()
+        if config.trace:
+            with folder.unwritten.tolerated(TRACE):
+                write_trace(folder.trace, outcome.spans, time=kind)  # type: ignore[arg-type]
+        folder.write_summary(figures)
+    check_applied(outcome.totals)
+    path = folder.path if folder is not None else None
+    return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded)

@@ -1,0 +1,25 @@
+"""A method at one worker, from its first step to its last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dure.core.node import EndOfWork
+from dure.errors import Evicted
+from dure.sync.worker import Worker
+
+if TYPE_CHECKING:
+    from dure.sync.base import Sync
+
+
+async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:
+    """All of a method's work. A worker that stood still, so that the others went on without it, joins them again."""
+    while True:
+        try:
+            await sync.work(worker)
+        except EndOfWork:
+            return
+        except Evicted:
+            await worker.rejoin(period)
+        else:
+            return

@@ -1,0 +1,375 @@
+"""The process from which a run's processes on this machine are forked, and the launcher's end of it.
+
+    launcher ── starts ──> nursery: imports torch (meanwhile the launcher does too)
+    launcher ── {"config": ...} ──> nursery: loads the job once, then waits
+                              ├── fork ──> server 0
+                              ├── fork ──> worker 0      milliseconds each; the data are shared, not copied
+                              └── fork ──> worker 1
+    launcher ── {"start": "worker 2", ...} ──> nursery ── {"exited": "worker 2", "status": -9} ──> launcher
+
+The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
+behind: when the launcher is gone, however it went, the nursery reads the end of the pipe of requests and kills its
+children; when the nursery is gone, the system kills them (Linux), and each watches a pipe whose other end only the
+launcher holds. Each child leads a process group: processes that the user's code starts in it, as a DataLoader does, are
+killed when the child has ended. They escape only by a group of their own.
+
+Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the nursery and its children.
+The nursery reads what its children print and writes it to the launcher's standard error, each line after the name of
+its process (`relay`); what the job prints while the nursery loads it goes to a file and appears once it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from dure.errors import DureError
+from dure.runtime.launch import relay
+from dure.runtime.launch.sentinel import watch
+
+STOP_SECONDS = 5.0
+"""How long processes may take to end when they are told to."""
+
+PROGRAM = "dure.run.launchers.entry"
+"""The module that a nursery runs."""
+
+LOADER = "fork server"
+"""Name before the lines that the job prints while the nursery loads it."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Ends(NamedTuple):
+    """Descriptors of a nursery that lead to its launcher.
+
+    `life` is a pipe that the launcher alone can write to; `requests` and `answers` carry JSON lines; `shown` is the
+    launcher's standard error; `output` is the file of the nursery's own output, its standard output and error.
+    """
+
+    life: int
+    requests: int
+    answers: int
+    shown: int
+    output: int
+
+
+class Nursery:
+    """The launcher's end: starts processes, hears of their ends, leaves none behind. A context manager.
+
+    `exited` maps names to exit statuses, negative for the signal that ended them.
+    """
+
+    def __init__(self) -> None:
+        self.exited: dict[str, int] = {}
+        self.pids: dict[str, int] = {}
+        self._words: dict[str, str] = {}
+        self._partial = b""
+        self._forked = False
+        self._output = tempfile.TemporaryFile(prefix="dure-")  # noqa: SIM115  (open for as long as the nursery)
+        life, self._sentinel = os.pipe()
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        os.set_blocking(self._answers, False)
+        shown = os.dup(relay.STDERR)
+        ends = Ends(life, requests, answers, shown, self._output.fileno())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *map(str, ends)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=ends,
+            process_group=0,  # no session of its own: Linux shares cores between sessions first, then by priority
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for end in ends[:-1]:
+            os.close(end)
+
+    def load(self, config: Mapping[str, Any]) -> None:
+        """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
+
+        A nursery can serve one run after another.
+        """
+        self.pids.clear()
+        self.exited.clear()
+        self._words.clear()
+        self._say({"config": dict(config)})
+
+    def start(self, name: str, **arguments: Any) -> None:
+        """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
+        self.exited.pop(name, None)
+        self.pids.pop(name, None)  # the end of one that had this name before is no news
+        self._forked = True
+        self._say({"start": name, "arguments": arguments})
+
+    def look(self) -> None:
+        """Hear what has happened since the last look."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self._answers, 1 << 16):
+                self._partial += piece
+        *lines, self._partial = self._partial.split(b"\n")
+        for line in lines:
+            heard = json.loads(line)
+            if "started" in heard:
+                self.pids[heard["started"]] = heard["pid"]
+            elif self.pids.get(heard["exited"]) == heard["pid"]:
+                self._words[heard["exited"]] = heard["words"]
+                self.exited[heard["exited"]] = heard["status"]
+        if self._process.poll() is not None:
+            self._kill_groups()
+            raise self._ended()
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """The numbers of the processes that run: of those started here by name, and of the one that forks them."""
+        running = {name: pid for name, pid in self.pids.items() if name not in self.exited}
+        return {LOADER: self._process.pid, **running}
+
+    def last_words(self, name: str) -> str:
+        """The last line that a process which has ended wrote; empty if none."""
+        return self._words.get(name, "")
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process that was started here and has not ended."""
+        if name in self.pids and name not in self.exited:
+            with contextlib.suppress(ProcessLookupError):  # it ended, and this has not been heard yet
+                os.kill(self.pids[name], number)
+
+    def clear(self) -> None:
+        """End whatever still runs, and be ready for another run."""
+        with contextlib.suppress(DureError):  # then nothing runs
+            self._say({"clear": True})
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        if not self._forked:
+            self._process.kill()
+        os.close(self._requests)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_SECONDS)
+        if self._process.returncode:
+            self._kill_groups()
+        os.close(self._sentinel)
+        os.close(self._answers)
+        self._output.close()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _kill_groups(self) -> None:
+        """The nursery was killed, and with it its children: kill the processes that they have started."""
+        for name, pid in self.pids.items():
+            if name not in self.exited:
+                _kill_group(pid)
+
+    def _say(self, request: Mapping[str, Any]) -> None:
+        try:
+            relay.write_all(self._requests, json.dumps(request).encode() + b"\n")
+        except BrokenPipeError as error:
+            self._process.wait(STOP_SECONDS)
+            raise self._ended() from error
+
+    def _ended(self) -> DureError:
+        status = self._process.returncode
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        words = lines[-1].rstrip(".") if lines else ""
+        return DureError(f"the process that starts the others {how}{': ' + words if words else ''}. All are ended.")
+
+
+class _Output(NamedTuple):
+    """The output of a child: the end of its pipe, and what writes its lines."""
+
+    source: int
+    lines: relay.Prefixed
+
+    def pass_on(self) -> bool:
+        """Pass on the output that is available; False at its end."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self.source, 1 << 16):
+                self.lines.feed(piece)
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        self.lines.end()
+        os.close(self.source)
+
+
+class _Forks:
+    """The nursery's own side. `load` makes of a configuration what its processes run."""
+
+    def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
+        self.ends = ends
+        self.load = load
+        self.children: dict[int, tuple[str, relay.Prefixed]] = {}
+        self.outputs: dict[int, _Output] = {}
+        self.own = relay.Prefixed(LOADER, ends.shown)
+        self.ended, self.tell = os.pipe()  # the system writes to it when a child ends
+        self.read = 0
+        self.main: Callable[..., None]
+
+    def serve(self) -> None:
+        """Until the launcher closes the pipe of requests; then end all children."""
+        for end in self.ends:
+            os.set_inheritable(end, False)
+        os.set_blocking(self.ended, False)
+        os.set_blocking(self.tell, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the launcher's terminal may refuse output of other groups
+        signal.set_wakeup_fd(self.tell, warn_on_full_buffer=False)
+        pending = b""
+        while True:
+            ready, _, _ = select.select([self.ends.requests, self.ended, *self.outputs], [], [])
+            for source in self.outputs.keys() & {*ready}:
+                self._pass_on(source)
+            if self.ended in ready:
+                os.read(self.ended, 1 << 10)
+                self._reap()
+            if self.ends.requests not in ready:
+                continue
+            piece = os.read(self.ends.requests, 1 << 16)
+            if not piece:
+                self._end_all()
+                return
+            *lines, pending = (pending + piece).split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+
+    def _obey(self, request: Mapping[str, Any]) -> None:
+        if "clear" in request:
+            self._end_all()
+        elif "config" in request:
+            self.main = self.load(request["config"])
+            self._pass_on_own()
+        else:
+            self._fork(request["start"], request["arguments"])
+
+    def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
+        nursery = os.getpid()
+        relay.flush()  # a buffer that is not empty would be written by the child too
+        source, sink = os.pipe()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpgid(pid, pid)  # as the child does: whichever is first
+            os.close(sink)
+            os.set_blocking(source, False)
+            self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
+            self.children[pid] = name, self.outputs[source].lines
+            self._tell({"started": name, "pid": pid})
+            return
+        status = 1
+        try:
+            self._settle(source, sink, nursery)
+            self.main(name=name, **arguments)
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+        except DureError as error:  # a sentence, which is told to the launcher as our last words
+            sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        except BaseException as error:  # noqa: BLE001  (told to the launcher, through our last words)
+            relay.flush()
+            traceback.print_exception(error)
+            sys.stderr.write(" ".join("".join(traceback.format_exception_only(error)).split()) + "\n")
+        finally:
+            relay.flush()
+            os._exit(status)
+
+    def _settle(self, source: int, sink: int, nursery: int) -> None:
+        """In the child: own standard streams and signals, and an eye on launcher and nursery."""
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (relay.STDOUT, relay.STDERR):
+            os.dup2(sink, descriptor)
+        for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[1:]):
+            os.close(descriptor)
+        watch(self.ends.life)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != nursery:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        while self.children:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            _kill_group(ended.si_pid)  # before the number is free for another process
+            pid, status = os.waitpid(ended.si_pid, 0)
+            if pid not in self.children:
+                continue  # the job has started it, while it was loaded
+            name, lines = self._forget(pid)
+            exited = {"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
+            self._tell({**exited, "words": lines.last})
+
+    def _forget(self, pid: int) -> tuple[str, relay.Prefixed]:
+        """A child has ended: what it has printed is passed on."""
+        name, lines = self.children.pop(pid)
+        for source in [source for source, output in self.outputs.items() if output.lines is lines]:
+            self._pass_on(source)
+        lines.end()  # its own children may hold the pipe for longer
+        return name, lines
+
+    def _pass_on(self, source: int) -> None:
+        if not self.outputs[source].pass_on():
+            del self.outputs[source]
+
+    def _pass_on_own(self) -> None:
+        """Pass on what the job has printed while it was loaded."""
+        relay.flush()
+        while piece := os.pread(self.ends.output, 1 << 16, self.read):
+            self.read += len(piece)
+            self.own.feed(piece)
+        self.own.end()
+
+    def _end_all(self) -> None:
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
+        for pid in [*self.children]:
+            os.waitpid(pid, 0)
+            self._forget(pid)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            relay.write_all(self.ends.answers, json.dumps(message).encode() + b"\n")
+
+
+def _kill_group(leader: int) -> None:
+    """Kill what a child, which need not run any more, has started in its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
+    """Be the nursery: of a configuration, `load` makes what processes run. Ends this process when the launcher ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    _Forks(ends, load).serve()
+    os._exit(0)  # nothing is left to tidy up, and the launcher waits

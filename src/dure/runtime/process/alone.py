@@ -1,0 +1,49 @@
+"""A group of one: what it agrees on is what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dure.core.node import Operation
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.runtime.process.node import ProcessNode
+
+
+class AloneGroup:
+    """The `Group` of a process that trains alone; nothing is sent."""
+
+    bytes_sent = bytes_received = messages = 0
+
+    def __init__(self, node: ProcessNode) -> None:
+        self.ranks: Sequence[int] = (node.rank,)
+        self._node = node
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._done(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._done([tensor.clone()])
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._done(tensor.clone())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        return self._done(tensor)
+
+    def barrier(self) -> Operation[None]:
+        return self._done(None)
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        """As `Evaluator.backward` gives it."""
+        assert self._node.evaluator is not None
+        self._node.evaluator.replica.zero_grad()
+        return self._done(self._node.evaluator.backward(work, share))
+
+    def _done(self, value: Any) -> Operation[Any]:
+        operation: Operation[Any] = Operation(self._node.loop, "nobody")
+        operation.resolve(value)
+        return operation

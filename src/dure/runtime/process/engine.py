@@ -1,0 +1,74 @@
+"""PyTorch's process group of all ranks, for as long as a loop is attached."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dure.runtime.process.alone import AloneGroup
+from dure.runtime.process.group import TIMEOUT, ProcessGroup
+
+if TYPE_CHECKING:
+    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.process.node import ProcessNode
+
+
+class Engine:
+    """The group of all ranks in `meeting`; apart from the user's own process group where there is one.
+
+    `group` is what methods use; `alone` says that there is nobody else.
+    """
+
+    def __init__(self, node: ProcessNode, meeting: Meeting) -> None:
+        self.alone = meeting.place.world_size == 1
+        self.group: ProcessGroup | AloneGroup = AloneGroup(node)
+        self._engine: dist.ProcessGroup | None = None
+        self._is_mine = False
+        self._connections: dict[int, str] = {}
+        if self.alone:
+            return
+        before = _sockets()
+        world = range(meeting.place.world_size)
+        if dist.is_initialized():
+            self._engine = dist.new_group(timeout=TIMEOUT)
+        else:
+            store = dist.PrefixStore("engine", meeting.store)  # type: ignore[attr-defined]
+            dist.init_process_group(store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
+            self._is_mine = True
+        self._connections = dict(_sockets().items() - before.items())
+        self.group = ProcessGroup(node, world, self._engine)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave; who waits for this rank hears that it is gone.
+
+        After a failure, an operation of the engine may wait for a frozen rank, and the engine would wait for it, here
+        or at the end of the process: the end of its connections ends it.
+        """
+        if failed:
+            self._break_connections()
+        if self._is_mine:
+            dist.destroy_process_group()
+        elif self._engine is not None:
+            dist.destroy_process_group(self._engine)
+        self._is_mine, self._engine = False, None
+
+    def _break_connections(self) -> None:
+        for descriptor, _ in self._connections.items() & _sockets().items():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # nor stop what listens
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._connections = {}
+
+
+def _sockets() -> dict[int, str]:
+    """The sockets of this process, by descriptor; none where the system does not tell (Linux does)."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was that of the folder
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return {descriptor: link for descriptor, link in found.items() if link.startswith("socket:")}

@@ -1,0 +1,157 @@
+"""Collectives between processes: the engine's own (`torch.distributed`), as operations of a node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dure.core.collective_cost import COLLECTIVES, Path
+from dure.core.node import Operation
+from dure.core.ranges import equal_ranges, gather, size
+from dure.errors import PeerLost
+from dure.job.gradient import Gradient, GradientWork
+from dure.job.overlap import Overlap
+
+if TYPE_CHECKING:
+    from dure.runtime.process.node import ProcessNode
+
+TIMEOUT = timedelta(days=10)
+"""How long a collective waits for a rank that is slow. A rank that is frozen or gone ends the wait before."""
+
+LOOK = timedelta(seconds=1)
+"""How long a rank waits before it looks whether another is frozen."""
+
+
+class Collective(Operation[Any]):
+    """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works.
+
+    Then other strands and the wire have a turn: a role whose every operation is the engine's would never let them.
+    """
+
+    __slots__ = ("_finish", "_node", "_works")
+
+    def __init__(self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> None:
+        super().__init__(node.loop, label)
+        self._node = node
+        self._works = works
+        self._finish = finish
+
+    def __await__(self) -> Generator[Operation[Any], None, Any]:
+        if not self.done:
+            self._node.loop.waiting = True
+            try:
+                with self._node.wire.in_background():
+                    for work in self._works:
+                        self._wait(work)
+            except RuntimeError as error:
+                self.fail(_lost(self._node.name, self.label, error))
+            except PeerLost as error:
+                self.fail(error)
+            else:
+                self.resolve(self._finish())
+            finally:
+                self._node.loop.waiting = False
+            self._works = ()  # they keep the engine's connections open
+            yield from self._node.loop.breath().__await__()
+        return self.result()
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation of the engine, and look now and then whether a rank is frozen."""
+        while True:
+            ended = work.is_completed()
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if ended:  # so this is its own error, and not the end of `LOOK`
+                    raise
+            self._node.loop.check()
+
+
+def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
+    said = re.sub(r"^\[\S*\] ", "", str(error))  # where in its own source the engine found out
+    reason = re.split(r"\.?(?:\s*\n|\. |$)", said, maxsplit=1)[0]
+    return PeerLost(
+        f"{name} waited for {label}, and a rank is gone ({reason}). "
+        "Collectives need every rank: "
+        "use a method over a parameter server (ps), or resume from the last checkpoint."
+    )
+
+
+class ProcessGroup:
+    """A group of processes as one of its members sees it."""
+
+    def __init__(self, node: ProcessNode, ranks: Sequence[int], engine: dist.ProcessGroup | None) -> None:
+        self.ranks = tuple(ranks)
+        self._node = node
+        self._engine = engine
+        self._overlap: Overlap | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.messages = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        self._count("all_reduce", tensor)
+        return self._start("the others' all_reduce", [self._reduce(tensor)], lambda: tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        self._count("all_gather", tensor)
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        work = dist.all_gather(parts, tensor, group=self._engine, async_op=True)
+        return self._start("the others' all_gather", [work], lambda: parts)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        """By an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
+        self._count("all_reduce", tensor)
+        total = tensor.clone()
+        start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
+        return self._start("the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        self._count("broadcast", tensor)
+        work = dist.broadcast(tensor, src=root, group=self._engine, async_op=True)
+        return self._start("the root's broadcast", [work], lambda: tensor)
+
+    def barrier(self) -> Operation[None]:
+        return self._start("the others at a barrier", [self._reduce(torch.zeros(1))], lambda: None)
+
+    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+        """The gradient, its slices all-reduced while the rest is computed; valid until the next is asked for."""
+        evaluator = self._node.evaluator
+        assert evaluator is not None
+        if self._overlap is None:
+            self._overlap = Overlap(evaluator.replica, without={*evaluator.tables, *evaluator.whole})
+        started = self._node.now()
+        self._overlap.replica.zero_grad()
+        self._overlap.arm(self._reduce)
+        gradient = evaluator.backward(work, share)
+        works = self._overlap.finish()
+        computed = self._node.now()
+        self._node.meter.add("compute", started, computed)
+        reduced = self._overlap.slices[::-1]
+        self._count("all_reduce", gradient.values[: size(reduced)])
+
+        def finish() -> Gradient:
+            self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
+            return gradient if gradient.apart is None else gradient.with_values(gather(gradient.values, reduced))
+
+        return self._start("the group's mean gradient", works, finish)
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._engine, async_op=True)
+
+    def _start(self, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> Collective:
+        return Collective(self._node, label, works, finish)
+
+    def _count(self, kind: str, tensor: torch.Tensor) -> None:
+        """The bytes of the engine's algorithm (ring), which it does not report itself."""
+        cost = COLLECTIVES[kind](tensor.numel(), len(self.ranks), Path(0.0, 0.0, 1.0), tensor.element_size())
+        place = self.ranks.index(self._node.rank)
+        self.bytes_sent += cost.sent[place]
+        self.bytes_received += cost.received[place]
+        self.messages += cost.messages[place]

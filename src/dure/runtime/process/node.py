@@ -1,0 +1,430 @@
+"""Real time: each node is a process; its roles and services run on one thread, its bytes travel by `runtime.wire`.
+
+The loop below turns the wire while every strand waits. A computation runs at once, on the loop's thread; what
+is on its way meanwhile goes on in the wire's helper thread, and is heard of when the computation is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+
+from dure.core.meter import Meter
+from dure.core.node import (
+    Address,
+    Apply,
+    Call,
+    Loop,
+    Operation,
+    Reply,
+    Service,
+    Strand,
+    TensorSpec,
+    Work,
+    nothing,
+)
+from dure.core.protocol import COUNT, Method, check
+from dure.errors import DureError, GreetingLost, Refused, RemoteError
+from dure.job.gradient import GradientWork
+from dure.runtime.wire import Credentials, Identity, Limits, Loss, Request, Respond, Wire
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.node import Group
+    from dure.job.gradients import Evaluator
+
+T = TypeVar("T")
+
+log = logging.getLogger("dure")
+
+CALL_SECONDS = 300.0
+"""How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
+
+CONNECT_SECONDS = 20.0
+
+GREETING_SECONDS = 120.0
+"""How long lost greetings are repeated: as long as a run may take to start."""
+
+AGAIN_SECONDS = 0.1
+"""The pause between two."""
+
+SHORT_NBYTES = 1 << 20
+"""Memory work on fewer bytes is over before a helper thread has been woken to move others meanwhile."""
+
+IDLE_SECONDS = 1.0
+"""The longest that the loop sleeps without looking around."""
+
+
+class ProcessLoop(Loop):
+    """Runs strands; sleeps in the wire until a message, a timer or a death.
+
+    `waiting`: it sleeps now. `check` is called at least once a second of a wait; it raises what ends the wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wire: Wire
+        self.waiting = False
+        self.check: Callable[[], None] = nothing
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
+
+    def breath(self) -> Operation[None]:
+        """Done when everybody else has had a turn, the wire too: for who waits for nothing that the loop sees."""
+        operation: Operation[None] = Operation(self, "its turn")
+        self.after(0.0, operation.resolve)
+        return operation
+
+    def run_until(self, operation: Operation[T]) -> T:
+        """Until `operation` is done; its value."""
+        while True:
+            self.run_ready()
+            if operation.done:
+                return operation.result()
+            self.turn(IDLE_SECONDS)
+            self.check()
+
+    def turn(self, longest: float) -> None:
+        """One round: wait at most `longest` seconds for something to happen, then let it."""
+        if self._timers:
+            longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
+        self.waiting = True
+        self.wire.poll(0.0 if self.ready else longest)
+        self.waiting = False
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self.run_ready()
+
+
+class ProcessNode:
+    """This process, as its roles and services see it.
+
+    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended. The nodes of a run
+    have the same `credentials`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        credentials: Credentials,
+        *,
+        seed: int = 0,
+        trace: bool = False,
+        limits: Limits | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        self.loop = ProcessLoop()
+        self.identity = identity
+        self.name = identity.name
+        self.rank = identity.rank
+        self.rng = np.random.default_rng([seed, identity.rank, 7])
+        self.meter = Meter(identity.name, [] if trace else None)
+        self.evaluator = evaluator
+        self.services: dict[str, Service] = {}
+        self.directory: dict[str, tuple[str, int]] = {}
+        self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
+        self.on_lost: Callable[[Loss], None] | None = None
+        self.refuses: Callable[[Identity], str | None] = lambda caller: None
+        self.collectives: Callable[[Sequence[int]], Group] | None = None
+        self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
+        self.loop.wire = self.wire
+        self._outbox = Outbox(self)
+        self.serve("outbox", self._outbox)
+        self._began = time.monotonic()
+
+    @property
+    def incarnation(self) -> int:
+        return self.identity.incarnation
+
+    def begin(self, seconds: float = 0.0) -> None:
+        """`seconds` of the run have passed by now."""
+        self._began = time.monotonic() - seconds
+
+    # ---- the primitives
+
+    def compute(self, work: Work) -> Operation[Any]:
+        operation: Operation[Any] = Operation(self.loop, "its computation")
+        short = isinstance(work, Apply) and work.nbytes < SHORT_NBYTES
+        if self.wire.busy and not short:
+            with self.wire.in_background():
+                value = self._value_of(work)
+        else:
+            value = self._value_of(work)
+        operation.resolve(value)
+        return operation
+
+    def _value_of(self, work: Work) -> Any:
+        if isinstance(work, GradientWork):
+            assert self.evaluator is not None
+            return self.evaluator.one(work)
+        return work.run()
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] | None = (),
+        at_most: bool = False,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
+        if service.node == self.name:
+            self._call_myself(operation, service.service, Call(self.name, method, fields, tensors), into)
+            return operation
+
+        def done(answer: Reply | RemoteError) -> None:
+            if isinstance(answer, RemoteError):
+                operation.fail(answer)
+            else:
+                operation.resolve(answer)
+
+        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
+
+        def start(error: RemoteError | None) -> None:
+            if error is not None:
+                operation.fail(error)
+            elif not operation.done:
+                operation.on_cancel = self.wire.call(service.node, request, done).cancel
+
+        self._when_connected(service.node, start)
+        return operation
+
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
+        return self._outbox.put(peer, tensor, tag)
+
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
+        return self.spawn(self._recv(peer, into, tag), f"a message from {peer}")
+
+    async def _recv(self, peer: str, into: torch.Tensor, tag: int) -> torch.Tensor:
+        await self.call(Address(peer, "outbox"), "fetch", into=(into.view(-1),), tag=tag)
+        return into
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        if self.collectives is None:
+            raise DureError(f"{self.name} has no process group: collectives were not set up for this run.")
+        return self.collectives(ranks)
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        winner: Operation[Any] = Operation(self.loop, " or ".join(each.label for each in operations))
+        winner.resolve_with_first(operations)
+        if timeout is not None:
+            self.loop.after(timeout, lambda: winner.resolve(None))
+        return winner
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
+        return self.loop.spawn(coroutine, name or self.name)
+
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
+        operation: Operation[None] = Operation(self.loop, f"{seconds:g} s to pass")
+        self.loop.after(seconds, operation.resolve)
+        return operation
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def promise(self, label: str) -> Operation[Any]:
+        return Operation(self.loop, label)
+
+    def serve(self, name: str, service: Service) -> Address:
+        self.services[name] = service
+        return Address(self.name, name)
+
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.wire.room_like(tensor)
+
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        return self.wire.borrows(peer, nbytes)
+
+    # ---- beneath
+
+    def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
+        """Call `start` once `peer` is connected, or with why it is not: now, or from the loop.
+
+        Nothing else runs meanwhile, so that whoever calls stays atomic, and calls leave in the order they were made.
+        """
+        if self.wire.connected(peer):
+            start(None)
+        elif peer in self._connecting:
+            self._connecting[peer].append(start)
+        elif peer not in self.directory:
+            known = ", ".join(self.directory) or "nobody"
+            start(RemoteError(f"{self.name} does not know where {peer} is; it knows {known}."))
+        else:
+            self._connecting[peer] = [start]
+            self._connect(peer, time.monotonic() + GREETING_SECONDS)
+
+    def _connect(self, peer: str, deadline: float) -> None:
+        """Greet `peer` until it lets this process in or refuses it, or the `deadline` has passed.
+
+        A greeting is lost where one of both was stopped for longer than a host waits for it.
+        """
+
+        def opened(error: RemoteError | None) -> None:
+            if isinstance(error, GreetingLost) and time.monotonic() < deadline:
+                self.loop.after(AGAIN_SECONDS, lambda: self._connect(peer, deadline))
+            else:
+                self._opened(peer, error)
+
+        try:
+            self.wire.open(peer, *self.directory[peer], opened, CONNECT_SECONDS)
+        except RemoteError as error:
+            opened(error)
+
+    def _opened(self, peer: str, error: RemoteError | None) -> None:
+        for start in self._connecting.pop(peer):
+            start(error)
+
+    def _call_myself(
+        self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor] | None
+    ) -> None:
+        def answered(answer: Reply | RemoteError) -> None:
+            if isinstance(answer, RemoteError):
+                operation.fail(answer)
+                return
+            if into is not None:
+                for destination, tensor in zip(into, answer.tensors, strict=True):
+                    destination[: tensor.numel()].copy_(tensor)
+                answer.release()
+            operation.resolve(answer)
+
+        self.handle(service, call, answered)
+
+    def handle(
+        self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
+    ) -> None:
+        """Have a service of this node answer `call`, now or later.
+
+        An error in the handler of an `isolated` call ends that call, and not this process.
+        """
+        try:
+            answer = self.services[service].handle(call)
+        except RemoteError as error:
+            respond(error)
+            return
+        except DureError as error:
+            respond(Refused(str(error)))
+            return
+        except Exception as error:
+            if not isolated:
+                raise
+            respond(self.failed(service, call, error))
+            return
+        if isinstance(answer, Reply):
+            respond(answer)
+            return
+        later: Operation[Reply] = (
+            answer if isinstance(answer, Operation) else self.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
+        )
+
+        def done() -> None:
+            try:
+                reply = later.result()
+            except RemoteError as error:
+                respond(error)
+            except DureError as error:
+                respond(Refused(str(error)))
+            except Exception as error:
+                if not isolated:
+                    raise
+                respond(self.failed(service, call, error))
+            else:
+                respond(reply)
+
+        later.when_done(done)
+
+    def failed(self, service: str, call: Call, error: Exception) -> Refused:
+        """Log what a handler has raised, and say so to the caller."""
+        place = f"{call.method} of {service} at {self.name}"
+        log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
+        return Refused(f"{place} has failed with {type(error).__name__}: {error}")
+
+
+class Hosting:
+    """What the wire tells a node."""
+
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
+
+    def admit(self, caller: Identity) -> str | None:
+        return self._node.refuses(caller)
+
+    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
+        services = self._node.services
+        if service not in services:
+            raise Refused(
+                f"{self._node.name} hosts {', '.join(services) or 'no service'}, and was asked for {service!r}."
+            )
+        return services[service].expects(method)
+
+    def request(self, service: str, call: Call, respond: Respond) -> None:
+        protocol: Mapping[str, Method] = getattr(self._node.services[service], "protocol", {})
+        try:
+            if call.method in protocol:
+                check(service, protocol[call.method], call)
+        except Refused as error:
+            respond(error)
+            return
+        except Exception as error:  # noqa: BLE001  (of a check that has a defect: it is logged, and told to the caller)
+            respond(self._node.failed(service, call, error))
+            return
+        self._node.handle(service, call, respond, isolated=True)
+
+    def lost(self, loss: Loss) -> None:
+        node = self._node
+        back = any(here.name == loss.peer and here.incarnation > loss.incarnation for here in node.wire.callers)
+        if loss.incoming and not loss.finished and not back:  # else that was a past life's, heard of late
+            for service in list(node.services.values()):
+                lost = getattr(service, "lost", None)
+                if lost is not None:
+                    lost(loss.peer)
+        if node.on_lost is not None:
+            node.on_lost(loss)
+
+
+class Outbox:
+    """Messages point to point, kept by their sender until the receiver fetches them: it alone knows their size."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {"fetch": Method(fields={"tag": COUNT})}
+
+    def __init__(self, node: ProcessNode) -> None:
+        self._node = node
+        self._deposits: dict[tuple[str, int], deque[tuple[Operation[None], torch.Tensor]]] = {}
+        self._fetching: dict[tuple[str, int], deque[Operation[Reply]]] = {}
+
+    def put(self, peer: str, tensor: torch.Tensor, tag: int) -> Operation[None]:
+        operation: Operation[None] = Operation(self._node.loop, f"its message to {peer} to be fetched")
+        self._deposits.setdefault((peer, tag), deque()).append((operation, tensor))
+        self._match((peer, tag))
+        return operation
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    async def handle(self, call: Call) -> Reply:
+        if call.method != "fetch":
+            raise Refused(f'an outbox has no method "{call.method}"; it has fetch.')
+        key = (call.caller, int(call.fields["tag"]))
+        fetched: Operation[Reply] = Operation(self._node.loop, f"a message for {call.caller}")
+        self._fetching.setdefault(key, deque()).append(fetched)
+        self._match(key)
+        return await fetched
+
+    def _match(self, key: tuple[str, int]) -> None:
+        deposits, fetching = self._deposits.get(key), self._fetching.get(key)
+        while deposits and fetching:
+            operation, tensor = deposits.popleft()
+            fetching.popleft().resolve(Reply(tensors=(tensor.reshape(-1),), release=operation.resolve))

@@ -1,0 +1,252 @@
+"""How long a step of computing takes in virtual time: distributions, and streams of draws from them.
+
+A step takes
+
+    (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
+    seconds * factor / speed
+
+`factor` is random with mean one and belongs to the step; `speed` belongs to the machine and stays.
+
+    distribution         factor                                            parameters
+    constant             1
+    shifted-exponential  shift + (1 - shift) * exponential of mean 1       shift, from 0 up to 1
+    lognormal            exp(sigma * normal - sigma^2 / 2)                 sigma
+    pareto               (tail - 1) / tail * Pareto(tail) >= that          tail, above 1; variance only above 2
+    trace                the recorded durations, in their order            durations, or file
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from dure.core import units
+from dure.core.units import Flops, PositiveSeconds, Seconds
+from dure.core.validated import Described
+
+Factors = NDArray[np.float64]
+
+_BLOCK = 512  # draws made at once
+
+
+class _Compute(Described):
+    """What all distributions share: the mean of a step, given (`seconds`) or from the work's operations."""
+
+    seconds: PositiveSeconds | None = None
+    flops_per_second: Flops = 20e9
+    overhead: Seconds = 0.2e-3
+
+    def mean(self, flops: float) -> float:
+        """Mean seconds of a step of `flops` operations on a machine of speed 1."""
+        return self.overhead + flops / self.flops_per_second if self.seconds is None else self.seconds
+
+    def blocks(self, rng: np.random.Generator) -> Iterator[Factors]:
+        """Factors drawn from `rng`, a block at a time, without end."""
+        while True:
+            yield self.factors(rng, _BLOCK)
+
+    @abstractmethod
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        """`count` independent factors of mean one."""
+
+    def draw(self, rng: np.random.Generator, flops: float = 0.0) -> float:
+        """Seconds of one step, alone; `Durations` gives a stream."""
+        return self.mean(flops) * float(self.factors(rng, 1)[0])
+
+
+class Constant(_Compute):
+    """Every step takes the mean."""
+
+    distribution: Literal["constant"] = "constant"
+
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        return np.ones(count)
+
+
+class ShiftedExponential(_Compute):
+    """A fixed part, `shift` of the mean, and an exponential one."""
+
+    distribution: Literal["shifted-exponential"] = "shifted-exponential"
+    shift: float = Field(default=0.5, ge=0, lt=1)
+
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        return self.shift + (1.0 - self.shift) * rng.standard_exponential(count)
+
+
+class LogNormal(_Compute):
+    """The logarithm of a step's time is normal, with standard deviation `sigma`."""
+
+    distribution: Literal["lognormal"] = "lognormal"
+    sigma: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        return np.exp(self.sigma * rng.standard_normal(count) - 0.5 * self.sigma**2)
+
+
+class Pareto(_Compute):
+    """A heavy tail: P(time > t) falls as t ** -tail. The variance is finite only for a tail above 2."""
+
+    distribution: Literal["pareto"] = "pareto"
+    tail: float = Field(default=2.5, gt=1, allow_inf_nan=False)
+
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        return (self.tail - 1.0) / self.tail * (1.0 + rng.pareto(self.tail, count))
+
+
+class Trace(_Compute):
+    """Recorded durations of steps, replayed in order and over again, whatever the work.
+
+    Each worker starts at a place of its own, drawn at random, or all at the `first`. `file` holds one duration
+    per line (seconds, or with a unit; `#` begins a comment).
+    """
+
+    distribution: Literal["trace"] = "trace"
+    durations: tuple[PositiveSeconds, ...] = Field(min_length=1)
+    start: Literal["random", "first"] = "random"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_file(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "file" not in values:
+            return values
+        if "durations" in values:
+            raise ValueError("has both 'durations' and 'file': write one of them")
+        rest = {key: value for key, value in values.items() if key != "file"}
+        return rest | {"durations": _read_durations(Path(values["file"]))}
+
+    @field_validator("seconds")
+    @classmethod
+    def _no_mean(cls, given: float | None) -> float | None:
+        if given is not None:
+            raise ValueError(f"{given!r} makes no sense beside a trace, which has its own durations: leave it out")
+        return given
+
+    def mean(self, flops: float) -> float:
+        return float(np.mean(self.durations))
+
+    def blocks(self, rng: np.random.Generator) -> Iterator[Factors]:
+        block = np.asarray(self.durations) / self.mean(0.0)
+        if self.start == "random":
+            block = np.roll(block, -int(rng.integers(len(block))))
+        while True:
+            yield block
+
+    def factors(self, rng: np.random.Generator, count: int) -> Factors:
+        return rng.choice(np.asarray(self.durations), count) / self.mean(0.0)
+
+
+def _read_durations(path: Path) -> list[float]:
+    """The durations in a trace file, in seconds."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(
+            f"the trace file {str(path)!r} cannot be read ({reason}): give one duration per line"
+        ) from None
+    return [units.seconds(text) for line in lines if (text := line.partition("#")[0].strip())]
+
+
+def _tag(value: Any) -> Any:
+    """Which distribution is meant; constant when nothing says."""
+    return value.get("distribution", "constant") if isinstance(value, dict) else getattr(value, "distribution", value)
+
+
+Compute = Annotated[
+    Annotated[Constant, Tag("constant")]
+    | Annotated[ShiftedExponential, Tag("shifted-exponential")]
+    | Annotated[LogNormal, Tag("lognormal")]
+    | Annotated[Pareto, Tag("pareto")]
+    | Annotated[Trace, Tag("trace")],
+    Discriminator(_tag),
+]
+
+
+class LogNormalSpeeds(Described):
+    """Machines whose speeds are log-normal with median 1."""
+
+    distribution: Literal["lognormal"]
+    sigma: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+
+    def speed(self, rng: np.random.Generator) -> float:
+        return float(np.exp(self.sigma * rng.standard_normal()))
+
+
+class UniformSpeeds(Described):
+    """Machines whose speeds are spread evenly from `low` to `high`."""
+
+    distribution: Literal["uniform"]
+    low: float = Field(default=0.5, gt=0, allow_inf_nan=False)
+    high: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> UniformSpeeds:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}: write the smaller one as low")
+        return self
+
+    def speed(self, rng: np.random.Generator) -> float:
+        return float(rng.uniform(self.low, self.high))
+
+
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _speed_tag(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return "number"
+    return "list" if isinstance(value, (list, tuple)) else _tag(value)
+
+
+Speed = Annotated[
+    Annotated[Factor, Tag("number")]
+    | Annotated[tuple[Factor, ...], Tag("list")]
+    | Annotated[LogNormalSpeeds, Tag("lognormal")]
+    | Annotated[UniformSpeeds, Tag("uniform")],
+    Discriminator(_speed_tag),
+]
+
+
+class Durations:
+    """The durations of one worker's steps, one after another: the same for the same (compute, speed, seed).
+
+    Factors are drawn ahead, in blocks, which no caller can notice. `drawn` counts them: a resumed run makes the
+    same stream again and calls `skip(drawn)`.
+    """
+
+    __slots__ = ("_blocks", "_factors", "_flops", "_mean", "compute", "drawn", "speed")
+
+    def __init__(self, compute: Compute, speed: float, rng: np.random.Generator) -> None:
+        self.compute = compute
+        self.speed = speed
+        self.drawn = 0
+        self._blocks = compute.blocks(rng)
+        self._factors: Iterator[float] = iter(())
+        self._flops = self._mean = math.nan  # the last work and the mean of its time
+
+    def draw(self, flops: float = 0.0) -> float:
+        """Seconds that the next step takes, its work being `flops` floating-point operations."""
+        self.drawn += 1
+        if flops != self._flops:
+            self._flops, self._mean = flops, self.compute.mean(flops)
+        return self._mean * self._next() / self.speed
+
+    def skip(self, count: int) -> None:
+        """Pass over `count` draws."""
+        for _ in range(count):
+            self._next()
+        self.drawn += count
+
+    def _next(self) -> float:
+        factor = next(self._factors, None)
+        if factor is None:
+            self._factors = iter(next(self._blocks).tolist())
+            factor = next(self._factors)
+        return factor

@@ -1,0 +1,245 @@
+"""Collectives in virtual time: the value is the sum in rank order, the seconds are the ring's closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dure.core.node import Ghost, Operation
+from dure.core.ranges import equal_ranges
+from dure.errors import PeerLost
+from dure.job.gradient import Gradient, GradientWork
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.meter import Meter
+    from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.kernel import Kernel
+    from dure.runtime.virtual.network import Network
+
+
+class Runtime(Protocol):
+    """What a group uses of the virtual runtime."""
+
+    kernel: Kernel
+    network: Network
+    cluster: Cluster
+    slices: Sequence[tuple[int, float]]
+    groups: dict[tuple[int, ...], Any]
+
+    @property
+    def nodes(self) -> Mapping[str, Member]: ...
+
+
+class Member(Protocol):
+    """What a group uses of a node."""
+
+    rank: int
+    alive: bool
+    meter: Meter
+    payload_sent: int
+    payload_received: int
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    def compute(self, work: GradientWork) -> Operation[Any]: ...
+
+
+class Round:
+    """One collective: who has come, with what, and since when."""
+
+    __slots__ = ("arrived", "compute_ended", "kind", "started")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.arrived: dict[int, tuple[Operation[Any], Any, float]] = {}
+        self.started: dict[int, float] = {}
+        self.compute_ended: dict[int, float] = {}
+
+
+class Meeting:
+    """The rounds of one set of ranks; each member's n-th operation is part of round n."""
+
+    def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
+        self.runtime = runtime
+        self.ranks = ranks
+        self.rounds: dict[int, Round] = {}
+        self.counts = dict.fromkeys(ranks, 0)
+        self.gone: set[int] = set()
+
+    def join(self, rank: int, kind: str) -> tuple[int, Round]:
+        """The next round of `rank`."""
+        number = self.counts[rank]
+        self.counts[rank] += 1
+        round_ = self.rounds.setdefault(number, Round(kind))
+        if round_.kind != kind:
+            raise ValueError(f"worker {rank} calls {kind} and others {round_.kind}: a group's members must agree")
+        return number, round_
+
+    def lose(self, rank: int) -> None:
+        """A member died: a collective cannot end without it."""
+        self.gone.add(rank)
+        for round_ in self.rounds.values():
+            if rank not in round_.arrived:
+                for operation, _, _ in round_.arrived.values():
+                    operation.fail(self._lost(rank))
+
+    def _lost(self, rank: int) -> PeerLost:
+        return PeerLost(
+            f"worker {rank} is gone and a collective needs every rank. "
+            "Use a method over a parameter server (ps), or resume from the last checkpoint with fewer workers."
+        )
+
+    def arrive(
+        self, number: int, rank: int, operation: Operation[Any], value: Any, end: Callable[[Round], None]
+    ) -> None:
+        """`rank` has brought `value`; the last to come ends the round."""
+        if self.gone:
+            operation.fail(self._lost(min(self.gone)))
+            return
+        round_ = self.rounds[number]
+        round_.arrived[rank] = (operation, value, self.runtime.kernel.now)
+        if len(round_.arrived) == len(self.ranks):
+            del self.rounds[number]
+            end(round_)
+
+
+def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in the given order, always the same bits."""
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        result += tensor
+    return result
+
+
+class VirtualGroup:
+    """A group of workers as one of its members sees it."""
+
+    def __init__(self, node: Member, ranks: tuple[int, ...]) -> None:
+        self.node = node
+        self.ranks: Sequence[int] = ranks
+        runtime = node.runtime
+        if ranks not in runtime.groups:
+            runtime.groups[ranks] = Meeting(runtime, ranks)
+        self.meeting: Meeting = runtime.groups[ranks]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
+            result = total(values)
+            return [value if isinstance(value, Ghost) else value.copy_(result) for value in values]
+
+        return self._collective("all_reduce", tensor, share)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._collective("all_gather", tensor, lambda values: [[v.clone() for v in values] for _ in values])
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
+            result = total(values)
+            return [result[start:stop].clone() for start, stop in equal_ranges(result.numel(), len(values))]
+
+        return self._collective("reduce_scatter", tensor, share)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        position = list(self.ranks).index(root)
+
+        def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [value if value is values[position] else value.copy_(values[position]) for value in values]
+
+        return self._collective("broadcast", tensor, share)
+
+    def barrier(self) -> Operation[None]:
+        return self._collective("barrier", Ghost(0), lambda values: [None] * len(values))
+
+    def _collective(self, kind: str, value: Any, share: Callable[[list[Any]], Sequence[Any]]) -> Operation[Any]:
+        runtime, meeting = self.node.runtime, self.meeting
+        operation: Operation[Any] = Operation(runtime.kernel, f"{kind} with the others")
+        number, _ = meeting.join(self.node.rank, kind)
+
+        def end(round_: Round) -> None:
+            order = [round_.arrived[rank] for rank in meeting.ranks]
+            seconds = self._charge(kind, order[0][1])
+
+            def finish() -> None:
+                for (waiting, _, _), result in zip(order, share([v for _, v, _ in order]), strict=True):
+                    waiting.resolve(result)
+
+            runtime.kernel.at(runtime.kernel.now + seconds, finish)
+
+        meeting.arrive(number, self.node.rank, operation, value, end)
+        return operation
+
+    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+        """A gradient whose first slices are already on their way while the last are computed.
+
+        They are those of a real run (`overlap.cut`). Backward goes from the last parameter to the first, evenly.
+        """
+        runtime, meeting, node = self.node.runtime, self.meeting, self.node
+        operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
+        number, round_ = meeting.join(node.rank, "mean_gradient")
+        round_.started[node.rank] = runtime.kernel.now
+        computation = node.compute(work)
+
+        def computed() -> None:
+            if not node.alive:
+                return
+            gradient: Gradient = computation.result()
+            round_.compute_ended[node.rank] = runtime.kernel.now
+            meeting.arrive(number, node.rank, operation, gradient.scaled(share), self._end_gradients)
+
+        computation.when_done(computed)
+        return operation
+
+    def _end_gradients(self, round_: Round) -> None:
+        runtime = self.node.runtime
+        order = [round_.arrived[rank] for rank in self.meeting.ranks]
+        started, ended = round_.started, round_.compute_ended
+        self._charge("all_reduce", order[0][1].values)
+        last = max(ended.values())
+        finish = max(last, self._slices_sent(started, ended, order[0][1].values))
+        for rank in self.ranks:
+            meter = runtime.nodes[f"worker {rank}"].meter
+            meter.add("compute", started[rank], ended[rank])
+            meter.add("wait", ended[rank], last)
+            meter.add("communicate", last, finish, "all_reduce")
+
+        def deliver() -> None:
+            mean = total([gradient.values for _, gradient, _ in order])
+            for operation, gradient, _ in order:
+                gradient.values.copy_(mean)
+                operation.resolve(gradient)
+
+        runtime.kernel.at(finish, deliver)
+
+    def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
+        """When the last slice is summed: one after another, each once everybody has it."""
+        network, names, backward = self.node.runtime.network, self._names, self.node.runtime.cluster.backward
+        itemsize, free = _itemsize(gradient), 0.0
+        for numel, left in self.node.runtime.slices or [(gradient.numel(), 0.0)]:
+            there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in self.ranks)
+            cost = network.cost("all_reduce", numel * itemsize, names, itemsize, gradient=True)
+            free = max(free, there) + cost.seconds
+        return free
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"worker {rank}" for rank in self.ranks]
+
+    def _charge(self, kind: str, tensor: torch.Tensor) -> float:
+        """Seconds that the collective takes on this cluster; its bytes are counted."""
+        runtime, names = self.node.runtime, self._names
+        cost = runtime.network.collective(kind, tensor.nbytes, names, _itemsize(tensor))
+        if tensor.nbytes:
+            for node, sent, received in zip(
+                map(runtime.nodes.__getitem__, names), cost.sent, cost.received, strict=True
+            ):
+                node.payload_sent += sent
+                node.payload_received += received
+        return cost.seconds
+
+
+def _itemsize(tensor: torch.Tensor) -> int:
+    """Bytes of an element; 1 where there is none."""
+    return tensor.nbytes // max(tensor.numel(), 1) or 1

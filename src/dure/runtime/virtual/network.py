@@ -1,0 +1,459 @@
+"""How long messages take in virtual time, and how they share the wires.
+
+Each direction of each machine's network card is a *processor-sharing queue*: the transfers in it share its
+bandwidth at every moment, in proportion to their weights. A message occupies its sender's way out and its receiver's
+way in at once, each at the rate that its own queue gives, and has left when both are done. It then costs both hosts
+`alpha + bytes * beta` seconds of a core, and arrives one latency later:
+
+    alone:   latency + alpha + bytes * (beta + 1 / bandwidth)
+    K into one card at once:  the 1 / bandwidth part of the last takes exactly K times as long
+
+The weight of a message is drawn once: log-normal, of median 1 and sigma `Cluster.unfairness`. TCP shares a link only
+on average, and its irregularity spreads workers that began together. Where `unfairness` is 0, the default, all
+weights are 1: shares are equal, and the K messages above end together.
+
+Rules, all of them:
+
+- bytes on the wire are those given plus a header, the cluster's unless the sender gives another;
+- a message of at most `small` bytes (4 KiB) on the wire queues nowhere and takes latency + alpha + bytes / bandwidth:
+  one event. Its bytes are counted, but slow nobody;
+- messages from one node to another arrive in the order in which they were sent; they follow one another on the
+  wire, as on one connection, so a pair of nodes is one share of a queue whatever it has to say;
+- nodes on one machine do not use the card: alpha + bytes / memory bandwidth, one after another per pair.
+  Such bytes are counted apart, as `bytes_local`;
+- where the cluster is one `host`, nodes are processes that share its cores (`runtime.cores`): a message takes
+  alpha + bytes * beta of its sender's process, then the link's latency, then as much of its receiver's process;
+- what a crashed node had sent arrives if it had left the node's card entirely, else it is lost; what was on its
+  way to it vanishes.
+
+A queue is kept in its own virtual time, the bytes that a transfer of weight 1 present since the queue was last
+empty would have got. A transfer's end is then a constant, so an arrival or a departure costs O(log n)
+(Demers, Keshav, Shenker 1989; Parekh, Gallager 1993).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush, heapreplace
+from itertools import repeat
+from typing import Protocol
+
+import numpy as np
+
+from dure.core.collective_cost import COLLECTIVES, Cost, Path
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.cores import Cores, Process, Timers
+
+_EGRESS, _INGRESS, _BOTH = 1, 2, 3
+_BLOCK = 512  # weights drawn at once
+
+
+class Kernel(Timers, Protocol):
+    """What the network asks of a discrete-event kernel. Equal times run in the order of their `at` calls."""
+
+    def at(self, time: float, callback: Callable[[], None], /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What one node has sent and received.
+
+    Bytes over its card, headers included; bytes sent that stayed on the machine; messages sent, of both kinds.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    bytes_local: int
+    messages: int
+
+
+class Transfer:
+    """A message on the wire. `pending` has a bit for each side that is not done; shares go by `weight`."""
+
+    __slots__ = ("deliver", "nbytes", "pair", "pending", "weight")
+
+    def __init__(self, pair: Pair, nbytes: int, deliver: Callable[[], None], weight: float = 1.0) -> None:
+        self.pair = pair
+        self.nbytes = nbytes
+        self.weight = weight
+        self.deliver = deliver
+        self.pending = _BOTH
+
+
+class SharingQueue:
+    """One direction of one card: `bandwidth` bytes per second, shared by the transfers inside, by weight.
+
+    `bit` is the side of a `Transfer` that this queue serves; `left` is called when both its sides are done.
+    """
+
+    __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_total", "_virtual", "active", "bandwidth",
+                 "bit", "kernel")  # fmt: skip
+
+    def __init__(self, kernel: Kernel, bandwidth: float, bit: int, left: Callable[[Transfer], None]) -> None:
+        self.kernel = kernel
+        self.bandwidth = bandwidth
+        self.bit = bit
+        self.active = 0  # transfers inside; the heap may also hold removed ones
+        self._total = 0.0  # of their weights
+        self._left = left
+        self._heap: list[tuple[float, int, Transfer]] = []
+        self._sequence = 0
+        self._virtual = 0.0  # bytes per transfer of weight 1, as of `_last`
+        self._last = 0.0
+        self._due = math.inf  # the event that counts; one that fires before it is stale
+        self._fire = self.fire
+
+    def add(self, transfer: Transfer) -> None:
+        """Let `transfer` in, now."""
+        now = self.kernel.now
+        active = self.active
+        if active:
+            virtual = self._virtual = self._virtual + (now - self._last) * self.bandwidth / self._total
+        else:
+            self._heap.clear()
+            virtual = self._virtual = 0.0
+            self._total = 0.0
+        self._last = now
+        self.active = active + 1
+        self._total = total = self._total + transfer.weight
+        self._sequence += 1
+        heap = self._heap
+        tag = virtual + transfer.nbytes / transfer.weight
+        heappush(heap, (tag, self._sequence, transfer))
+        # An arrival delays every other end: only a new first one can bring the next event forward.
+        if heap[0][2] is transfer:
+            due = now + (tag - virtual) * total / self.bandwidth
+            if due < self._due:
+                self._due = due
+                self.kernel.at(due, self._fire)
+
+    def remove(self, transfer: Transfer) -> None:
+        """Take out `transfer`, unfinished."""
+        now = self.kernel.now
+        self._virtual += (now - self._last) * self.bandwidth / self._total
+        self._last = now
+        transfer.pending &= ~self.bit
+        self.active -= 1
+        self._total -= transfer.weight
+        self._schedule(now)
+
+    def fire(self) -> None:
+        """The event: finish what is done at this moment, and say when to come back."""
+        now = self.kernel.now
+        if now < self._due:
+            return
+        self._due = math.inf
+        heap, bit = self._heap, self.bit
+        while heap and not heap[0][2].pending & bit:
+            heappop(heap)
+        if not heap:
+            return
+        tag, _, transfer = heap[0]
+        due = self._last + (tag - self._virtual) * self._total / self.bandwidth
+        if due > now:
+            self._due = due
+            self.kernel.at(due, self._fire)
+            return
+        self._virtual, self._last = tag, now
+        if len(heap) == 1:  # the commonest
+            heap.clear()
+            self.active = 0
+            transfer.pending ^= bit
+            if not transfer.pending:
+                self._left(transfer)
+            return
+        done: list[Transfer] = []
+        while heap and heap[0][0] <= tag:
+            transfer = heappop(heap)[2]
+            if transfer.pending & bit:
+                transfer.pending ^= bit
+                self.active -= 1
+                self._total -= transfer.weight
+                if not transfer.pending:
+                    done.append(transfer)
+        if heap:
+            self._schedule(now)
+        for transfer in done:
+            self._left(transfer)
+
+    def _schedule(self, now: float) -> None:
+        heap, bit = self._heap, self.bit
+        while heap and not heap[0][2].pending & bit:
+            heappop(heap)
+        if heap:
+            due = max(now, self._last + (heap[0][0] - self._virtual) * self._total / self.bandwidth)
+            if due < self._due:
+                self._due = due
+                self.kernel.at(due, self._fire)
+
+
+class Processor:
+    """A host's cores: requests are served in order, each by whichever core is free first."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self, cores: int) -> None:
+        self._free = [0.0] * cores
+
+    def reserve(self, now: float, seconds: float) -> float:
+        """When a request made `now` for `seconds` of a core is served."""
+        free = self._free
+        first = free[0]
+        done = (now if now > first else first) + seconds
+        heapreplace(free, done)
+        return done
+
+    def clear(self) -> None:
+        """Forget what was asked: the machine crashed."""
+        self._free[:] = [0.0] * len(self._free)
+
+
+class Pair:
+    """One node's connection to another: keeps their messages in order."""
+
+    __slots__ = ("arrived", "backlog", "current", "dst", "dst_cpu", "egress", "ingress", "latency", "local", "src",
+                 "src_cpu", "start", "stretch")  # fmt: skip
+
+    def __init__(self, src: int, dst: int) -> None:
+        self.src = src
+        self.dst = dst
+        self.local = True
+        self.start = 0.0  # seconds of a small or local message apart from its bytes
+        self.stretch = 0.0  # seconds per byte of one
+        self.latency = 0.0
+        self.arrived = 0.0  # when the last message arrives or arrived
+        self.current: Transfer | None = None
+        self.backlog: deque[tuple[int, Callable[[], None]]] = deque()
+        self.egress: SharingQueue
+        self.ingress: SharingQueue
+        self.src_cpu: Processor
+        self.dst_cpu: Processor
+
+
+def weights(unfairness: float, rng: np.random.Generator | None = None) -> Iterator[float]:
+    """The weights of messages, without end: log-normal of median 1 and sigma `unfairness`; all 1.0 if that is 0."""
+    if not unfairness:
+        yield from repeat(1.0)
+    rng = rng or np.random.default_rng(0)
+    while True:
+        yield from np.exp(unfairness * rng.standard_normal(_BLOCK)).tolist()
+
+
+class Network:
+    """The cards, cores and messages of `cluster`, in the time of `kernel`.
+
+    `hosts` says on which machine (its index in the cluster) each node lives; see `Cluster.hosts`. Nodes are named
+    or numbered in the order of `hosts`. `rng` draws the weights of messages where the cluster has an `unfairness`.
+    """
+
+    def __init__(
+        self, cluster: Cluster, kernel: Kernel, hosts: Mapping[str, int], rng: np.random.Generator | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.kernel = kernel
+        self.names = tuple(hosts)
+        self.ids = {name: i for i, name in enumerate(hosts)}
+        self._alpha, self._beta = cluster.alpha, cluster.beta
+        self._header, self._small = cluster.header, cluster.small
+        self._machine = list(hosts.values())
+        self._cards: dict[int, tuple[SharingQueue, SharingQueue]] = {}
+        self._processors: dict[int, Processor] = {}
+        for machine in dict.fromkeys(self._machine):
+            bandwidth = cluster.link_of(machine).bandwidth
+            self._cards[machine] = (
+                SharingQueue(kernel, bandwidth, _EGRESS, self._left),
+                SharingQueue(kernel, bandwidth, _INGRESS, self._left),
+            )
+            self._processors[machine] = Processor(cluster.cores_of(machine))
+        self._pairs: dict[tuple[int, int], Pair] = {}
+        shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
+        self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
+        self._weights = weights(cluster.unfairness, rng)
+        self._gone: set[int] = set()
+        self._life = [0] * len(hosts)  # rises when a node crashes: what was sent to the one before vanishes
+        self.bytes_sent = [0] * len(hosts)
+        self.bytes_received = [0] * len(hosts)
+        self.bytes_local = [0] * len(hosts)
+        self.messages = [0] * len(hosts)
+
+    def send(
+        self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int | None = None
+    ) -> None:
+        """Send `nbytes` bytes and a header; `deliver` is called when they have arrived, or never."""
+        self.carry(self.route(src, dst), nbytes + (self._header if header is None else header), deliver)
+
+    def carry(self, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+        """As `send`, for `wire` bytes with the header, by a `route` that is known."""
+        node = pair.src
+        if self._gone and node in self._gone:
+            return
+        self.messages[node] += 1
+        (self.bytes_local if pair.local else self.bytes_sent)[node] += wire
+        if self._gone and pair.dst in self._gone:
+            return
+        if self.processes is not None:
+            self._hand_over(self.processes, pair, wire, deliver)
+        elif pair.local:
+            now = max(self.kernel.now, pair.arrived)
+            self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
+        elif pair.current is not None:
+            pair.backlog.append((wire, deliver))
+        elif wire <= self._small:
+            time = self.kernel.now + pair.start + wire * pair.stretch
+            if time < pair.arrived:  # as `_arrive_at`, which costs a call
+                time = pair.arrived
+            else:
+                pair.arrived = time
+            self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
+        else:
+            transfer = pair.current = Transfer(pair, wire, deliver, next(self._weights))
+            pair.egress.add(transfer)
+            pair.ingress.add(transfer)
+
+    def occupy(self, node: str | int, seconds: float) -> float:
+        """Take `seconds` of a core of `node`'s machine, after what was asked of it before; when that is done."""
+        machine = self._machine[self.node(node)]
+        return self._processors[machine].reserve(self.kernel.now, seconds)
+
+    def drop(self, node: str | int) -> None:
+        """`node` crashed: lose what had not left it and what was on its way to it. Until `restore`, it is gone.
+
+        Its machine's cores are forgotten too, unless another node lives on it.
+        """
+        index = self.node(node)
+        self._gone.add(index)
+        self._life[index] += 1
+        if self.processes is not None:
+            self.processes[index].clear()
+        for pair in self._pairs.values():
+            if index in (pair.src, pair.dst):
+                pair.backlog.clear()
+                transfer = pair.current
+                if transfer is not None and (pair.dst == index or transfer.pending & _EGRESS):
+                    pair.current = None
+                    for queue in (pair.egress, pair.ingress):
+                        if transfer.pending & queue.bit:
+                            queue.remove(transfer)
+        machine = self._machine[index]
+        if all(i in self._gone for i, m in enumerate(self._machine) if m == machine):
+            self._processors[machine].clear()
+
+    def last_arrival(self, node: str | int) -> float:
+        """When the last that `node` has sent arrives or arrived, in seconds; what is still on a card is not counted."""
+        index = self.node(node)
+        return max((pair.arrived for pair in self._pairs.values() if pair.src == index), default=0.0)
+
+    def restore(self, node: str | int) -> None:
+        """A new incarnation of `node` is there: it sends and receives again, nothing from before."""
+        self._gone.discard(self.node(node))
+
+    def node(self, name: str | int) -> int:
+        """The number of a node given by name; a number is itself."""
+        return name if isinstance(name, int) else self.ids[name]
+
+    def counters(self, node: str | int) -> Counters:
+        """What `node` has sent and received so far."""
+        i = self.node(node)
+        return Counters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
+
+    def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
+        """What a collective among `nodes` costs, from when the last has come; counts its bytes.
+
+        `kind` is a key of `collectives.COLLECTIVES`; `nbytes` is the weight of one member's tensor, of elements of
+        `itemsize` bytes. The root of a broadcast is the first of `nodes`.
+        """
+        indices = [self.node(node) for node in nodes]
+        cost = self.cost(kind, nbytes, indices, itemsize)
+        for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
+            self.bytes_sent[i] += sent
+            self.bytes_received[i] += received
+            self.messages[i] += messages
+        return cost
+
+    def cost(
+        self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
+    ) -> Cost:
+        """As `collective`, and nothing is counted. `gradient`: of one that leaves during backward."""
+        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes, gradient=gradient), itemsize)
+
+    def path(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Path:
+        """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""
+        host = self.cluster.host
+        if host is not None:
+            round_ = host.gradient if gradient else host.all_reduce
+            return Path(0.0, round_.start, math.inf, round_.byte)
+        links = [self.cluster.link_of(machine) for machine in {self._machine[self.node(node)] for node in nodes}]
+        latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
+        return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma, self._header, self._small)
+
+    def route(self, src: str | int, dst: str | int) -> Pair:
+        """The connection from `src` to `dst`: always the same one."""
+        key = (self.node(src), self.node(dst))
+        pair = self._pairs.get(key)
+        if pair is None:
+            pair = self._pairs[key] = Pair(*key)
+            here, there = (self._machine[i] for i in key)
+            pair.src_cpu, pair.dst_cpu = self._processors[here], self._processors[there]
+            pair.egress, pair.ingress = self._cards[here][0], self._cards[there][1]
+            pair.local = here == there
+            if pair.local:
+                pair.start, pair.stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
+            else:
+                pair.latency = self.cluster.latency(here, there)
+                pair.start = pair.latency + self._alpha
+                pair.stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
+        return pair
+
+    def _hand_over(self, processes: Sequence[Process], pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+        """Carry a message from one process of the host to another."""
+        seconds, life = self._alpha + wire * self._beta, self._life[pair.dst]
+
+        def receive() -> None:
+            if life == self._life[pair.dst]:
+                processes[pair.dst].run(seconds, partial(self._arrive, pair, life, wire, deliver))
+
+        def sent() -> None:
+            pair.arrived = self.kernel.now + self.cluster.link.latency
+            self.kernel.at(pair.arrived, receive)
+
+        processes[pair.src].run(seconds, sent)
+
+    def _left(self, transfer: Transfer) -> None:
+        """Both sides of `transfer` are done: the cores handle it, and the pair's next one follows."""
+        pair = transfer.pair
+        wire = transfer.nbytes
+        now = self.kernel.now
+        handled = now
+        cost = self._alpha + wire * self._beta
+        if cost > 0.0:
+            handled = max(pair.src_cpu.reserve(now, cost), pair.dst_cpu.reserve(now, cost))
+        self._arrive_at(pair, handled + pair.latency, wire, transfer.deliver)
+        pair.current = None
+        backlog = pair.backlog
+        while backlog:
+            wire, deliver = backlog.popleft()
+            if wire > self._small:
+                following = pair.current = Transfer(pair, wire, deliver, next(self._weights))
+                pair.egress.add(following)
+                pair.ingress.add(following)
+                return
+            self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
+
+    def _arrive_at(self, pair: Pair, time: float, wire: int, deliver: Callable[[], None]) -> None:
+        """Deliver at `time`, or with the message before on this pair if that is later."""
+        if time < pair.arrived:
+            time = pair.arrived
+        else:
+            pair.arrived = time
+        self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
+
+    def _arrive(self, pair: Pair, life: int, wire: int, deliver: Callable[[], None]) -> None:
+        dst = pair.dst
+        if life == self._life[dst]:
+            if not pair.local:
+                self.bytes_received[dst] += wire
+            deliver()

@@ -1,0 +1,544 @@
+"""Virtual time: gradients are real, seconds are modelled, one process plays every node.
+
+The kernel is a heap of (time, sequence, callback); coroutines are resumed by the loop of `runtime.base`.
+Compute times come from the cluster's distributions, messages from its network model, and a gradient is
+evaluated when its value is first needed, together with all others that have started meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dure.core.cost import CodecCost
+from dure.core.meter import Meter
+from dure.core.node import (
+    Address,
+    Apply,
+    Call,
+    Coding,
+    Ghost,
+    Operation,
+    Reply,
+    Service,
+    Strand,
+    Work,
+    nothing,
+)
+from dure.errors import PeerLost
+from dure.job.gradient import GradientWork
+from dure.runtime.virtual.group import VirtualGroup
+from dure.runtime.virtual.kernel import Kernel
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.job.gradients import Evaluator
+    from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.compute import Durations
+    from dure.runtime.virtual.network import Network, Pair
+
+T = TypeVar("T")
+
+
+class Computation(Operation[Any]):
+    """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
+
+    __slots__ = ("demand", "evaluated", "finish", "node", "timer", "value", "work")
+
+    def __init__(self, node: VirtualNode, work: Work, begin: float, seconds: float) -> None:
+        Operation.__init__(self, node.kernel, "its computation")
+        self.node = node
+        self.work = work
+        self.finish = begin + seconds
+        self.evaluated = False
+        self.value: Any = None
+        self.demand = None if node.process is None else node.process.run(seconds, self.due)
+        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else 0
+
+    def move(self, finish: float) -> None:
+        """Finish at another time than was said."""
+        kernel = self.node.runtime.kernel
+        kernel.void(self.timer)
+        self.finish = finish
+        self.timer = kernel.timer(finish, self.due)
+
+    def abandon(self) -> None:
+        """The node crashed, or gave up."""
+        self.node.runtime.pending.pop(self, None)
+        if self.demand is None:
+            self.node.runtime.kernel.void(self.timer)
+        elif self.node.process is not None:
+            self.node.process.drop(self.demand)
+
+    def due(self) -> None:
+        """Called by the kernel at the finish."""
+        self.node.running.pop(self, None)
+        work = self.work
+        self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
+
+    def cancel(self) -> None:
+        if not self.done:
+            self.node.running.pop(self, None)
+            self.abandon()
+        super().cancel()
+
+
+class VirtualNode:
+    """A machine of the cluster, as the roles and services on it see it.
+
+    `payload_sent` and `payload_received` are bytes of tensors, headers apart, as a real run counts them.
+    """
+
+    def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
+        self.runtime = runtime
+        self.kernel = runtime.kernel
+        self.name = name
+        self.rank = rank
+        self.routes: dict[str, Pair] = {}  # to those whom it has met
+        self.carry = runtime.network.carry
+        processes = runtime.network.processes  # where the cluster is one host
+        self.process = None if processes is None else processes[runtime.network.node(name)]
+        self.calls = runtime.in_flight
+        self.rng = np.random.default_rng([runtime.seed, rank, 7])
+        self.meter = Meter(name, [] if runtime.trace else None)
+        self.services: dict[str, Service] = {}
+        self.running: dict[Computation, None] = {}
+        self.strands: list[Strand[Any]] = []
+        self._most_strands = 64
+        self.alive = True
+        self.incarnation = 0
+        self.paused_until = 0.0
+        self.slowness = 1.0
+        self.payload_sent = 0
+        self.payload_received = 0
+
+    # ---- the primitives
+
+    def compute(self, work: Work) -> Operation[Any]:
+        runtime = self.runtime
+        begin = self.kernel.now
+        if begin < self.paused_until:
+            begin = self.paused_until
+        operation = Computation(self, work, begin, runtime.seconds_of(self, work))
+        if runtime.evaluator is not None and isinstance(work, GradientWork):
+            runtime.pending[operation] = None
+        self.running[operation] = None
+        return operation
+
+    def call(
+        self,
+        service: Address,
+        method: str,
+        *tensors: torch.Tensor,
+        into: Sequence[torch.Tensor] | None = (),
+        at_most: bool = False,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Operation[Reply]:
+        return RemoteCall(self, service, Call(self.name, method, fields, tensors), into)
+
+    def borrows(self, peer: str, nbytes: int) -> bool:
+        return True
+
+    def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
+        return self.runtime.mail(self.name, peer, tag).send(tensor)
+
+    def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
+        return self.runtime.mail(peer, self.name, tag).recv(into)
+
+    def group(self, ranks: Sequence[int]) -> VirtualGroup:
+        return VirtualGroup(self, tuple(ranks))
+
+    def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
+        kernel = self.runtime.kernel
+        winner: Operation[Any] = Operation(kernel, " or ".join(o.label for o in operations))
+        winner.resolve_with_first(operations)
+        if timeout is not None:
+            timer = kernel.timer(kernel.now + timeout, winner.resolve)
+            winner.when_done(lambda: None if winner.result() is None else kernel.void(timer))
+        return winner
+
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
+        strand = self.runtime.kernel.spawn(coroutine, name or self.name)
+        strands = self.strands
+        strands.append(strand)
+        if len(strands) > self._most_strands:
+            self.strands = [s for s in strands if not s.done]
+            self._most_strands = 64 + 2 * len(self.strands)
+        return strand
+
+    def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
+        kernel = self.runtime.kernel
+        operation: Operation[None] = Operation(kernel, f"{seconds:g} s to pass")
+        if self.process is not None and not seconds:
+            self.process.run(0.0, operation.resolve, last=True)  # a turn for all that waits
+            return operation
+        (kernel.weather if background else kernel.at)(kernel.now + seconds, operation.resolve)
+        return operation
+
+    def now(self) -> float:
+        return self.kernel.now
+
+    def promise(self, label: str) -> Operation[Any]:
+        return Operation(self.kernel, label)
+
+    def serve(self, name: str, service: Service) -> Address:
+        self.services[name] = service
+        return Address(self.name, name)
+
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape)
+
+    def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
+        """Send `peer` tensors of `nbytes` bytes; `deliver` is called when they have arrived."""
+        self.payload_sent += nbytes
+        self.carry(self.routes.get(peer.name) or self.route(peer), nbytes + header, deliver)
+
+    def route(self, peer: VirtualNode) -> Pair:
+        """The way to `peer`, kept for the next message."""
+        route = self.routes[peer.name] = self.runtime.network.route(self.name, peer.name)
+        return route
+
+    # ---- events of the cluster
+
+    def crash(self) -> None:
+        """Gone, without a word: strands end where they stand, messages under way are lost."""
+        self.alive = False
+        self.runtime.network.drop(self.name)
+        for computation in self.running:
+            computation.abandon()
+            computation.done = True
+        self.running.clear()
+        for strand in self.strands:
+            if not strand.done:
+                strand.kill()
+
+    def revive(self) -> None:
+        """A new incarnation: what the one before was doing is forgotten."""
+        self.alive = True
+        self.incarnation += 1
+        self.paused_until = 0.0
+        self.slowness = 1.0
+        self.strands.clear()
+
+    def pause(self, seconds: float) -> None:
+        """Stand still for `seconds`: computations and answers are late by what is left of them."""
+        now = self.runtime.kernel.now
+        before = max(now, self.paused_until)
+        self.paused_until = max(before, now + seconds)
+        if self.process is not None:
+            self.process.pause()
+            self.kernel.at(self.paused_until, self._go_on)
+            return
+        for computation in self.running:
+            computation.move(computation.finish + self.paused_until - before)
+
+    def _go_on(self) -> None:
+        if self.process is not None and not self.is_paused():
+            self.process.go_on()
+
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes `factor` times as long as the cluster says."""
+        begin = max(self.runtime.kernel.now, self.paused_until)
+        change = factor / self.slowness
+        self.slowness = factor
+        for computation in self.running:
+            if computation.demand is None:
+                computation.move(begin + (computation.finish - begin) * change)
+            elif self.process is not None:
+                self.process.stretch(computation.demand, change)
+
+    def is_paused(self) -> bool:
+        return self.paused_until > self.runtime.kernel.now
+
+    def when_awake(self, callback: Callable[[], None]) -> None:
+        """Now, or when the pause is over."""
+        kernel = self.runtime.kernel
+        if kernel.now < self.paused_until:
+            kernel.at(self.paused_until, callback)
+        else:
+            callback()
+
+
+class RemoteCall(Operation[Reply]):
+    """A call on its way there, being handled, or on its way back.
+
+    A node that calls a service of its own is answered without a message.
+    """
+
+    __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_source", "_target")
+
+    def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
+        self.loop = source.kernel  # as the constructor of operations, which costs a call
+        self.done = False
+        self.on_cancel = self._error = self._waiters = self._value = None
+        self._source = source
+        self._service = service.service
+        self._call = call
+        self._into = into
+        self._target = target = source.runtime.nodes[service.node]
+        if not target.alive:
+            source.kernel.at(source.kernel.now + source.runtime.detection, self._lost)
+        elif target is source:
+            self._nbytes = 0
+            self._arrive()
+        else:
+            source.calls[self] = service
+            self._nbytes = 0
+            wire = source.runtime.header + source.runtime.field * len(call.fields)
+            if call.tensors:
+                nbytes = self._nbytes = _weight(call.tensors)
+                source.payload_sent += nbytes
+                wire += nbytes
+            source.carry(source.routes.get(target.name) or source.route(target), wire, self._arrive)
+
+    @property
+    def label(self) -> str:
+        return f"{self._call.method} of {self._service} at {self._target.name}"
+
+    def _arrive(self) -> None:
+        target = self._target
+        if target.paused_until and target.is_paused():
+            target.when_awake(self._arrive)
+            return
+        if self._nbytes:
+            target.payload_received += self._nbytes
+        try:
+            answer = target.services[self._service].handle(self._call)
+        except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
+            self._answer_error(error)
+            return
+        if isinstance(answer, Reply):
+            self._answer(answer)
+        else:
+            later = answer if isinstance(answer, Operation) else target.spawn(answer, self._call.method)  # type: ignore[arg-type]
+            later.when_done(partial(self._handled, later))
+
+    def _handled(self, later: Operation[Reply]) -> None:
+        try:
+            reply = later.result()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._answer_error(error)
+        else:
+            self._answer(reply)
+
+    def _answer(self, reply: Reply) -> None:
+        self._reply = reply
+        source, target = self._source, self._target
+        if source is target:
+            self._deliver()
+            return
+        self._nbytes = 0
+        wire = source.runtime.header + source.runtime.field * len(reply.fields)
+        if reply.tensors:
+            nbytes = self._nbytes = _weight(reply.tensors)
+            target.payload_sent += nbytes
+            wire += nbytes
+        target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
+
+    def _answer_error(self, error: Exception) -> None:
+        source, target = self._source, self._target
+        if source is target:
+            self.fail(error)
+        else:
+            target.post(source, 0, source.runtime.header, partial(self._finish_with, error))
+
+    def _finish_with(self, error: Exception) -> None:
+        self._source.runtime.in_flight.pop(self, None)
+        self.fail(error)
+
+    def _deliver(self) -> None:
+        source, reply = self._source, self._reply
+        if source.paused_until and source.is_paused():
+            source.when_awake(self._deliver)
+            return
+        if source is not self._target:
+            source.calls.pop(self, None)
+            source.payload_received += self._nbytes
+        if self._into and not self.done:
+            for destination, tensor in zip(self._into, reply.tensors, strict=False):
+                if not isinstance(tensor, Ghost):
+                    whole = destination.numel() == tensor.numel()
+                    (destination if whole else destination[: tensor.numel()]).copy_(tensor)
+        if reply.release is not nothing and (self._into is not None or self.done):
+            reply.release()
+        self.resolve(reply)
+
+    def concerns(self, node: VirtualNode, address: Address) -> bool:
+        return self._source is node or address.node == node.name
+
+    def lose(self, node: VirtualNode) -> None:
+        """`node` is gone: no answer will come from it, and nobody is there to hear one."""
+        if self._source is not node:
+            self._lost()
+
+    def _lost(self) -> None:
+        self.fail(PeerLost(f"{self._target.name} is gone; {self._source.name} had asked it for {self._call.method}"))
+
+
+def _weight(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all `tensors`."""
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+    return nbytes
+
+
+class Mailbox:
+    """Messages from one node to another under one tag, in order: each leaves once its receiver has asked for it.
+
+    So it is on processes. What is sent is read when it arrives: it is lent until then.
+    """
+
+    def __init__(self, runtime: VirtualRuntime, source: str, target: str) -> None:
+        self.source = runtime.nodes[source]
+        self.target = runtime.nodes[target]
+        self.deposits: deque[tuple[Operation[None], torch.Tensor]] = deque()
+        self.asked: deque[tuple[Operation[torch.Tensor], torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor) -> Operation[None]:
+        operation: Operation[None] = Operation(self.source.kernel, f"its message to {self.target.name} to be fetched")
+        self.deposits.append((operation, tensor))
+        self._match()
+        return operation
+
+    def recv(self, into: torch.Tensor) -> Operation[torch.Tensor]:
+        operation: Operation[torch.Tensor] = Operation(self.target.kernel, f"a message from {self.source.name}")
+        self.target.post(self.source, 0, self.target.runtime.header, partial(self._ask, operation, into))
+        return operation
+
+    def _ask(self, operation: Operation[torch.Tensor], into: torch.Tensor) -> None:
+        if self.source.is_paused():
+            self.source.when_awake(partial(self._ask, operation, into))
+            return
+        self.asked.append((operation, into))
+        self._match()
+
+    def _match(self) -> None:
+        while self.deposits and self.asked:
+            (sent, tensor), (received, into) = self.deposits.popleft(), self.asked.popleft()
+            arrive = partial(self._arrive, sent, tensor, received, into)
+            self.source.post(self.target, tensor.nbytes, self.source.runtime.header, arrive)
+
+    def _arrive(
+        self, sent: Operation[None], tensor: torch.Tensor, received: Operation[torch.Tensor], into: torch.Tensor
+    ) -> None:
+        if self.target.is_paused():
+            self.target.when_awake(partial(self._arrive, sent, tensor, received, into))
+            return
+        self.target.payload_received += tensor.nbytes
+        if not isinstance(tensor, Ghost):
+            into.copy_(tensor)
+        sent.resolve()
+        received.resolve(into)
+
+
+class VirtualRuntime:
+    """Every node of a virtual cluster, its clock and its network.
+
+    `detection` is how many seconds pass between a crash and others noticing it. `codec` is what that of the run costs.
+    `slices` leave while a gradient is computed, in order: how many elements, and the share of backward that is left
+    then. Without them all leave at its end.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        network: Callable[[Kernel], Network],
+        evaluator: Evaluator | None,
+        *,
+        seed: int,
+        start: float = 0.0,
+        trace: bool = False,
+        codec: CodecCost | None = None,
+        slices: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        self.cluster = cluster
+        self.codec = codec or CodecCost()
+        self.slices = slices
+        self.seed = seed
+        self.trace = trace
+        self.kernel = Kernel(start)
+        self.network = network(self.kernel)
+        self.evaluator = evaluator
+        self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
+        self.nodes: dict[str, VirtualNode] = {}
+        self.pending: dict[Computation, None] = {}
+        self.in_flight: dict[RemoteCall, Address] = {}
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.durations: dict[str, Durations] = {}
+        self._mail: dict[tuple[str, str, int], Mailbox] = {}
+
+    def node(self, name: str, rank: int) -> VirtualNode:
+        """Add a node to the cluster."""
+        self.nodes[name] = VirtualNode(self, name, rank)
+        return self.nodes[name]
+
+    def mail(self, source: str, target: str, tag: int) -> Mailbox:
+        key = (source, target, tag)
+        if key not in self._mail:
+            self._mail[key] = Mailbox(self, source, target)
+        return self._mail[key]
+
+    def seconds_of(self, node: VirtualNode, work: Work) -> float:
+        """How long `work` takes on `node`, by the cluster's model."""
+        if isinstance(work, Apply):
+            return self._coding_seconds(node, work.codings) if work.codings else work.nbytes * self.cluster.gamma
+        flops = work.flops if isinstance(work, GradientWork) else 0.0
+        return self.durations[node.name].draw(flops) * node.slowness
+
+    def _coding_seconds(self, node: VirtualNode, codings: Sequence[Coding]) -> float:
+        """What a codec takes there: a worker's machine is as fast at that as at its steps."""
+        own = self.durations.get(node.name)
+        return self.codec.seconds(codings) * node.slowness / (1.0 if own is None else own.speed)
+
+    def value_of(self, computation: Computation) -> Any:
+        """The value of a finished gradient, which brings the other pending ones along where they batch."""
+        if not computation.evaluated:
+            self._evaluate(computation)
+        self.pending.pop(computation, None)
+        return computation.value
+
+    def _evaluate(self, needed: Computation) -> None:
+        evaluator = self.evaluator
+        if evaluator is None:
+            needed.value = GradientWork.ghost(needed.work)  # type: ignore[arg-type]
+            return
+        together = [c for c in self.pending if not c.evaluated]
+        works = [c.work for c in together]
+        if not evaluator.batches(works):  # type: ignore[arg-type]
+            together, works = [needed], [needed.work]
+        for computation, value in zip(together, evaluator.evaluate(works), strict=True):  # type: ignore[arg-type]
+            computation.value = value
+            computation.evaluated = True
+
+    def lose(self, node: VirtualNode) -> None:
+        """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told.
+
+        Not before what it has said: a connection ends after the bytes that were on it.
+        """
+        ended = [call for call, address in self.in_flight.items() if call.concerns(node, address)]
+        for call in ended:
+            del self.in_flight[call]
+        node.crash()
+        told = max(self.kernel.now + self.detection, self.network.last_arrival(node.name))
+        self.kernel.at(told, lambda: self._tell_of(node, ended))
+
+    def _tell_of(self, node: VirtualNode, ended: Sequence[RemoteCall]) -> None:
+        for call in ended:
+            call.lose(node)
+        if node.alive:
+            return  # it is back, and says so itself when it joins
+        for members, meeting in self.groups.items():
+            if node.rank in members and node.name.startswith("worker"):
+                meeting.lose(node.rank)
+        for other in self.nodes.values():
+            for service in other.services.values():
+                lost = getattr(service, "lost", None)
+                if other.alive and lost is not None:
+                    lost(node.name)

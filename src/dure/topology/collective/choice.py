@@ -1,0 +1,36 @@
+"""Collectives as a value of a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
+"""Collectives by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The workers among themselves; every operation needs all of them.
+
+    `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
+    sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host.
+    """
+
+    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = field(
+        default="engine", metadata={"shown": False}
+    )
+    per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
+        if self.algorithm == "hierarchical" and (self.per_host is None or self.per_host < 1):
+            raise ValueError(
+                f"hierarchical needs per_host, the workers on each host, of at least 1, got {self.per_host}. Write "
+                "collective:algorithm=hierarchical,per_host=2."
+            )
+        if self.algorithm != "hierarchical" and self.per_host is not None:
+            raise ValueError(
+                f"per_host={self.per_host} is for hierarchical, and algorithm is {self.algorithm}: drop one."
+            )

@@ -1,0 +1,253 @@
+"""A group whose mean gradient, or mean change of a model, travels as a codec has it; all else as it would without.
+
+    stripes     worker                                   owner of a stripe (each worker has one)
+                  give (round, encoded stripe) ----------->  waits for everybody's
+                  <--------------------------------------- what they make together, encoded again
+
+    gather        take (round, message) -----------------> everybody, who adds up all messages in rank order
+
+`codec.exchange` says which codecs go which way, and what an owner does. Virtual time charges encoding, decoding and
+combining by what the codec costs (`runtime.coding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from dure.codec.coder import SliceLayout
+from dure.codec.exchange import Owner, add_up, memory, remember
+from dure.core.finite import all_finite
+from dure.core.node import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
+from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
+from dure.core.ranges import Shaped, equal_ranges
+from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
+
+if TYPE_CHECKING:
+    from dure.codec.base import Codec
+    from dure.core.node import Group, Node
+    from dure.topology.collective.message_group import Meter
+
+SERVICE = "stripe"
+"""What a node's `Desk` is called by."""
+
+
+class Desk:
+    """Where the messages of a round arrive; a service. Rounds are numbered, and nobody is more than one ahead.
+
+    | method | fields       | tensors         | reply                                              |
+    |--------|--------------|-----------------|----------------------------------------------------|
+    | `give` | round, share | an owner's part | nbytes, and what all parts make, once all are here |
+    | `take` | round, share | a whole message | at once                                            |
+
+    A member whose gradient is not finite sends zeros, and `faulty`: the answer to `give` has the places of all these.
+    """
+
+    def __init__(self, node: Node, members: Sequence[str], owner: Owner, most_bytes: int) -> None:
+        self._node = node
+        self._members = tuple(members)
+        self._owner = owner
+        self._most_bytes = most_bytes
+        self._rounds: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}
+        self._complete: dict[int, Operation[Any]] = {}
+        self._faulty: dict[int, list[int]] = {}
+        self._gone = ""
+
+    protocol: ClassVar[Mapping[str, Method]] = dict.fromkeys(
+        ("give", "take"), Method(WORKERS, {"round": COUNT, "share": FINITE, "faulty": maybe(TRUTH)})
+    )
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.method not in ("give", "take") or call.caller not in self._members:
+            raise Refused(
+                f"{call.caller} may not {call.method} a message here: the group is {', '.join(self._members)}."
+            )
+        number = call.fields["round"]
+        came = self._rounds.setdefault(number, {})
+        came[self._members.index(call.caller)] = (call.tensors[0].clone(), call.fields["share"])
+        if call.fields.get("faulty"):
+            self._faulty.setdefault(number, []).append(self._members.index(call.caller))
+        complete = self.complete(number)
+        if len(came) == len(self._members):
+            if call.method == "give":
+                self._node.spawn(self._combine(number), f"round {number} of the stripe at {self._node.name}")
+            else:
+                complete.resolve()
+        return self._combined(complete) if call.method == "give" else Reply()
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return [TensorSpec("uint8", self._most_bytes, at_most=True)]
+
+    def lost(self, node: str) -> None:
+        """A node is gone, says the runtime: no round can end without it."""
+        if node in self._members and not self._gone:
+            self._gone = node
+            for complete in self._complete.values():
+                complete.fail(self._error())
+
+    def complete(self, number: int) -> Operation[Any]:
+        """That everybody's message of a round is here; of `give`, what they make."""
+        if number not in self._complete:
+            complete = self._complete[number] = self._node.promise(f"everybody's part of round {number}")
+            complete.when_done(nothing)  # its error is raised in who waits for it
+            if self._gone:
+                complete.fail(self._error())
+        return self._complete[number]
+
+    def messages(self, number: int) -> list[torch.Tensor]:
+        """Those of a round that is complete, in rank order; the round is over then."""
+        came = self._rounds.pop(number)
+        del self._complete[number]
+        return [came[place][0] for place in range(len(self._members))]
+
+    def faulty(self, number: int) -> list[int]:
+        """Places of the members whose gradient in this round is not finite; asked for once."""
+        return sorted(self._faulty.pop(number, ()))
+
+    async def _combine(self, number: int) -> None:
+        came = self._rounds.pop(number)
+        complete = self._complete.pop(number)
+        messages = {place: message for place, (message, _) in came.items()}
+        shares = {place: share for place, (_, share) in came.items()}
+        nbytes = 4 * self._owner.numel * len(came)
+        work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codings(len(came)))
+        try:
+            complete.resolve((await self._node.compute(work), self.faulty(number)))
+        except DamagedMessage as error:  # nobody may wait for what will never be
+            complete.fail(Refused(f"round {number} of {self._node.name}'s stripe cannot be combined: {error}"))
+
+    async def _combined(self, complete: Operation[Any]) -> Reply:
+        message, faulty = await complete
+        return Reply({"nbytes": message.numel()} | ({"faulty": faulty} if faulty else {}), [message])
+
+    def _error(self) -> PeerLost:
+        return PeerLost(
+            f"{self._gone} is gone, and a collective needs every rank. Use a method over a parameter server (ps), or "
+            "resume from the last checkpoint."
+        )
+
+
+class CodedGroup:
+    """`group`, whose `mean_gradient` and `mean_change` travel encoded."""
+
+    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Shaped], meter: Meter) -> None:
+        self._node, self._group, self._meter = node, group, meter
+        self.ranks = group.ranks
+        self._members = [f"worker {rank}" for rank in self.ranks]
+        self._gathers = codec.way == "gather"
+        numel = layers[-1].stop
+        here = list(self.ranks).index(node.rank)
+        self._ranges = [(0, numel)] if self._gathers else equal_ranges(numel, len(self.ranks))
+        layouts = [SliceLayout.of(layers, [part]) for part in self._ranges]
+        self._coders = [codec.coder(layout, seed=node.rank) for layout in layouts]
+        mine = 0 if self._gathers else here
+        self._owner = Owner(codec, layouts[mine])
+        self._desk = Desk(node, self._members, self._owner, self._coders[mine].most_bytes)
+        self._into = [torch.empty(coder.most_bytes, dtype=torch.uint8) for coder in self._coders]
+        self._round = 0
+        node.serve(SERVICE, self._desk)
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        """The gradient is computed, then encoded and exchanged."""
+        started = self._node.now()
+        computing = self._node.compute(work)
+        self._round += 1
+        operation = self._node.spawn(self._exchange(computing, started, share, self._round), "the mean gradient")
+        operation.when_done(nothing)  # whoever awaits it hears of its error
+        return operation
+
+    def mean_change(self, values: torch.Tensor, since: torch.Tensor, share: float) -> Operation[torch.Tensor]:
+        """The sum over members of `share * values`, the shares adding up to 1; both stay as they are.
+
+        What travels is how far they are from `since`, which all have alike: so the codec's error is fed back to the
+        next change, and what all get is alike too.
+        """
+        self._round += 1
+        return self._node.spawn(self._mean_change(values - since, since, share, self._round), "the mean change")
+
+    async def _mean_change(self, change: torch.Tensor, since: torch.Tensor, share: float, number: int) -> torch.Tensor:
+        await self._mean(change, share, number)
+        return change.add_(since)
+
+    async def _exchange(self, computing: Operation[Any], started: float, share: float, number: int) -> Any:
+        gradient = await computing
+        computed = self._node.now()
+        self._meter.add("compute", started, computed)
+        more: dict[str, Any] = {} if all_finite(gradient.values) else {"faulty": True}
+        if more:
+            gradient.values.zero_()  # a codec cannot encode NaN
+        faulty = await self._mean(gradient.values, share, number, **more)
+        gradient.checked, gradient.faulty = True, [self.ranks[place] for place in faulty]
+        self._meter.add("communicate", computed, self._node.now(), "all_reduce")
+        return gradient
+
+    async def _mean(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
+        """Have everybody's mean in place of `values`; the places of the members that were `faulty`."""
+        return await (self._gather if self._gathers else self._stripes)(values, share, number, **more)
+
+    async def _stripes(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
+        compute, calls = self._node.compute, []
+        faulty: Sequence[int] = ()
+        parts = [values[start:stop] for start, stop in self._ranges]
+        await compute(taking(*(Coding("encode", coder.numel) for coder in self._coders)))
+        for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True):
+            message, given = coder.encode(part), {"round": number, "share": share, **more}
+            calls.append(self._node.call(Address(owner, SERVICE), "give", message, into=[into], at_most=True, **given))
+        for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
+            reply = await self._answer(owner, call)
+            await compute(taking(Coding("decode", coder.numel)))
+            coder.decode(into[: reply.fields["nbytes"]], part)
+            faulty = reply.fields.get("faulty", faulty)
+        return faulty
+
+    async def _gather(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
+        coder, count = self._coders[0], len(self._members)
+        await self._node.compute(taking(Coding("encode", coder.numel)))
+        message = coder.encode(values * (share * count))
+        calls = [
+            self._node.call(Address(member, SERVICE), "take", message, round=number, share=share, **more)
+            for member in self._members
+        ]
+        for member, call in zip(self._members, calls, strict=True):
+            await self._answer(member, call)
+        await self._desk.complete(number)
+        await self._node.compute(taking(Coding("combine", coder.numel, count)))
+        add_up(coder, self._desk.messages(number), values)
+        return self._desk.faulty(number)
+
+    async def _answer(self, member: str, call: Operation[Reply]) -> Reply:
+        try:
+            return await call
+        except RemoteError as error:
+            self._desk.lost(member)
+            raise PeerLost(str(error)) from error
+
+    # ---- what survives a restart
+
+    def state(self) -> tuple[dict[str, torch.Tensor], int]:
+        """What coders and the owner keep, by name, and the number of rounds."""
+        return memory(self._coders, self._owner), self._round
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], rounds: int) -> None:
+        """Take up a `state`."""
+        self._round = rounds
+        remember(self._coders, self._owner, tensors)
+
+    # ---- as without a codec
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        return self._group.broadcast(tensor, root)
+
+    def barrier(self) -> Operation[None]:
+        return self._group.barrier()

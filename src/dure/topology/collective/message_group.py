@@ -1,0 +1,163 @@
+"""Collectives written from sends: what a group of workers does in place of the engine's, the same on every runtime.
+
+    algorithm          all_reduce                     all_gather              module
+    ring               chunks around a ring, twice    around the ring         `ring`
+    tree               up a tree, and down            up, and down            `tree`
+    halving-doubling   by halves with ranks far away  doubling (Bruck)        `halving_doubling`
+    hierarchical       tree, ring of hosts, tree      tree, ring, tree        `hierarchical`
+
+All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
+the others each rank keeps its slice of an all_reduce. What each costs: `runtime.sent_collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dure.core.node import Operation, nothing
+from dure.core.ranges import Range, equal_ranges
+from dure.topology.collective.halving_doubling import HalvingDoubling
+from dure.topology.collective.hierarchical import Hierarchical
+from dure.topology.collective.ranks import SERVICE, Line, Loss
+from dure.topology.collective.ring import Ring
+from dure.topology.collective.tree import Tree
+
+if TYPE_CHECKING:
+    from dure.core.node import Node
+    from dure.topology.collective.choice import Collective
+
+
+class Algorithm(Protocol):
+    """What an algorithm does, in place, to the flat vector of each rank of its line."""
+
+    async def all_reduce(self, whole: torch.Tensor) -> None: ...
+
+    async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None: ...
+
+
+class Meter(Protocol):
+    """Where a node's time goes."""
+
+    def add(self, kind: str, start: float, end: float, detail: str = "") -> None: ...
+
+
+def algorithm_of(topology: Collective, line: Line) -> Algorithm:
+    """The algorithm that `topology` names, among the ranks of `line`."""
+    if topology.per_host is not None:
+        return Hierarchical(line, topology.per_host)
+    makers: dict[str, Callable[[Line], Algorithm]] = {
+        "ring": Ring,
+        "tree": Tree,
+        "halving-doubling": HalvingDoubling,
+    }
+    return makers[topology.algorithm](line)
+
+
+class SentGroup:
+    """A `Group` whose collectives are messages between its members.
+
+    They happen in the order in which they were called, one after another, at every member; each is under way while its
+    caller does something else. Whoever is gone ends all of them at all members, with `PeerLost`.
+    """
+
+    def __init__(self, node: Node, ranks: Sequence[int], topology: Collective, meter: Meter) -> None:
+        self.ranks: Sequence[int] = tuple(ranks)
+        self._node = node
+        self._meter = meter
+        self._loss = Loss(node, self.ranks)
+        node.serve(SERVICE, self._loss)
+        self._line = Line(node, tuple(ranks), self._loss)
+        self._algorithm = algorithm_of(topology, self._line)
+        self._last: Operation[Any] | None = None
+
+    # ---- what members call
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._begin("the others' all_reduce", partial(self._all_reduce, tensor))
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._begin("the others' all_gather", partial(self._all_gather, tensor))
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._begin("the others' reduce_scatter", partial(self._reduce_scatter, tensor))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        return self._begin("the root's broadcast", partial(self._broadcast, tensor, self.ranks.index(root)))
+
+    def barrier(self) -> Operation[None]:
+        return self._begin("the others at a barrier", self._barrier)
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        """The gradient is computed, then summed: nothing is sent before the last of it is there."""
+        started = self._node.now()
+        computing = self._node.compute(work)
+        return self._begin("the group's mean gradient", partial(self._mean_gradient, computing, started, share))
+
+    # ---- what that is
+
+    async def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        await self._algorithm.all_reduce(tensor.view(-1))
+        return tensor
+
+    async def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        size, here = tensor.numel(), self._line.here
+        whole = tensor.new_empty(size * len(self.ranks))
+        cuts = equal_ranges(whole.numel(), len(self.ranks))
+        parts = [whole[start:stop] for start, stop in cuts]
+        parts[here].copy_(tensor.view(-1))
+        await self._algorithm.all_gather(whole, cuts)
+        return [part.view_as(tensor) for part in parts]
+
+    async def _reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone().view(-1)
+        if isinstance(self._algorithm, Ring):
+            return (await self._algorithm.reduce_scatter(total)).clone()
+        await self._algorithm.all_reduce(total)
+        start, stop = equal_ranges(total.numel(), len(self.ranks))[self._line.here]
+        return total[start:stop].clone()
+
+    async def _broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        whole = tensor.view(-1)
+        if isinstance(self._algorithm, Hierarchical):
+            await self._algorithm.broadcast(whole, root)
+        else:
+            size = len(self.ranks)
+            tree = Tree(self._line.among([(root + place) % size for place in range(size)]))
+            await tree.broadcast(whole, tree.ask_for(whole))
+        return tensor
+
+    async def _barrier(self) -> None:
+        """In round r each rank tells the one 2^r further; then it has heard, by way of others, from everybody."""
+        line, here, size = self._line, self._line.here, len(self.ranks)
+        steps = [1 << r for r in range((size - 1).bit_length())]
+        word = torch.empty(0)
+        coming = [line.recv((here - step) % size, torch.empty(0)) for step in steps]
+        for step, asked in zip(steps, coming, strict=True):
+            sent = line.send((here + step) % size, word)
+            await line.end(asked, (here - step) % size)
+            await line.end(sent, (here + step) % size)
+
+    async def _mean_gradient(self, computing: Operation[Any], started: float, share: float) -> Any:
+        gradient = (await computing).scaled(share)
+        computed = self._node.now()
+        self._meter.add("compute", started, computed)
+        await self._algorithm.all_reduce(gradient.values)
+        self._meter.add("communicate", computed, self._node.now(), "all_reduce")
+        return gradient
+
+    # ---- one after another
+
+    def _begin(self, label: str, work: Callable[[], Awaitable[Any]]) -> Operation[Any]:
+        operation = self._last = self._node.spawn(self._in_turn(self._last, work), label)
+        operation.when_done(nothing)  # whoever awaits it later hears of its error
+        return operation
+
+    async def _in_turn(self, before: Operation[Any] | None, work: Callable[[], Awaitable[Any]]) -> Any:
+        if before is not None and not before.done:
+            await self._node.first(before)
+        self._loss.check()
+        return await work()

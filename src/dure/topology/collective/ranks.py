@@ -1,0 +1,115 @@
+"""Where a rank stands among the ranks of a collective, and what it says to the others.
+
+A message leaves once its receiver has asked for it, and asking takes as long as a header: who knows what will come asks
+ahead. Nobody waits for one who is gone: the first to notice tells all, and every wait of all ends with one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dure.core.node import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
+from dure.core.protocol import COUNT, WORKERS, Method
+from dure.errors import PeerLost, Refused, RemoteError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.node import Node
+
+SERVICE = "collective"
+"""What a node's `Loss` is called by."""
+
+
+class Loss:
+    """Who of `ranks` is gone, as all of them hear of it; a service, whose one method `gone` names a `rank`."""
+
+    def __init__(self, node: Node, ranks: Sequence[int]) -> None:
+        self.noticed: Operation[None] = node.promise("a rank of the group to be lost")
+        self._node = node
+        self._ranks = tuple(ranks)
+        self._reason = ""
+
+    def of(self, rank: int, why: str = "") -> None:
+        """`rank` is gone: end every wait, here and at the others."""
+        if self.noticed.done:
+            return
+        self._reason = f"worker {rank} is gone{f' ({why})' if why else ''}, and a collective needs every rank"
+        self.noticed.resolve()
+        for other in self._ranks:
+            if other not in (rank, self._node.rank):
+                self._node.call(Address(f"worker {other}", SERVICE), "gone", rank=rank)  # or it is gone too
+
+    def check(self) -> None:
+        """Raise `PeerLost` if anybody is gone."""
+        if self.noticed.done:
+            raise PeerLost(
+                f"{self._reason}. Use a method over a parameter server (ps), or resume from the last checkpoint."
+            )
+
+    # ---- the service
+
+    protocol: ClassVar[Mapping[str, Method]] = {"gone": Method(WORKERS, {"rank": COUNT})}
+
+    def handle(self, call: Call) -> Reply:
+        if call.method != "gone" or call.fields["rank"] not in self._ranks:
+            raise Refused(f"{call.caller} may only tell which of {self._ranks} is gone.")
+        self.of(call.fields["rank"])
+        return Reply()
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    def lost(self, node: str) -> None:
+        """A node is gone, says the runtime."""
+        kind, _, rank = node.partition(" ")
+        if kind == "worker" and rank.isdigit() and int(rank) in self._ranks:
+            self.of(int(rank))
+
+
+@dataclass(frozen=True)
+class Line:
+    """`ranks` in a row, as the one on `node` sees them: each goes by its place, this one by `here`."""
+
+    node: Node
+    ranks: tuple[int, ...]
+    loss: Loss
+
+    @cached_property
+    def here(self) -> int:
+        return self.ranks.index(self.node.rank)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def among(self, places: Sequence[int]) -> Line:
+        """The line of those at `places`, of whom this rank is one."""
+        return Line(self.node, tuple(self.ranks[place] for place in places), self.loss)
+
+    def send(self, place: int, part: torch.Tensor) -> Operation[None]:
+        """Start to send `part`, which is lent until this has ended."""
+        return self.node.send(f"worker {self.ranks[place]}", part)
+
+    def recv(self, place: int, into: torch.Tensor) -> Operation[torch.Tensor]:
+        """Ask for the next message from `place` that has not been asked for."""
+        asked = self.node.recv(f"worker {self.ranks[place]}", into)
+        asked.when_done(nothing)  # who asks ahead may be told of a loss before it waits
+        return asked
+
+    async def end(self, operation: Operation[Any], place: int) -> None:
+        """Wait for a message to or from `place`. Raises `PeerLost`, whoever of the group it is that is gone."""
+        if not operation.done:
+            await self.node.first(operation, self.loss.noticed)
+        self.loss.check()
+        try:
+            operation.result()
+        except RemoteError as error:
+            self.loss.of(self.ranks[place], str(error).rstrip("."))
+            self.loss.check()
+
+    async def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """Add `part` to `total`, in place."""
+        await self.node.compute(Apply(lambda: total.add_(part), total.nbytes))

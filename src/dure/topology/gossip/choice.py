@@ -1,0 +1,32 @@
+"""Gossip as a value of a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GRAPHS = ("ring", "exponential", "random-regular", "complete")
+"""Graphs that gossip knows by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip:
+    """Every worker has a model of its own and talks to its neighbors in `graph`, one at a time.
+
+    `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", pairs of ranks as
+    in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.graph`). A networkx graph is
+    kept as its pairs.
+    """
+
+    graph: str = "exponential"
+    degree: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.graph, str):
+            from dure.topology.gossip.edges import edges_text
+
+            object.__setattr__(self, "graph", edges_text(self.graph))
+        if self.degree < 2:
+            raise ValueError(f"degree counts neighbors and must be >= 2, got {self.degree}. Use 2 for rings.")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}. Use 0 for the usual one.")

@@ -1,0 +1,110 @@
+"""Who is whose neighbor in gossip, and how fast that mixes.
+
+| graph            | neighbors of worker i of K                                  | degree                |
+|------------------|-------------------------------------------------------------|-----------------------|
+| `ring`           | i - 1 and i + 1                                             | 2                     |
+| `exponential`    | those 1, 2, 4, 8, ... away, both ways                       | about 2 log2 K        |
+| `random-regular` | as many as `degree`, drawn with `seed`                      | `degree`              |
+| `complete`       | everybody                                                   | K - 1                 |
+| `0-1/1-2/2-0`    | what it says: pairs of ranks                                |                       |
+| a file           | what it says: an edge list, or GraphML if it ends so        |                       |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure.errors import StrategyError
+from dure.topology.gossip.choice import GRAPHS
+from dure.topology.gossip.edges import _ranked, _short, _whole
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from dure.topology.gossip.choice import Gossip
+
+_PAIRS = re.compile(r"\d+-\d+(/\d+-\d+)*")
+
+DRAWS = 100
+"""How often a random graph that is not connected is drawn again."""
+
+
+def build(topology: Gossip, workers: int) -> nx.Graph:
+    """The graph of the ranks 0 .. workers - 1. Raises `StrategyError` if there is none that is connected."""
+    import networkx as nx
+
+    graph = _named(topology, workers) if topology.graph in GRAPHS else _read(topology.graph)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    if graph.number_of_nodes() != workers:
+        raise StrategyError(
+            f"the graph {_short(topology.graph)} has {graph.number_of_nodes()} nodes, and the run {workers} workers: "
+            "give one node for each."
+        )
+    return _whole(graph, topology.graph)
+
+
+def size(topology: Gossip) -> int | None:
+    """How many workers the graph is for; None where it is made for any number. Raises `StrategyError`."""
+    return None if topology.graph in GRAPHS else _read(topology.graph).number_of_nodes()
+
+
+def _named(topology: Gossip, workers: int) -> nx.Graph:
+    import networkx as nx
+
+    if topology.graph == "complete":
+        return nx.complete_graph(workers)
+    if topology.graph == "random-regular":
+        return _random_regular(topology.degree, workers, topology.seed)
+    powers = [2**power for power in range(workers.bit_length()) if 2**power < workers]
+    return nx.circulant_graph(workers, [1] if topology.graph == "ring" else powers or [1])
+
+
+def _random_regular(degree: int, workers: int, seed: int) -> nx.Graph:
+    import networkx as nx
+
+    if degree >= workers or degree * workers % 2:
+        reason = f"more than {degree} workers" if degree >= workers else "an even number of workers"
+        raise StrategyError(
+            f"a random-regular graph with degree={degree} needs {reason}, got {workers}: "
+            "choose another degree, or graph=complete."
+        )
+    for draw in range(DRAWS):
+        graph = nx.random_regular_graph(degree, workers, seed=seed + draw)
+        if nx.is_connected(graph):
+            break
+    return graph
+
+
+def _read(name: str) -> nx.Graph:
+    import networkx as nx
+
+    if _PAIRS.fullmatch(name):
+        return _ranked(nx.Graph([pair.split("-") for pair in name.split("/")]))
+    try:
+        found = nx.read_graphml(name) if Path(name).suffix == ".graphml" else nx.read_edgelist(name)
+    except (OSError, ValueError, TypeError, nx.NetworkXException, SyntaxError) as error:
+        known = ", ".join(GRAPHS)
+        raise StrategyError(
+            f'the graph "{name}" is none of {known}, no pairs of ranks as in 0-1/1-2/2-0, and no file that can be read '
+            f"as one ({error})."
+        ) from None
+    return _ranked(found)
+
+
+def knit(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
+    """`graph` without those who are gone: the neighbors of each are linked in a row, so that it stays connected."""
+    import networkx as nx
+
+    knitted = graph.copy()
+    for node in sorted(gone):
+        if node in knitted:
+            around = sorted(knitted.neighbors(node))
+            knitted.remove_node(node)
+            nx.add_path(knitted, around)
+    return knitted
+
+
+# ---- how fast it mixes

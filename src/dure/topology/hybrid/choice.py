@@ -1,0 +1,28 @@
+"""The hybrid of collectives and servers as a value of a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """Dense gradients among the workers, those of rows (embeddings) through servers that hold the rows.
+
+    `servers` says which parameters servers hold: "auto" those of which a step reads so few rows that this moves fewer
+    bytes (`topology.hybrid`), "none", "all", or names, as in `servers=bag.weight/out.bias`. There are `shards` servers,
+    as many as workers unless said; `colocated` puts them on the workers' machines.
+    """
+
+    servers: tuple[str, ...] = ("auto",)
+    shards: int | None = None
+    colocated: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shards is not None and self.shards < 1:
+            raise ValueError(f"shards counts servers and must be >= 1, got {self.shards}. Use servers=none for none.")
+        if isinstance(self.servers, str) or not self.servers:
+            raise ValueError(f'servers must be a tuple of names, got {self.servers!r}. Use ("auto",), or leave it out.')
+        for word in ("auto", "none", "all"):
+            if word in self.servers and len(self.servers) > 1:
+                raise ValueError(f"servers={word} stands alone, got {'/'.join(self.servers)}. Use names only.")

@@ -1,0 +1,136 @@
+"""What a replica uses of its coordinator: portions to evaluate, the point to do it at, and somewhere to put the sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dure.core.node import EndOfWork, Reply, Suspend
+from dure.errors import CallTimeout, DivergedError, Evicted, Refused
+from dure.topology.parameter_server.batch.coordinator import COORDINATOR
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.core.meter import Meter
+    from dure.core.node import Node
+    from dure.job.data.batches import Batches
+    from dure.topology.parameter_server.batch.portions import Run
+    from dure.topology.parameter_server.client import ServerClient
+
+
+class EvaluatingWorker(Protocol):
+    """What is used of the worker."""
+
+    rank: int
+    node: Node
+    meter: Meter
+    params: torch.Tensor
+
+    def suspends(self) -> bool:
+        """Whether the worker is to stop here for a checkpoint."""
+        ...
+
+
+class Portion(NamedTuple):
+    """The samples of a portion, and what its random layers draw from: the same for everybody."""
+
+    indices: torch.Tensor
+    draw: int
+
+
+class Errand(NamedTuple):
+    """Portions of one batch, to be evaluated at one point."""
+
+    evaluation: int
+    batch: int
+    point: str
+    run: Run
+
+    def portions(self, batches: Batches) -> Iterator[Portion]:
+        for number in range(*self.run):
+            yield Portion(batches.indices(self.batch, number), self.batch * batches.count + number)
+
+
+class Sums:
+    """Gradients and losses of an errand's portions, each times its number of samples."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.vector = like.clone().zero_()
+        self.losses: list[float] = []
+
+    def add(self, gradient: torch.Tensor, loss: float, samples: int) -> None:
+        """One portion's means over its `samples`."""
+        self.vector.add_(gradient, alpha=samples)
+        self.losses.append(loss * samples)
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.losses))
+
+
+class PortionClient:
+    """A worker's side of the coordinator. What it has not reported is lost with it, and done again by others."""
+
+    def __init__(self, server: ServerClient, batches: Batches) -> None:
+        self.batches = batches
+        self._server = server
+        self._report: dict[str, Any] | None = None
+        self._at = 0
+
+    async def ask(self, worker: EvaluatingWorker) -> Errand:
+        """The next portions; `worker.params` are the point to evaluate them at, fetched once per evaluation.
+
+        Raises `EndOfWork`, and `Suspend` for a checkpoint.
+        """
+        node = worker.node
+        while True:
+            started = node.now()
+            fields = (await self._ask(worker)).fields
+            worker.meter.add("wait", started, node.now())
+            if "end" in fields:
+                raise EndOfWork
+            if "suspend" in fields:
+                raise Suspend
+            if "failed" in fields:
+                raise DivergedError(fields["failed"])
+            errand = Errand(**fields)
+            if errand.evaluation == self._at or await self._fetch(worker, errand):
+                return errand
+
+    async def _ask(self, worker: EvaluatingWorker) -> Reply:
+        report, self._report = self._report, None
+        fields: dict[str, Any] = {"worker": worker.rank, "incarnation": self._server.incarnation, "report": report}
+        due = worker.suspends()
+        while True:
+            with suppress(CallTimeout):
+                return await worker.node.call(COORDINATOR, "ask", due=due, **fields)
+
+    async def _fetch(self, worker: EvaluatingWorker, errand: Errand) -> bool:
+        """The point; False if it is gone, because others have done the rest meanwhile."""
+        started = worker.node.now()
+        try:
+            await self._server.fetch(worker.params, errand.point)
+        except Refused:
+            return False
+        worker.meter.add("communicate", started, worker.node.now(), "fetch")
+        self._at = errand.evaluation
+        return True
+
+    async def push(self, worker: EvaluatingWorker, errand: Errand, sums: Sums) -> None:
+        """Leave the sums of an errand with the shards, to be reported with the next `ask`."""
+        started = worker.node.now()
+        losses, seq = sums.losses, None
+        if not sums.finite:
+            losses = []
+        else:
+            try:
+                seq = await self._server.stage(sums.vector)
+            except Evicted:
+                raise
+            except Refused:  # a part of it is no number, though the loss is one; the other shards have theirs
+                losses, seq = [], self._server.seq
+        worker.meter.add("communicate", started, worker.node.now(), "push")
+        self._report = {"evaluation": errand.evaluation, "run": errand.run, "seq": seq, "losses": losses}

@@ -1,0 +1,246 @@
+"""Vectors that never leave their shards: each shard has named ones, and carries out commands on them.
+
+Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2: a coordinator issues commands "drawn
+from a small set of operations (e.g., dot product, scaling, coefficient-wise addition, multiplication)"; results stay
+on the shard under a name, and only numbers come back.
+
+| command                        | does                                                                   |
+|--------------------------------|------------------------------------------------------------------------|
+| `zero` to                      | to = 0                                                                 |
+| `copy` to x                    | to = x; costs nothing until one of them changes                        |
+| `free` x                       | forget x                                                               |
+| `scale` to a                   | to = a to                                                              |
+| `axpy` to a x                  | to = to + a x                                                          |
+| `combine` to a x b y           | to = a x + b y                                                         |
+| `multiply` to x y              | to = x y, coefficient by coefficient                                   |
+| `dot` x y                      | a number, this shard's part of x'y, summed in double precision         |
+| `accumulate` to worker incarnation seq | to = to + what the worker has staged under that number         |
+| `drop` worker incarnation seq  | forget what the worker has staged under that number                    |
+| `fence` worker incarnation     | forget all that it has staged and will stage in lives before that one  |
+| `model` to                     | to = the shard's part of the model                                     |
+| `publish` x (gradients)        | x is the next version of the model, to which so many gradients have led |
+
+A program of several is one call. A shard carries programs out one after another, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dure.core.node import Apply, Call, Ghost, Reply
+from dure.errors import Evicted, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from dure.topology.parameter_server.buffers import Buffer, Pool
+
+BLOCK = 1 << 15
+"""Elements of a dot product that are made double at a time."""
+
+FREE_OF_CHARGE = ("copy", "free", "drop", "fence", "model", "publish")
+
+Key = tuple[int, int, int]
+"""A worker, its incarnation, and the number of what it has staged."""
+
+
+class Host(Protocol):
+    """The part of a shard that commands touch."""
+
+    pool: Pool
+    current: Buffer
+
+    def received(self, call: Call) -> Buffer:
+        """A copy of the slice that a worker sends. Raises `Refused` for one that would spoil what it is added to."""
+        ...
+
+    def publish(self, buffer: Buffer, gradients: int) -> None:
+        """Make `buffer`, which the caller holds once for the shard, the next version; so many `gradients` led to it."""
+        ...
+
+    def in_turn(self, work: Apply) -> Awaitable[Any]:
+        """Do `work` when what came before it is done; its value."""
+        ...
+
+
+class Vectors:
+    """The named vectors of one shard; `methods` are what callers may ask it for.
+
+    | method   | fields                   | tensors | reply                                                  |
+    |----------|--------------------------|---------|--------------------------------------------------------|
+    | `order`  | commands                 |         | `dots`, in the order of the commands; once carried out |
+    | `stage`  | worker, incarnation, seq | slice   | once it is here, for a command to use                  |
+    | `fetch`  | name                     |         | the vector                                             |
+    """
+
+    def __init__(self, host: Host, nbytes: int) -> None:
+        self._host = host
+        self._nbytes = nbytes
+        self._named: dict[str, Buffer] = {}
+        self._staged: dict[Key, Buffer] = {}
+        self._fences: dict[int, int] = {}
+        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+            "order": self._order,
+            "stage": self._stage,
+            "fetch": self._fetch,
+        }
+        self._commands: Mapping[str, Callable[..., float | None]] = {
+            "zero": lambda to: self._fill(to, lambda tensor: tensor.zero_()),
+            "copy": lambda to, x: self._bind(to, self._hold(x)),
+            "free": self._free,
+            "scale": self._scale,
+            "axpy": lambda to, a, x: self._add(to, a, self[x]),
+            "combine": self._combine,
+            "multiply": lambda to, x, y: self._fill(to, lambda tensor: tensor.copy_(self[x]).mul_(self[y])),
+            "dot": self._dot,
+            "accumulate": self._accumulate,
+            "drop": lambda: None,
+            "fence": lambda: None,
+            "model": lambda to: self._bind(to, _held(self._host.current)),
+            "publish": lambda x, gradients=0: self._host.publish(self._hold(x), gradients),
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The vector called `name`; not to be written to."""
+        return self._buffer(name).tensor
+
+    @property
+    def num_staged(self) -> int:
+        """What workers have staged and no command has used."""
+        return len(self._staged)
+
+    # ---- the service
+
+    def _stage(self, call: Call) -> Reply:
+        worker, incarnation, seq = (call.fields[name] for name in ("worker", "incarnation", "seq"))
+        if incarnation < self._fences.get(worker, 0):
+            raise Evicted(f"incarnation {incarnation} of worker {worker} is over: join again.")
+        if (worker, incarnation, seq) not in self._staged:
+            self._staged[worker, incarnation, seq] = self._host.received(call)
+        return Reply()
+
+    def _take(self, worker: int, incarnation: int, seq: int) -> Buffer:
+        """What was staged: whoever calls holds it from now on."""
+        staged = self._staged.pop((worker, incarnation, seq), None)
+        if staged is None:
+            raise Refused(f"worker {worker} has staged nothing under {seq} in life {incarnation}, or it has been used.")
+        return staged
+
+    def _drop(self, worker: int, incarnation: int, seq: int) -> None:
+        staged = self._staged.pop((worker, incarnation, seq), None)
+        if staged is not None:
+            staged.release()
+
+    def _fence(self, worker: int, incarnation: int) -> None:
+        self._fences[worker] = max(incarnation, self._fences.get(worker, 0))
+        for key in [key for key in self._staged if key[0] == worker and key[1] < incarnation]:
+            self._staged.pop(key).release()
+
+    async def _order(self, call: Call) -> Reply:
+        commands = [self._resolved(command) for command in call.fields["commands"]]
+        charged = sum(name not in FREE_OF_CHARGE for name, _ in commands)
+        dots = await self._host.in_turn(Apply(partial(self._carry_out, commands), self._nbytes * charged))
+        return Reply({"dots": dots})
+
+    def _resolved(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+        """A command with what it uses of the staged in hand: the worker may be gone when its turn comes."""
+        name, *arguments = command
+        if name not in self._commands:
+            raise Refused(f'there is no command "{name}"; there are {", ".join(self._commands)}.')
+        if name == "accumulate":
+            return name, (arguments[0], self._take(*arguments[1:]))
+        if name in ("drop", "fence"):
+            (self._drop if name == "drop" else self._fence)(*arguments)
+            return name, ()
+        return name, arguments
+
+    def _carry_out(self, commands: Sequence[tuple[str, Sequence[Any]]]) -> list[float]:
+        values = [self._commands[name](*arguments) for name, arguments in commands]
+        return [value for value in values if value is not None]
+
+    def _fetch(self, call: Call) -> Reply:
+        buffer = _held(self._buffer(call.fields["name"]))
+        return Reply({}, buffer.pieces, buffer.release)
+
+    # ---- names and buffers
+
+    def _buffer(self, name: str) -> Buffer:
+        if name not in self._named:
+            raise Refused(f'no vector is called "{name}" here; there are {", ".join(sorted(self._named)) or "none"}.')
+        return self._named[name]
+
+    def _hold(self, name: str) -> Buffer:
+        return _held(self._buffer(name))
+
+    def _bind(self, name: str, buffer: Buffer) -> None:
+        self._free(name)
+        self._named[name] = buffer
+
+    def _free(self, name: str) -> None:
+        old = self._named.pop(name, None)
+        if old is not None:
+            old.release()
+
+    def _fill(self, to: str, write: Callable[[torch.Tensor], Any]) -> None:
+        """`to` becomes what `write` makes of fresh memory; what is read may be called the same."""
+        fresh = self._host.pool.take()
+        write(fresh.tensor)
+        self._bind(to, fresh)
+
+    def _own(self, name: str) -> torch.Tensor:
+        """The vector called `name`, to be changed in place: a copy if anybody else looks at it."""
+        buffer = self._buffer(name)
+        if buffer.holders > 1:
+            self._fill(name, lambda tensor: tensor.copy_(buffer.tensor))
+        return self[name]
+
+    # ---- commands
+
+    def _scale(self, to: str, a: float) -> None:
+        self._own(to).mul_(a)
+
+    def _add(self, to: str, a: float, tensor: torch.Tensor) -> None:
+        self._own(to).add_(tensor, alpha=a)
+
+    def _combine(self, to: str, a: float, x: str, b: float, y: str) -> None:
+        self._fill(to, lambda tensor: tensor.copy_(self[x]).mul_(a).add_(self[y], alpha=b))
+
+    def _accumulate(self, to: str, staged: Buffer) -> None:
+        self._add(to, 1.0, staged.tensor)
+        staged.release()
+
+    def _dot(self, x: str, y: str) -> float:
+        left, right = self[x], self[y]
+        if isinstance(left, Ghost):
+            return 1.0
+        blocks = zip(torch.split(left, BLOCK), torch.split(right, BLOCK), strict=True)
+        return float(sum(torch.dot(a.double(), b.double()) for a, b in blocks))
+
+    # ---- checkpoints
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All vectors, none sharing memory with another or with the model (none in a timing-only run); plain values.
+
+        What is staged is not among them: whoever goes on from a restart does its portions again.
+        """
+        tensors = {
+            name: buffer.tensor.clone() if buffer.holders > 1 else buffer.tensor
+            for name, buffer in self._named.items()
+            if not isinstance(buffer.tensor, Ghost)
+        }
+        return tensors, {"names": sorted(self._named), "fences": sorted(self._fences.items())}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        self._fences = {int(worker): int(incarnation) for worker, incarnation in plain["fences"]}
+        for name in plain["names"]:
+            self._fill(name, lambda tensor, name=name: tensor.copy_(tensors.get(name, tensor)))  # type: ignore[misc]
+
+
+def _held(buffer: Buffer) -> Buffer:
+    """`buffer`, held once more."""
+    buffer.holders += 1
+    return buffer

@@ -1,0 +1,39 @@
+"""Parameter servers as a value of a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Split = Literal["memory", "layer", "keys", "hybrid"]
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+BOUND = 1_000_000
+"""Elements from which on `hybrid` cuts a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterServer:
+    """`shards` servers hold the model between them.
+
+    `split="memory"` cuts the flat parameters into equal ranges; `"layer"` keeps layers whole, the largest placed
+    first; `"keys"` gives each server as many whole layers, in their order; `"hybrid"` cuts layers of `bound` elements
+    or more over all servers and keeps smaller ones whole.
+    `colocated` puts each shard into a helper process on a worker's machine, in place of a machine of its own.
+    """
+
+    shards: int = 1
+    split: Split = "memory"
+    colocated: bool = False
+    bound: int = BOUND
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ValueError(f"shards counts servers and must be >= 1, got {self.shards}. Use 1 for a single server.")
+        if self.split not in SPLITS:
+            raise ValueError(f"split must be {', '.join(SPLITS[:-1])} or {SPLITS[-1]}, got {self.split!r}.")
+        if self.bound < 1:
+            raise ValueError(f"bound counts elements and must be >= 1, got {self.bound}. Use 1 to cut every layer.")
+        if self.bound != BOUND and self.split != "hybrid":
+            raise ValueError(f"bound says where hybrid begins to cut, and split is {self.split}. Use split=hybrid.")

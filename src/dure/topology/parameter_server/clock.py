@@ -1,0 +1,434 @@
+"""The clock of a parameter server: it hosts a policy of admission and tells the shards what to apply."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from dure.core.node import Address, Call, Node, Operation, Reply, TensorSpec
+from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
+from dure.core.sequence import Ledger
+from dure.errors import Evicted, PeerLost, Refused
+from dure.topology.fields import LIFE, STAGED
+from dure.topology.parameter_server.policies import Abort, Accept, Close, End, Policy, Start, Verdict
+from dure.topology.parameter_server.progress import EVICT_SECONDS, Patience
+
+
+class ClockService:
+    """Hosts a `Policy`: a service whose messages are a few numbers each.
+
+    `shards` are told what to apply, in order, by calls from this service's own node. `workers` are in from the
+    start, under incarnation 0, whether or not they have said so yet; others `join`. Without a policy (methods
+    that ask for no order) it only hands out incarnations and tells shards who is gone.
+
+    | method   | fields                          | reply                                              |
+    |----------|---------------------------------|----------------------------------------------------|
+    | `join`   | worker                          | version, clock, incarnation                        |
+    | `ask`    | worker, incarnation             | version, slowest clock; once it may start, or over |
+    | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
+    | `staged` | worker, incarnation, seq, group | once counted                                       |
+    | `next`   | as `staged`                     | as `ask`, after a `staged`                         |
+    | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
+    | `progress` | worker, incarnation           | at once: it is at work, though it pushes seldom    |
+    | `leave`  | worker, incarnation, finished   | once everybody is released who waited for it       |
+    | `status` |                                 | counters                                           |
+
+    While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
+    told, and whatever it still sends under its old incarnation is refused (`Evicted`). Where `shards_return`, one that
+    is gone comes back: it is told then what it has missed.
+
+    `refused` counts the gradients that were for nothing: refused when they were offered, or aborted before.
+
+    The version that a worker was started on is pinned, and so kept by the shards, until it stages an update, asks
+    again or leaves.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        policy: Policy | None,
+        shards: Sequence[Address],
+        *,
+        workers: Sequence[int] = (),
+        reduce: str = "mean",
+        evict_seconds: float = EVICT_SECONDS,
+    ) -> None:
+        self.node = node
+        self.policy = policy
+        self.shards = tuple(shards)
+        self.reduce = reduce
+        self.waits = self.refused = 0
+        self.lost_workers: list[int] = []
+        self.on_evicted: Callable[[int], None] = lambda worker: None
+        self.shards_return = False
+        self._patience = Patience(node.now, evict_seconds)
+        self._guarding = False
+        self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
+        self.live = set(workers)
+        self._expected = set(workers)
+        self._ledger = Ledger()
+        self._asking: dict[int, Operation[Reply]] = {}
+        self._offering: dict[int, Operation[Reply]] = {}
+        self._watching: dict[int, Operation[Reply]] = {}
+        self._aborted: dict[int, int] = {}
+        self._open: dict[int, set[int]] = {}
+        self._started: dict[int, int] = {}
+        self._version = 0
+        self._floor: int | None = None
+        self._pins: dict[int, int] = {0: 1}
+        self._unpinned: list[int] = []
+        self._outstanding: deque[Operation[Reply]] = deque()
+        self._said: dict[tuple[int, int], Mapping[str, float]] = {}
+        self._notes: list[Mapping[str, float]] = []
+        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
+            "join": self._join,
+            "ask": self._ask,
+            "offer": self._offer,
+            "staged": self._staged,
+            "next": self._next,
+            "watch": self._watch,
+            "progress": self._progress,
+            "leave": self._leave,
+            "status": self._status,
+        }
+        for worker in sorted(self.live):
+            self._carry_out(policy.join(worker) if policy is not None else [])
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "join": Method(WORKERS, {"worker": OWN}),
+        "ask": Method(WORKERS, LIFE),
+        "offer": Method(WORKERS, {**LIFE, "base": COUNT}),
+        "staged": Method(WORKERS, {**LIFE, **STAGED}),
+        "next": Method(WORKERS, {**LIFE, **STAGED}),
+        "watch": Method(WORKERS, LIFE),
+        "progress": Method(WORKERS, LIFE),
+        "leave": Method(WORKERS, {**LIFE, "finished": TRUTH}),
+        "status": Method((*DRIVER, *WORKERS)),
+    }
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        method = self.methods.get(call.method)
+        if method is None:
+            raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self.methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    # ---- what workers say
+
+    def _join(self, call: Call) -> Reply:
+        worker = call.fields["worker"]
+        if worker in self._expected:
+            self._expected.remove(worker)
+        else:
+            if worker in self.live:
+                self._remove(worker)
+            self.incarnations[worker] = self.incarnations.get(worker, -1) + 1
+            self.live.add(worker)
+            if self.policy is not None:
+                self._carry_out(self.policy.join(worker))
+        self._pin(worker, self._version)
+        self._patience.begin(worker)
+        clock = 0 if self.policy is None else self.policy.clocks[worker]
+        joined = {"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]}
+        return self._with_notes(Reply(joined))
+
+    def _ask(self, call: Call) -> Reply | Awaitable[Reply]:
+        worker = self._check(call)
+        waiting = self._asking.get(worker)
+        if waiting is None:
+            if worker in self._started and not self._ruled().ordered:
+                self._patience.step(worker)  # nobody else says so
+            self._unpin(worker)
+            self._aborted.pop(worker, None)
+            started = self._carry_out(self._ruled().ask(worker), worker)
+            if started is not None:
+                return started
+            self.waits += 1
+            self._guard()
+            waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
+        return waiting
+
+    def _offer(self, call: Call) -> Reply | Awaitable[Reply]:
+        worker = self._check(call)
+        waiting = self._offering.get(worker)
+        if waiting is None:
+            decided = self._carry_out(self._ruled().offer(worker, call.fields["base"]), worker)
+            if decided is not None:
+                return decided
+            self._guard()
+            waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
+        return waiting
+
+    def _staged(self, call: Call) -> Reply:
+        worker, fields = self._check(call), call.fields
+        seq = fields["seq"]
+        if self._ledger.first_time(worker, fields["incarnation"], seq):
+            self._unpin(worker)
+            self._patience.step(worker)
+            self._open.setdefault(worker, set()).add(seq)
+            if "note" in fields:
+                self._said[worker, seq] = fields["note"]
+            self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
+        return Reply()
+
+    def _next(self, call: Call) -> Reply | Awaitable[Reply]:
+        self._staged(call)
+        return self._ask(call)
+
+    def _watch(self, call: Call) -> Reply | Awaitable[Reply]:
+        worker = self._check(call)
+        if worker in self._aborted:
+            return Reply({"version": self._aborted[worker]})
+        if worker not in self._watching:
+            self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
+        return self._watching[worker]
+
+    def _progress(self, call: Call) -> Reply:
+        self._patience.begin(self._check(call))
+        return Reply()
+
+    def _admit(self, verdict: Start) -> Reply:
+        self._pin(verdict.worker, verdict.version)
+        self._patience.begin(verdict.worker)
+        return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
+
+    def _with_notes(self, reply: Reply) -> Reply:
+        """What the members of the last group said, if anything."""
+        return Reply({**reply.fields, "notes": self._notes}) if self._notes else reply
+
+    def _leave(self, call: Call) -> Reply:
+        worker = call.fields["worker"]
+        if worker in self.live and call.fields["incarnation"] == self.incarnations[worker]:
+            self._remove(worker, finished=call.fields["finished"])
+        return Reply()
+
+    def lost(self, node: str) -> None:
+        """A node is gone, says the runtime: if it is a worker's, the worker leaves the clock."""
+        kind, _, rank = node.partition(" ")
+        if kind == "worker" and rank.isdigit() and int(rank) in self.live:
+            self.lost_workers.append(int(rank))
+            self._remove(int(rank))
+
+    async def returned(self, shard: Address) -> None:
+        """A shard is back from a snapshot: it may not know which incarnations are over (`shards_return`)."""
+        for worker, incarnation in sorted(self.incarnations.items()):
+            gone = incarnation if worker in self.live else incarnation + 1
+            await self.node.call(shard, "leave", worker=worker, incarnation=gone - 1, keep=[])
+
+    def evict(self, worker: int) -> None:
+        """Go on without `worker`, which has stopped; it comes back only by joining, under a new incarnation."""
+        self.lost_workers.append(worker)
+        self._remove(worker)
+        self.on_evicted(worker)
+
+    def _guard(self) -> None:
+        """Somebody begins to wait: see to it that it is not for ever."""
+        if not self._guarding:
+            self._guarding = True
+            self.node.spawn(self._watch_over(), "the clock's eye on who makes no progress")
+
+    async def _watch_over(self) -> None:
+        """While anybody waits."""
+        node, patience = self.node, self._patience
+        while self._asking or self._offering:
+            for worker in patience.late(self._busy()):
+                self.evict(worker)
+            due = node.now() + patience.wait(self._busy())
+            await node.sleep(due - node.now(), background=True)
+            if node.now() > due + patience.seconds / 4:
+                patience.begin_again()
+        self._guarding = False
+
+    def _busy(self) -> list[int]:
+        return [worker for worker in sorted(self.live) if worker not in self._asking and worker not in self._offering]
+
+    def _status(self, call: Call) -> Reply:
+        clocks = {} if self.policy is None else {str(w): self.policy.clocks[w] for w in sorted(self.live)}
+        return Reply(
+            {
+                "version": self._version,
+                "waits": self.waits,
+                "refused": self.refused,
+                "lost": self.lost_workers,
+                "clocks": clocks,
+                "pinned": sorted(self._pins),
+            }
+        )
+
+    def _check(self, call: Call) -> int:
+        """The worker who calls, if it is in."""
+        worker: int = call.fields["worker"]
+        if worker not in self.live or call.fields["incarnation"] != self.incarnations[worker]:
+            raise Evicted(f"worker {worker} is not in under incarnation {call.fields['incarnation']}: join first.")
+        if self._expected:
+            self._expected.discard(worker)
+        while self._outstanding and self._outstanding[0].done:
+            self._heed(self._outstanding.popleft())
+        return worker
+
+    def _heed(self, told: Operation[Reply]) -> None:
+        """What came of telling a shard; one that is gone is told again when it returns."""
+        try:
+            told.result()
+        except PeerLost:
+            if not self.shards_return:
+                raise
+
+    def _ruled(self) -> Policy:
+        if self.policy is None:
+            raise Refused("this run's method asks for no order: nobody waits for admission, updates apply on arrival.")
+        return self.policy
+
+    def _remove(self, worker: int, *, finished: bool = False) -> None:
+        incarnation = self.incarnations[worker]
+        self.live.remove(worker)
+        self._expected.discard(worker)
+        self._unpin(worker)
+        self._aborted.pop(worker, None)
+        for waiting in (self._asking, self._offering, self._watching):
+            promise = waiting.pop(worker, None)
+            if promise is not None:
+                promise.fail(Evicted(f"worker {worker} was taken off the clock: join again."))
+        if self.policy is not None:
+            self._carry_out(self.policy.finish(worker) if finished else self.policy.leave(worker))
+        keep = sorted(self._open.pop(worker, ()))
+        for shard in self.shards:
+            told = self.node.call(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
+            self._outstanding.append(told)
+
+    # ---- what the policy says
+
+    def _carry_out(self, verdicts: Sequence[Verdict], caller: int | None = None) -> Reply | None:
+        """Do what the verdicts say; the answer to `caller` if it is among them."""
+        answer = None
+        for verdict in verdicts:
+            if isinstance(verdict, Close):
+                self._close(verdict)
+                continue
+            if isinstance(verdict, Start):
+                reply, waiting = self._admit(verdict), self._asking
+            elif isinstance(verdict, End):
+                reply, waiting = Reply({"over": True}), self._asking
+            elif isinstance(verdict, Abort):
+                self.refused += 1
+                self._aborted[verdict.worker] = verdict.version
+                reply, waiting = Reply({"version": verdict.version}), self._watching
+            elif isinstance(verdict, Accept):
+                reply, waiting = Reply({"group": verdict.group}), self._offering
+            else:
+                self.refused += verdict.worker not in self._aborted
+                reply, waiting = Reply({"group": None, "reason": verdict.reason}), self._offering
+            promise = waiting.pop(verdict.worker, None)
+            if promise is not None:
+                promise.resolve(reply)
+            elif verdict.worker == caller:
+                answer = reply
+        if self.policy is not None:
+            floor = self.policy.floor
+            if floor != self._floor:
+                self._move_floor(floor)
+        return answer
+
+    def _close(self, verdict: Close) -> None:
+        self._version += 1
+        self._notes = [self._said.pop(member) for member in verdict.members if member in self._said]
+        self._hold(self._version)
+        self._let_go(self._version - 1)
+        for worker, seq in verdict.members:
+            if worker in self._open:
+                self._open[worker].discard(seq)
+        drop, self._unpinned = self._unpinned, []
+        for shard in self.shards:
+            told = self.node.call(
+                shard,
+                "close",
+                version=self._version,
+                group=verdict.group,
+                members=verdict.members,
+                drop=drop,
+                reduce=self.reduce,
+            )
+            self._outstanding.append(told)
+
+    # ---- versions that somebody may still pull
+
+    def _pin(self, worker: int, version: int) -> None:
+        self._unpin(worker)
+        self._started[worker] = version
+        self._hold(version)
+
+    def _unpin(self, worker: int) -> None:
+        version = self._started.pop(worker, None)
+        if version is not None:
+            self._let_go(version)
+
+    def _move_floor(self, floor: int | None) -> None:
+        if floor is not None:
+            self._hold(floor)
+        if self._floor is not None:
+            self._let_go(self._floor)
+        self._floor = floor
+
+    def _hold(self, version: int) -> None:
+        self._pins[version] = self._pins.get(version, 0) + 1
+
+    def _let_go(self, version: int) -> None:
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            self._unpinned.append(version)
+
+    # ---- checkpoints
+
+    async def settled(self) -> None:
+        """Once the shards have applied all that they were told; nobody makes a step meanwhile."""
+        while self._outstanding:
+            told = self._outstanding.popleft()
+            with suppress(PeerLost):
+                await told
+            self._heed(told)
+
+    def state(self) -> dict[str, Any]:
+        """What survives a restart, plain values, while nobody is in the middle of a step.
+
+        `floor` is the one version before the newest that may still be pulled after it (`Shard.state`).
+        """
+        return {
+            "version": self._version,
+            "floor": self._floor,
+            "versions": sorted({*self._pins, *self._unpinned}),
+            "incarnations": sorted(self.incarnations.items()),
+            "live": sorted(self.live),
+            "open": [[worker, sorted(seqs)] for worker, seqs in sorted(self._open.items()) if seqs],
+            "ledger": self._ledger.state(),
+            "said": [[*member, dict(note)] for member, note in sorted(self._said.items())],
+            "notes": [dict(note) for note in self._notes],
+            "waits": self.waits,
+            "refused": self.refused,
+            "lost": self.lost_workers,
+            "policy": None if self.policy is None else self.policy.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, on a fresh clock."""
+        if self.policy is not None:
+            self.policy.restore(state["policy"])
+        self._version, self._floor = int(state["version"]), state["floor"]
+        self.incarnations = {int(worker): int(incarnation) for worker, incarnation in state["incarnations"]}
+        self.live, self._expected = set(state["live"]), set()
+        for worker in self.live:
+            self._patience.begin(worker)
+        self._open = {int(worker): set(seqs) for worker, seqs in state["open"]}
+        self._ledger.restore(state["ledger"])
+        self._said = {(int(worker), int(seq)): note for worker, seq, note in state["said"]}
+        self._notes = list(state["notes"])
+        self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])
+        self._pins = {}
+        for version in (self._version, self._floor):
+            if version is not None:
+                self._hold(version)
+        self._unpinned = [version for version in state["versions"] if version not in self._pins]

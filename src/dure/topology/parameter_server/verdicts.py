@@ -1,0 +1,138 @@
+"""A vote's verdict travels back in place of the model: each worker applies it by the server's rule.
+
+Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019, algorithm 1;
+Park and Lee, "IT-signSGD", equation 5: the server returns the aggregated signs U, and every worker makes the step.
+
+    worker, at version v - 1            a shard
+      signs of its gradient ---------->  puts all members' signs to the vote; U
+      <------------------------- U, lr   w <- Opt(w, U)
+      w <- Opt(w, U)
+
+Both apply the same message to equal slices with equal optimizer states, in the same order of operations, so both have
+the same values bit for bit. The message is as long as one that a worker pushes.
+
+One verdict leads from a version to the next. A worker at any other version (a newcomer, one that was restored from a
+checkpoint, one that has missed a version) pulls values and optimizer state once. The optimizer state exists for the
+newest version only: where that is no longer the version pulled, the worker pulls the model again at its next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dure.core.node import Apply, Coding, Node, nothing, taking
+from dure.core.ranges import Ranges, gather, pieces
+from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
+
+if TYPE_CHECKING:
+    from dure.codec.coder import Coder
+
+
+class Verdict(NamedTuple):
+    """The encoded signs that lead to a version, and the rate at which the shard applied them."""
+
+    message: torch.Tensor
+    lr: float | Sequence[float] | None
+
+
+class Follower:
+    """A worker's copy of one shard's slice and optimizer state, at `version`; None where they are not known.
+
+    `values` is the whole model at version 0, of which the shard holds `ranges`; `spec` and `segments` are its rule. A
+    verdict is received into `message`.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        ranges: Ranges,
+        spec: OptimizerSpec,
+        segments: Sequence[Segment],
+        coder: Coder,
+    ) -> None:
+        self.version: int | None = 0
+        self.message = torch.empty(coder.most_bytes, dtype=torch.uint8)
+        self.values = gather(values, ranges).clone()
+        self.rule = FlatOptimizer(spec, self.values.numel(), values.dtype, segments=segments)
+        self._ranges = ranges
+        self._coder = coder
+        self._signs = torch.empty_like(self.values)
+
+    @property
+    def decoding(self) -> Coding:
+        """Cost of decoding a verdict, in virtual time."""
+        return Coding("decode", self.values.numel())
+
+    def apply(self, fields: Mapping[str, Any]) -> None:
+        """Make the shard's step by the verdict in `message`; `fields` are those of the reply that brought it.
+
+        Raises `DamagedMessage`.
+        """
+        self._coder.decode(self.message[: fields["nbytes"]], self._signs)
+        self.rule.apply(self.values, self._signs, self.values, lr=fields["lr"])
+        self.version = fields["version"]
+
+    def start_at(self, version: int, model: torch.Tensor, steps: int) -> None:
+        """Go on from the slice in `model` at `version`, with the optimizer state that the rule's vectors hold."""
+        self.values.copy_(gather(model, self._ranges))
+        self.rule.steps = steps
+        self.version = version
+
+    def write(self, model: torch.Tensor) -> None:
+        """Write the slice to its ranges of `model`."""
+        sizes = [stop - start for start, stop in self._ranges]
+        for piece, part in zip(pieces(model, self._ranges), torch.split(self.values, sizes), strict=True):
+            piece.copy_(part)
+
+
+async def apply_verdicts(node: Node, brought: Sequence[tuple[Follower, Mapping[str, Any]]]) -> None:
+    """Apply every verdict that the shards' replies have brought, as work of the worker's `node`."""
+    if not brought:
+        return
+    await node.compute(taking(*(follower.decoding for follower, _ in brought)))
+    await node.compute(Apply(nothing, sum(follower.values.nbytes for follower, _ in brought)))
+    for follower, fields in brought:
+        follower.apply(fields)
+
+
+Answer = tuple[Mapping[str, Any], tuple[torch.Tensor, ...]]
+"""Fields and tensors of a reply."""
+
+
+class Verdicts:
+    """The last verdicts of a shard, by the version that each leads to, as long as that version is kept."""
+
+    def __init__(self) -> None:
+        self._by_version: dict[int, Verdict] = {}
+
+    def add(self, version: int, verdict: Verdict) -> None:
+        self._by_version[version] = verdict
+
+    def drop(self, version: int) -> None:
+        self._by_version.pop(version, None)
+
+    def lead(self, has: int | None, version: int) -> Answer:
+        """The reply that brings a worker from version `has` to `version`: its fields and its message.
+
+        `nbytes` is the message's length: 0 where the worker has `version`, None where it must pull the model.
+        """
+        if has == version:
+            return {"version": version, "nbytes": 0}, (_NO_BYTES,)
+        verdict = self._by_version.get(version) if has == version - 1 else None
+        if verdict is None:
+            return {"version": version, "nbytes": None}, (_NO_BYTES,)
+        message = verdict.message
+        return {"version": version, "nbytes": message.numel(), "lr": verdict.lr}, (message,)
+
+
+def optimizer_state(rule: FlatOptimizer, *, newest: bool) -> Answer:
+    """Fields and copies of a rule's vectors for a worker; none of them where its version is no longer the `newest`."""
+    if newest:
+        return {"steps": rule.steps}, tuple(vector.clone() for vector in rule.vectors.values())
+    return {"steps": None}, tuple(vector[:0] for vector in rule.vectors.values())
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,468 @@
+"""The model in the memory of one machine: read and written where it lies, by all workers at once.
+
+Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NeurIPS 2011.
+
+    worker k                    segment                                          server 0
+      read  <-------------------  values   (n numbers, torn or not)                owns it: says where it is,
+      add   ------------------->  values   (whole, or what a sparse update names)  answers pulls and checkpoints,
+      claim ------------------->  claims   (counters that all draw from)           closes phases when the clock does
+      count ------------------->  counts   (a row per worker, written by it alone)
+                                  sum's mean, snapshot (of methods in phases)
+
+In a real run the segment is mapped by every process. Reading copies nothing: the gradient is computed on the values
+as they change. A process that is killed holds no lock any more and may leave one update half written. In virtual time
+the same segment is plain memory: read when a computation starts, added to when it has ended and been charged for
+(`gamma` seconds per byte written), in one piece.
+
+Counting needs no locks either: a worker adds to its own row, and the version of the model, the number of updates, is
+the sum over rows. Only claims take a lock, since no two workers may draw the same number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+
+from dure.core.finite import all_finite
+from dure.core.node import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
+from dure.core.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Method, maybe, nullable
+from dure.core.sequence import Ledger
+from dure.errors import Refused
+from dure.topology.fields import CLOSED, LEFT, LIFE
+
+BUCKETS = 248
+"""Values of staleness that are counted apart; what is staler counts as the last."""
+
+CLAIMS = 8
+"""Counters that workers draw from."""
+
+SMALL = 1 << 20
+"""Bytes of an update that a process adds at once, without letting messages pass meanwhile."""
+
+_UPDATES, _WRITTEN, _REFUSED, _GRADIENTS, _BEHIND = 0, 1, 2, 3, 8
+_ALIGNMENT = 64
+_CLAIM_LOCKS = 1 << 40
+
+
+class Layout(NamedTuple):
+    """What a segment holds: a model of `numel` elements, `vectors` like it, and a row for each of `workers`."""
+
+    numel: int
+    dtype: torch.dtype
+    workers: int
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self._tables + (1 + len(self.vectors)) * self._stride
+
+    @property
+    def _tables(self) -> int:
+        return 8 * (CLAIMS + self.workers * (_BEHIND + BUCKETS))
+
+    @property
+    def _stride(self) -> int:
+        return -(-self.numel * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def vector(self, memory: torch.Tensor, place: int) -> torch.Tensor:
+        """The vector at `place` among all of them, the model first."""
+        start = self._tables + place * self._stride
+        return memory[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
+
+    def tables(self, memory: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The claims, and the rows of the workers."""
+        numbers = memory[: self._tables].numpy().view(np.int64)
+        return numbers[:CLAIMS], numbers[CLAIMS:].reshape(self.workers, -1)
+
+
+class Locks(Protocol):
+    """Numbered locks that processes share (`runtime.memory`)."""
+
+    def hold(self, first: int, count: int = 1) -> AbstractContextManager[None]: ...
+
+
+class Segment:
+    """A model in shared memory, and what is counted of it.
+
+    `memory` is flat uint8, of `layout.nbytes`, zeros at first. With `locks` other processes see it too; without, it is
+    this process's own and whoever uses it takes turns. `timing_only` counts, and holds no values.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: torch.Tensor | None = None,
+        locks: Locks | None = None,
+        *,
+        timing_only: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.locks = locks
+        self.gate = None if locks is not None else Gate()
+        if memory is None:
+            small = layout._replace(numel=0) if timing_only else layout
+            memory = torch.zeros(small.nbytes, dtype=torch.uint8)
+        self.claims, self.rows = layout.tables(memory)
+        self._updates = self.rows[:, _UPDATES]
+        if timing_only:
+            ghost = cast(torch.Tensor, Ghost(layout.numel, layout.dtype.itemsize))
+            self.values, self.vectors = ghost, dict.fromkeys(layout.vectors, ghost)
+        else:
+            self.values = layout.vector(memory, 0)
+            self.vectors = {name: layout.vector(memory, 1 + i) for i, name in enumerate(layout.vectors)}
+
+    @property
+    def version(self) -> int:
+        """Updates made so far."""
+        updates: list[int] = self._updates.tolist()
+        return sum(updates)  # of a few workers, a tenth of what numpy's own takes
+
+    @property
+    def written(self) -> int:
+        """Numbers of the model that have been written, by all updates together."""
+        return int(self.rows[:, _WRITTEN].sum())
+
+    @property
+    def refused(self) -> int:
+        return int(self.rows[:, _REFUSED].sum())
+
+    @property
+    def gradients(self) -> int:
+        """Gradients in all updates made so far."""
+        return int(self.rows[:, _GRADIENTS].sum())
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates had so many others between their reading and their writing."""
+        total = self.rows[:, _BEHIND:].sum(axis=0)
+        return {int(behind): int(total[behind]) for behind in np.flatnonzero(total)}
+
+    def add(
+        self, worker: int, update: torch.Tensor, scale: float, *, seen: int, locks: int = 0, gradients: int = 1
+    ) -> int:
+        """Add `scale` times `update` (whole, or sparse and coalesced) to the values; the version that this made.
+
+        `seen` is the version that it was computed on. With `locks`, each of so many ranges is written under its lock;
+        then the version is exact if there is one range, else others may have counted theirs in between.
+        """
+        if not isinstance(self.values, Ghost):
+            if locks == 1:
+                with self.hold(0):
+                    self._add(update, scale)
+                    return self.count(worker, update, seen, gradients)
+            self._add_under_locks(update, scale, locks) if locks else self._add(update, scale)
+        return self.count(worker, update, seen, gradients)
+
+    def _add(self, update: torch.Tensor, scale: float) -> None:
+        if update.is_sparse:
+            self.values.index_add_(0, update.indices()[0], update.values(), alpha=scale)
+        else:
+            self.values.add_(update, alpha=scale)
+
+    def _add_under_locks(self, update: torch.Tensor, scale: float, locks: int) -> None:
+        edges = torch.arange(locks + 1) * self.values.numel() // locks
+        indices = update.indices()[0] if update.is_sparse else None
+        cuts = edges if indices is None else torch.searchsorted(indices, edges)
+        for lock, (start, stop) in enumerate(zip(cuts.tolist(), cuts.tolist()[1:], strict=False)):
+            if start == stop:
+                continue
+            with self.hold(lock):
+                if indices is None:
+                    self.values[start:stop].add_(update[start:stop], alpha=scale)
+                else:
+                    self.values.index_add_(0, indices[start:stop], update.values()[start:stop], alpha=scale)
+
+    def count(self, worker: int, update: torch.Tensor, seen: int, gradients: int = 1) -> int:
+        """One more update of `worker`, of `gradients` mini-batches, computed on version `seen`; the version it made."""
+        row = self.rows[worker]
+        behind = self.version - seen
+        row[_BEHIND + min(max(behind, 0), BUCKETS - 1)] += 1
+        row[_WRITTEN] += touched(update)
+        row[_UPDATES] += 1
+        row[_GRADIENTS] += gradients
+        return seen + behind + 1
+
+    def refuse(self, worker: int) -> None:
+        self.rows[worker, _REFUSED] += 1
+
+    def claim(self, counter: int, amount: int, limit: int) -> int | None:
+        """Draw `amount` from a counter that has not reached its `limit`: what it stood at, None if it has."""
+        with self.hold(_CLAIM_LOCKS + counter):
+            at = int(self.claims[counter])
+            if at >= limit:
+                return None
+            self.claims[counter] = at + amount
+            return at
+
+    def hold(self, first: int, count: int = 1) -> AbstractContextManager[None]:
+        """Have so many locks to oneself; nothing where nobody else sees the memory."""
+        return nullcontext() if self.locks is None else self.locks.hold(first, count)
+
+    # ---- checkpoints
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Copies of the tensors, and what is counted, while nobody writes."""
+        tensors = {"values": self.values, **self.vectors}
+        copies = {name: tensor.clone() for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}
+        return copies, {"claims": self.claims.tolist(), "rows": self.rows.tolist()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        if not isinstance(self.values, Ghost):
+            self.values.copy_(tensors["values"])
+            for name, vector in self.vectors.items():
+                vector.copy_(tensors[name])
+        self.claims[:] = plain["claims"]
+        self.rows[:] = plain["rows"]
+
+
+def touched(update: torch.Tensor) -> int:
+    """How many numbers of the model an update writes."""
+    if isinstance(update, Ghost):
+        return update.numel()
+    return update.values().numel() if update.is_sparse else update.numel()
+
+
+class Gate:
+    """One at a time, first come first served, among the nodes of one process."""
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._queue: deque[Operation[None]] = deque()
+
+    async def enter(self, node: Node) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        turn: Operation[None] = node.promise("its turn at the shared memory")
+        self._queue.append(turn)
+        mine = False
+        try:
+            await turn
+            mine = True
+        finally:
+            if not mine:
+                self._give_up(turn)
+
+    def _give_up(self, turn: Operation[None]) -> None:
+        if turn.done:
+            self.leave()
+        else:
+            self._queue.remove(turn)
+
+    def leave(self) -> None:
+        if self._queue:
+            self._queue.popleft().resolve()
+        else:
+            self._busy = False
+
+
+class Access:
+    """What one worker does with a segment. `locks` is 0 in racy mode; `alone` makes any one operation exclusive."""
+
+    def __init__(self, node: Node, worker: int, segment: Segment, *, owner: Address, locks: int = 0) -> None:
+        self.node = node
+        self.worker = worker
+        self.segment = segment
+        self.owner = owner
+        self._locks = locks
+
+    async def read(self, into: torch.Tensor, *, alone: bool = False) -> tuple[torch.Tensor, int]:
+        """The parameters and their version: where they lie if other processes write them, else copied to `into`."""
+        segment = self.segment
+        if segment.locks is not None and not alone:
+            return segment.values, segment.version
+        if not alone:
+            return into.copy_(segment.values), segment.version
+        return cast(tuple[torch.Tensor, int], await self._in_turn(partial(self._copy, into), 0))
+
+    async def add(
+        self, update: torch.Tensor, scale: float, *, seen: int, alone: bool = False, gradients: int = 1
+    ) -> int:
+        """Add `scale` times `update`, made of `gradients`, to the parameters; the version that this made.
+
+        Raises `Refused` for what would spoil the model.
+        """
+        if not isinstance(update, Ghost) and not all_finite(update):
+            self.segment.refuse(self.worker)
+            raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")
+        locks, segment = 1 if alone else self._locks, self.segment
+        nbytes = touched(update) * segment.layout.dtype.itemsize
+        if segment.locks is not None and nbytes < SMALL:
+            return segment.add(self.worker, update, scale, seen=seen, locks=locks, gradients=gradients)
+        work = partial(segment.add, self.worker, update, scale, seen=seen, locks=locks, gradients=gradients)
+        if locks == 1:
+            return int(await self._in_turn(work, nbytes))
+        return int(await self.node.compute(Apply(work, nbytes)))
+
+    async def _in_turn(self, work: Callable[[], Any], nbytes: int) -> Any:
+        """Do `work` while nobody else does anything exclusive. Between processes, `work` itself sees to that."""
+        gate = self.segment.gate
+        if gate is None:
+            return await self.node.compute(Apply(work, nbytes))
+        await gate.enter(self.node)
+        try:
+            return await self.node.compute(Apply(work, nbytes))
+        finally:
+            gate.leave()
+
+    def _copy(self, into: torch.Tensor) -> tuple[torch.Tensor, int]:
+        with self.segment.hold(0):
+            return into.copy_(self.segment.values), self.segment.version
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A vector beside the model, that nobody writes while a phase lasts."""
+        return self.segment.vectors[name]
+
+    def claim(self, counter: int, amount: int, *, limit: int) -> int | None:
+        """Draw from a counter that starts at 0 in each phase: what it stood at, None once it has reached `limit`."""
+        return self.segment.claim(counter, amount, limit)
+
+    def contribute(self, total: torch.Tensor, weight: float, *, incarnation: int) -> Operation[Reply]:
+        """Give a weighted sum to the mean that the end of this phase makes."""
+        fields: dict[str, Any] = {"worker": self.worker, "incarnation": incarnation, "weight": weight}
+        return self.node.call(self.owner, "contribute", total, **fields)
+
+
+class SharedShard:
+    """The owner of a segment: a service that stands where a shard does.
+
+    | method       | fields                      | tensors | reply                                                  |
+    |--------------|-----------------------------|---------|--------------------------------------------------------|
+    | `where`      |                             |         | path, by which other processes map the segment         |
+    | `pull`       | (counted)                   |         | version and a copy of the values (and gradients)       |
+    | `contribute` | worker, incarnation, weight | a sum   | once it counts                                         |
+    | `close`      | version                     |         | once the phase has ended                               |
+    | `leave`      | worker, incarnation         |         | once nothing of that incarnation is taken any more     |
+    | `status`     |                             |         | counters                                               |
+
+    A method in phases has a clock that closes a group at the end of each. Odd versions end a phase of contributions:
+    their sum, divided by their weights, becomes the vector `mean`. Even ones end a phase of updates: `snapshot` becomes
+    a copy of the model. Claims then start at 0 again.
+    """
+
+    def __init__(self, node: Node, segment: Segment, initial: torch.Tensor, *, path: str = "") -> None:
+        self.node = node
+        self.segment = segment
+        self.path = path
+        self.ledger = Ledger()
+        self.closed = 0
+        self.weight = 0.0
+        self.total: torch.Tensor | None = None
+        if not isinstance(initial, Ghost):
+            segment.values.copy_(initial)
+            if "snapshot" in segment.vectors:
+                segment.vectors["snapshot"].copy_(initial)
+        self._specs = (TensorSpec(str(segment.layout.dtype).removeprefix("torch."), segment.layout.numel),)
+        self._methods: dict[str, Callable[[Call], Reply]] = {
+            "where": lambda call: Reply({"path": self.path}),
+            "pull": self._pull,
+            "contribute": self._contribute,
+            "close": self._close,
+            "leave": self._leave,
+            "status": self._status,
+        }
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The model as it is now."""
+        return self.segment.values
+
+    @property
+    def applied(self) -> int:
+        return self.segment.version
+
+    @property
+    def refused(self) -> int:
+        return self.segment.refused
+
+    @property
+    def gradients(self) -> int:
+        return self.segment.gradients
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return self.segment.staleness
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "where": Method(WORKERS),
+        "pull": Method((*DRIVER, *WORKERS), {"counted": maybe(TRUTH), "version": maybe(nullable(COUNT))}),
+        "contribute": Method(WORKERS, {**LIFE, "weight": FINITE}),
+        "close": Method(CLOCK, CLOSED),
+        "leave": Method(CLOCK, LEFT),
+        "status": Method((*DRIVER, *WORKERS)),
+    }
+
+    def handle(self, call: Call) -> Reply:
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Refused(f'shared memory has no method "{call.method}"; it has {", ".join(self._methods)}.')
+        return method(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return self._specs if method == "contribute" else ()
+
+    def _pull(self, call: Call) -> Reply:
+        counts = {"gradients": self.gradients} if "counted" in call.fields else {}
+        return Reply({"version": self.segment.version, **counts}, (self.values.clone(),))
+
+    def _contribute(self, call: Call) -> Reply:
+        self.ledger.check(call.fields["worker"], call.fields["incarnation"])
+        weight, (given,) = float(call.fields["weight"]), call.tensors
+        self.weight += weight
+        if not isinstance(given, Ghost):
+            self.total = given.clone() if self.total is None else self.total.add_(given)
+        return Reply()
+
+    def _close(self, call: Call) -> Reply:
+        version = call.fields["version"]
+        if version > self.closed:
+            self.closed = version
+            self.segment.claims[:] = 0
+            if version % 2:
+                self._take_mean()
+            elif "snapshot" in self.segment.vectors:
+                self.segment.vectors["snapshot"].copy_(self.values)
+        return Reply({"version": self.segment.version})
+
+    def _take_mean(self) -> None:
+        """Where nobody lived to contribute, the mean is zero, and the next phase goes nowhere."""
+        mean = self.segment.vectors["mean"]
+        if self.total is not None and self.weight:
+            torch.div(self.total, self.weight, out=mean)
+        else:
+            mean.zero_()
+        self.total, self.weight = None, 0.0
+
+    def _leave(self, call: Call) -> Reply:
+        self.ledger.fence(call.fields["worker"], call.fields["incarnation"] + 1)
+        return Reply()
+
+    def _status(self, call: Call) -> Reply:
+        segment = self.segment
+        counters: dict[str, Any] = {"version": segment.version, "applied": segment.version, "refused": segment.refused}
+        counters["gradients"] = segment.gradients
+        counters["written"] = segment.written
+        counters["staleness"] = {str(behind): count for behind, count in segment.staleness.items()}
+        return Reply({**counters, "phases": self.closed, "log": []})
+
+    # ---- checkpoints
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What survives a restart, while nobody writes."""
+        tensors, plain = self.segment.state()
+        if self.total is not None:
+            tensors["total"] = self.total.clone()
+        return tensors, plain | {"closed": self.closed, "weight": self.weight, "ledger": self.ledger.state()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, on a fresh segment."""
+        self.segment.restore(tensors, plain)
+        self.total = tensors["total"].clone() if "total" in tensors else None
+        self.closed, self.weight = int(plain["closed"]), float(plain["weight"])
+        self.ledger.restore(plain["ledger"])

@@ -1,0 +1,147 @@
+"""The group's mean gradient, exchanged while a backward() that is not ours computes it.
+
+    method stands at mean_gradient()      hooks armed
+    user's loss.backward()
+        first parameter complete          say "step" (agreement)
+        slice complete                    times this rank's share, all_reduce under way
+        end of backward                   wait for all: grads hold the mean, so clipping clips the mean
+    user's replica.step()                 the method goes on with it
+
+Without a backward (a skipped step, the end) the same operations are started by `complete`, so that every rank always
+takes part in the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.finite import all_finite
+from dure.errors import UsageError
+from dure.job.overlap import Overlap
+from dure.topology.collective.agreement import Agreement, Intention, all_skip, going_on
+
+if TYPE_CHECKING:
+    from dure.core.node import Group, Operation
+    from dure.job.replica import Replica
+    from dure.runtime.process.node import ProcessNode
+
+
+Failed = Callable[[BaseException], BaseException]
+"""Is told of an error, and gives the one to raise in its place."""
+
+
+class Exchange:
+    """Turns the gradient in `replica.grads` into the mean over `group`, in which this rank weighs `share`.
+
+    `failed` is told of an error in the middle of the user's backward, and says what to raise. Set `examines` to have
+    every rank look whether its own gradient is finite before it is summed (`faulty_ranks`).
+    """
+
+    def __init__(
+        self,
+        node: ProcessNode,
+        group: Group,
+        replica: Replica,
+        share: float,
+        failed: Failed,
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._replica = replica
+        self._share = share
+        self._failed = failed
+        self._agreement = Agreement(group, replica.device)
+        self._overlap = Overlap(replica)
+        self._said: Operation[torch.Tensor] | None = None
+        self.going: bool | None = None
+        self.skipped = False
+        self.left_out = False
+        self.examines = False
+        self._faulty = False
+
+    def arm(self) -> None:
+        """The next backward is exchanged. `going` tells afterwards whether all ranks continued.
+
+        `skipped` then says whether every rank skipped the step. Set `left_out` where this rank does not step with a
+        mean that others may step with: the next agreement compares that.
+        """
+        self.going = None
+        self._said = None
+        self._faulty = False
+        self._overlap.arm(self._launch, self._begin)
+
+    def disarm(self) -> None:
+        """Let gradients gather in `grads`, as hooks that do nothing would."""
+        self._overlap.disarm()
+
+    def complete(self, mine: Intention) -> bool:
+        """Exchange what is in `grads` now, unless a backward has done so; whether everybody goes on."""
+        if self.going is None:
+            if not self._overlap.armed:
+                self.arm()
+            self._say(mine)
+            self._wait()
+        self._overlap.disarm()
+        assert self.going is not None
+        return self.going
+
+    async def faulty_ranks(self) -> list[int]:
+        """The ranks whose own gradients were not finite in the last exchange, where `examines`; all ranks call this."""
+        mine = torch.tensor([float(self._faulty)], device=self._replica.device)
+        said = await self._group.all_gather(mine)
+        return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
+
+    def close(self) -> None:
+        """Take the hooks off, and let go of operations: they keep the engine's connections open."""
+        self._overlap.close()
+        self._said = None
+
+    def _begin(self) -> None:
+        self._say("step")
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _say(self, mine: Intention) -> None:
+        self._said = self._agreement.start(mine, left_out=self.left_out)
+        self.left_out = False
+
+    def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
+        if self.examines and not all_finite(part):
+            self._faulty = True
+        part *= self._share
+        return self._group.all_reduce(part)
+
+    def _after_backward(self) -> None:
+        try:
+            self._wait()
+        except BaseException as error:
+            told = self._failed(error)
+            if told is error:
+                raise
+            raise told from error
+        self._overlap.arm(_never, _refuse)
+
+    def _wait(self) -> None:
+        assert self._said is not None
+        operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
+        self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
+        self.going, self.skipped = going_on(self._said.result()), all_skip(self._said.result())
+
+
+async def _all(operations: Sequence[Operation[Any]]) -> None:
+    for operation in operations:
+        await operation
+
+
+def _never(_: torch.Tensor) -> None:
+    raise AssertionError
+
+
+def _refuse() -> None:
+    raise UsageError(
+        "backward() ran twice before replica.step(), and its first gradient has been exchanged already. Write "
+        "`with replica.accumulate():` around all but the last backward of a step. Where a gradient scaler skipped the "
+        "step, write replica.step(scaler) in place of scaler.step(optimizer)."
+    )

@@ -1,0 +1,419 @@
+"""The command line as a user meets it: real processes, their output, their exit status."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dure.cli.main import main
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def environment(**extra):
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("DURE_")}
+    return {**kept, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "COLUMNS": "100", **extra}
+
+
+def dure(*arguments, cwd=None, **extra):
+    command = [sys.executable, "-m", "dure", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=environment(**extra))
+
+
+def refused(*arguments, status=2, **options):
+    """The one sentence with which `dure` refuses."""
+    done = dure(*arguments, **options)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("dure: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_methods_lists_every_axis_as_a_table():
+    done = dure("methods")
+    assert done.returncode == 0
+    for name in ("bsp", "averaging", "downpour", "ssp", "ps", "collective", "fp32", "none"):
+        assert f" {name} " in done.stdout
+
+
+def test_methods_as_json_is_the_last_line_alone():
+    done = dure("methods", "--json")
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()
+    rows = {row["name"]: row for row in json.loads(line)["methods"]}
+    assert rows["ssp"]["parameters"][0] == {"name": "bound", "type": "float", "default": "3"}
+    assert rows["dc-asgd"]["axis"] == "remedy"
+    assert rows["ssp"]["combines"] == ["ps"]
+    assert rows["ps"]["axis"] == "topology"
+    assert {"name": "split", "type": "memory|layer|keys|hybrid", "default": "memory"} in rows["ps"]["parameters"]
+    assert "averaging" in done.stderr
+
+
+def test_methods_tells_all_about_one():
+    done = dure("methods", "ssp")
+    assert "bound=3" in done.stdout
+    assert "Ho et al." in done.stdout
+    assert "downpour" not in done.stdout
+
+
+def test_methods_tells_which_methods_send_what_a_codec_encodes():
+    done = dure("methods", "sign", "--json")
+    (row,) = json.loads(done.stdout)["methods"]
+    assert row["combines"] == ["bsp", "backup"]
+    assert "goes with     bsp, backup" in dure("methods", "it-sign").stdout
+
+
+def test_methods_shows_how_fast_graphs_of_gossip_mix():
+    done = dure("methods", "gossip")
+    assert re.search(r"^ring +16 +2 +0.004758 +0.05075 +146 +7$", done.stdout, flags=re.MULTILINE)
+    assert len(re.findall(r"^(?:ring|exponential|complete) ", done.stdout, flags=re.MULTILINE)) == 9
+    assert len(re.findall(r"^random-regular,", done.stdout, flags=re.MULTILINE)) == 3
+    done = dure("methods", "gossip:graph=0-1/1-2", "--json")
+    (graph,) = json.loads(done.stdout)["methods"][0]["graphs"]
+    assert graph["mixing"] == [[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]
+    assert (graph["workers"], graph["gap"]) == (3, pytest.approx(0.25))
+    assert "\n0 75 25  \N{MIDDLE DOT}\n" in done.stderr
+    assert "dure methods gossip --workers 16" in refused("methods", "ssp", "--workers", "4")
+
+
+def test_an_unknown_method_is_refused_with_the_nearest():
+    assert 'Did you mean "downpour"?' in refused("methods", "downpuor")
+    assert 'Did you mean "averaging"?' in refused("train", "digits-mlp", "--sync", "average", "--on", "virtual")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--sync", "ssp:bnd=3"], "bound=3"),
+        (["--sync", "ssp:bound=-1"], "bound counts clocks"),
+        (["--sync", "ssp", "--topology", "collective"], "The nearest that works"),
+        (["--strategy", "ssp bsp"], "sync twice"),
+        (["--workers", "0"], "workers should be greater than or equal to 1, got 0."),
+        (["--steps", "-5"], "steps should be greater than or equal to 1, got -5."),
+        (["--workers", "3", "--batch-sizes", "8", "8"], "2 sizes for 3 workers"),
+        (["--trace"], "trace writes files"),
+        (["--on", "lokal"], 'Did you mean "local"?'),
+        (["--dtype", "float32", "--lr", "nan"], "lr should be a finite number"),
+        (["--lr", "abc"], "lr should be a valid number, unable to parse string as a number, got 'abc'."),
+        (["--batch-size=1.5"], "batch_size should be a valid integer"),
+        (["--optimizer", "add", "--on", "virtual"], 'no optimizer "add"; there are sgd, momentum, adagrad, adam'),
+        (["--optimizer", "sgd+momentum", "--on", "virtual"], "names 2 optimizers"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(flags, words):
+    assert words in refused("train", "digits-mlp", *flags)
+
+
+@pytest.mark.parametrize("on", ["virtual", "local"])
+def test_a_split_that_the_data_have_not_is_refused_in_both_runtimes(on):
+    said = refused("train", "quadratic", "--split", "dirichlet:alpha=0.1", "--on", on)
+    assert said.startswith("dure: dirichlet splits by label")
+
+
+def test_more_processes_than_memory_holds_are_refused_before_any_starts():
+    said = refused("train", "quadratic", "--on", "local", "--workers", "100000")
+    assert re.search(r"100000 processes take \d+ GB at least, and this machine has \d+: take fewer workers", said)
+
+
+@pytest.mark.parametrize(
+    "words", ["compare digits-mlp --epochs x", "probe --workers x", "methods --workers x", "report . --target x"]
+)
+def test_a_flag_that_is_no_number_is_refused_in_one_sentence_everywhere(words):
+    assert re.search(r"should be a valid (number|integer), .* got 'x'\.$", refused(*words.split()))
+
+
+@pytest.mark.parametrize(("strategy", "on"), [("ssp", "virtual"), ("downpour", "local")])
+def test_a_run_without_an_update_fails_and_says_so(strategy, on, tmp_path, capsys):
+    """Its time is over before the first step; what it has is recorded."""
+    words = ["quadratic", "--strategy", strategy, "--on", on, "--workers", "2", "--seconds", "1e-9"]
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        "dure: no update was applied, so the model is the one that the run began with: it ended before"
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates_applied"] == 0
+
+
+def test_the_version_is_told():
+    import dure as package
+
+    done = dure("--version")
+    assert (done.returncode, done.stdout) == (0, f"{package.__version__}\n")
+    assert "dure --version" in dure("--help").stdout
+
+
+def test_a_misspelt_flag_and_a_missing_job_are_usage_errors():
+    done = dure("train", "digits-mlp", "--wrkers", "3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "--workers" in done.stderr
+    assert "dure train digits-mlp" in refused("train", "--on", "virtual")
+    assert "dure compare digits-mlp" in refused("compare", "--on", "virtual")
+
+
+def test_later_layers_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("job: digits-mlp\nworkers: 2\nsteps: 10\nseed: 7\nsync: ssp:bound=1\non: virtual\n")
+    done = dure(
+        "train", "--config", str(file), "--steps", "30", "--print-config", "--json", DURE_STEPS="20", DURE_WORKERS="3"
+    )
+    assert done.returncode == 0, done.stderr
+    used = json.loads(done.stdout)
+    assert (used["job"], used["sync"], used["seed"]) == ("digits-mlp", "ssp:bound=1", 7)
+    assert used["workers"] == 3
+    assert used["steps"] == 30
+    assert used["lr"] is None
+
+
+def test_a_printed_configuration_can_be_given_back(tmp_path):
+    flags = ["digits-mlp", "--lr", "0.5", "--strategy", "bsp ps:shards=2", "--on", "virtual", "--batch-sizes", "4", "8"]
+    printed = dure("train", *flags, "--print-config").stdout
+    file = tmp_path / "run.yaml"
+    file.write_text(printed)
+    assert dure("train", "--config", str(file), "--print-config").stdout == printed
+    assert "bsp ps:shards=2" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stpes: 3\n", 'Did you mean "steps"?'),
+        ("workers: 0\n", "workers should be"),
+        ("steps: [\n", "is no YAML"),
+        ("steps: 4\nsteps: 5\n", 'the key "steps" is there twice'),
+        ("- 3\n", "KEY: VALUE"),
+    ],
+)
+def test_a_bad_configuration_file_is_named(tmp_path, text, words):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    message = refused("train", "digits-mlp", "--config", str(file))
+    assert words in message
+    assert "bad.yaml" in message
+
+
+def test_a_configuration_file_that_is_not_there_is_named():
+    assert "cannot read nowhere.yaml" in refused("train", "digits-mlp", "--config", "nowhere.yaml")
+
+
+def test_a_bad_environment_variable_is_named():
+    assert "workers should be" in refused("train", "digits-mlp", DURE_WORKERS="many")
+
+
+def test_compare_expands_places_times_strategies(tmp_path):
+    done = dure(
+        *("compare", "digits-mlp", "--strategy", "bsp", "--strategy", "ssp ps:shards=2", "--on", "virtual"),
+        *("--print-config", "--json", "--out", "runs"),
+    )
+    assert done.returncode == 0, done.stderr
+    used = json.loads(done.stdout)
+    assert used["strategies"] == ["bsp", "ssp ps:shards=2"]
+    assert used["on"] == ["virtual"]
+
+
+def test_a_report_of_nothing_says_so(tmp_path):
+    assert "run" in refused("report", str(tmp_path))
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m dure methods --json | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment())
+    assert "BrokenPipe" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def assert_runs(program):
+    """What a Python program of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_dure_leaves_torch_alone_and_names_are_lazy():
+    program = (
+        "import sys, dure, dure.cli.main\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert set(dure.__all__) <= set(dir(dure))\n"
+        "assert dure.SSP(bound=2).bound == 2\n"
+        "import dure.run.compare\n"
+        "assert callable(dure.compare), dure.compare\n"
+    )
+    assert_runs(program)
+
+
+def test_help_is_there_without_waiting_for_torch():
+    program = (
+        "import sys, dure.cli.main\n"
+        "try:\n"
+        "    dure.cli.main.main(['train', '--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    assert "--sync" in assert_runs(program)
+
+
+JOBS = """
+import torch
+from dure import Data, Job
+
+CALLS = []
+
+def rows(outputs, targets):
+    return (outputs - targets).square()
+
+def late(outputs, targets):
+    CALLS.append(1)
+    if len(CALLS) > 9:
+        raise ValueError("enough")
+    return rows(outputs, targets).mean()
+
+def job(loss):
+    return Job(lambda: torch.nn.Linear(8, 1), loss, Data(torch.ones(9, 8), torch.ones(9, 1)), batch_size=4)
+
+def shaped():
+    return job(rows)
+
+def tires():
+    return job(late)
+"""
+
+
+def test_a_wrong_job_is_refused_in_one_sentence_everywhere(tmp_path, monkeypatch, capsys):
+    """In one process, as `main` alone is asked."""
+    from dure.cli.main import main
+
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.chdir(tmp_path)
+    for on in ("virtual", "local"):
+        assert main(["train", "jobs.py:shaped", "--on", on, "--workers", "2", "--out", "run"]) == 2
+        shown = capsys.readouterr()
+        assert shown.err.startswith("dure: jobs.py:shaped: a job's loss must be one number")
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert not (tmp_path / "run").exists()
+    assert main(["probe", "jobs.py:shaped"]) == 2
+    assert "jobs.py:shaped: a job's loss must be one number" in capsys.readouterr().err
+    assert main(["train", "jobs.py:tires", "--on", "virtual", "--sync", "bsp"]) == 1
+    assert capsys.readouterr().err.endswith("dure: your own code raised ValueError: enough (jobs.py, line 13).\n")
+
+
+CHATTY = """
+import atexit, ctypes, os, sys
+import torch
+from dure import Data, Job
+
+said = sys.stdout
+
+def loss(outputs, targets):
+    print("a loss")
+    said.write("to the stream of old\\n")
+    os.write(1, b"from below\\n")
+    ctypes.CDLL(None).puts(b"from C")
+    return (outputs - targets).square().mean()
+
+def job():
+    print("a job")
+    atexit.register(print, "the end")
+    return Job(lambda: torch.nn.Linear(8, 1), loss, Data(torch.ones(9, 8), torch.ones(9, 1)), batch_size=4)
+"""
+
+
+def test_what_a_job_prints_is_no_part_of_the_result(tmp_path):
+    (tmp_path / "jobs.py").write_text(CHATTY)
+    flags = ("--on", "virtual", "--workers", "2", "--steps", "2")
+    done = dure("train", "jobs.py:job", *flags, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["steps"] == 2
+    for words in ("a job", "a loss", "to the stream of old", "from below", "from C", "the end"):
+        assert f"{words}\n" in done.stderr
+    done = dure("train", "jobs.py:job", *flags, cwd=tmp_path)
+    assert done.stdout.startswith("Strategy")
+    assert "from" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["", "methods", "train", "compare", "report", "reproduce", "probe"])
+def test_help_begins_with_an_example_that_works(name, capsys):
+    from dure.cli.main import COMMANDS, main, parse
+
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"] if name else ["--help"])
+    assert not end.value.code
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"example: dure {name}")
+    assert len(first) <= 80
+    words = shlex.split(first)[2:]
+    assert isinstance(parse(words, {}), COMMANDS[words[0]])
+
+
+def lossy(folder):
+    """A job without accuracy, whose loss falls by half in every step."""
+    (folder / "jobs.py").write_text(
+        "import torch\n"
+        "from dure import Data, Job\n"
+        "from dure.job.optimizer import OptimizerSpec\n"
+        "class Point(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.at = torch.nn.Parameter(torch.ones(1))\n"
+        "    def forward(self, inputs):\n"
+        "        return self.at + 0 * inputs\n"
+        "def job():\n"
+        "    data = Data(torch.zeros(8, 1), torch.zeros(8, 1))\n"
+        "    loss = lambda outputs, targets: outputs.square().mean()\n"
+        "    return Job(Point, loss, data, batch_size=4, optimizer=OptimizerSpec(lr=0.25))\n"
+    )
+    return "jobs.py:job"
+
+
+def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    (tmp_path / "report-2.html").write_text("mine too")
+    done = dure("compare", lossy(tmp_path), "--on", "virtual", "--workers", "2", "--steps", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    few = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
+    assert f"comparing {', '.join(few)}" in done.stderr
+    rows = done.stdout.splitlines()[3:7]
+    assert all(row.split()[0].startswith(name) for row, name in zip(rows, few, strict=True)), done.stdout
+    assert "report: report-3.html (report.html was there already and stays)" in done.stderr
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert "<html" in (tmp_path / "report-3.html").read_text()
+    assert "accuracy" not in done.stdout.replace("the job has no accuracy", "")
+    assert "95 %" not in done.stdout + (tmp_path / "report-3.html").read_text()
+
+
+def test_a_loss_is_a_target_too(tmp_path):
+    flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "8", "--eval-every", "1")
+    given = (*flags, "--report", "r.html", "--out", "runs")
+    done = dure("compare", lossy(tmp_path), *given, "--target-loss", "0.05", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    history = [json.loads(line) for line in next(tmp_path.glob("runs/*/history.jsonl")).read_text().splitlines()]
+    reached = next(row["seconds"] for row in history if row["loss"] <= 0.05)
+    assert history[0]["loss"] > 0.05
+    assert "to loss 0.05" in done.stderr
+    from dure.report.comparison import seconds_text
+
+    assert seconds_text(reached) in done.stderr
+    assert f"reached loss 0.05 after {seconds_text(reached)} of virtual time." in (tmp_path / "r.html").read_text()
+    done = dure("report", "runs", "--target-loss", "1e-9", "--out", "r.html", cwd=tmp_path)
+    assert "to loss 1e-09" in done.stdout
+    assert "No run reached loss 1e-09." in (tmp_path / "r.html").read_text()
+    refused("report", "runs", "--target-loss", "1", "--target", "0.5", cwd=tmp_path)
+
+
+def test_the_report_of_a_comparison_has_its_target(tmp_path):
+    flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "4", "--report", "r.html")
+    done = dure("compare", "digits-mlp", *flags, "--target", "0.125", "--out", "runs", cwd=tmp_path)
+    assert "to 12.5 %" in done.stdout
+    assert "12.5 %" in (tmp_path / "r.html").read_text()
+    dure("report", "runs", "--target", "0.375", "--out", "r.html", cwd=tmp_path)
+    assert "37.5 %" in (tmp_path / "r.html").read_text()

@@ -1,0 +1,63 @@
+"""A user's own files: what is wrong with them is said in one sentence, with the place in them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dure.core import user_code
+from dure.errors import DataError, DureError, UsageError
+
+
+def broken(folder, text, beside=""):
+    """What is said of a file of this text."""
+    (folder / "mine.py").write_text(text)
+    (folder / "neighbor_of_mine.py").write_text(beside)
+    sys.modules.pop("neighbor_of_mine", None)
+    with pytest.raises(UsageError) as caught:
+        user_code.run(str(folder / "mine.py"))
+    assert "dure_file_mine" not in sys.modules
+    return str(caught.value).removeprefix(f"{folder / 'mine.py'} cannot be loaded: ").replace(f"{folder}/", "")
+
+
+def test_a_file_that_cannot_be_loaded_says_where(tmp_path):
+    assert broken(tmp_path, "x = 1\ndef f(:\n") == "SyntaxError: invalid syntax (mine.py, line 2)."
+    said = broken(tmp_path, "\nimport no_such_module\n")
+    assert said == "ModuleNotFoundError: No module named 'no_such_module' (mine.py, line 2)."
+    said = broken(tmp_path, "import neighbor_of_mine\n", "\n\nassert not 'here'\n")
+    assert said == "AssertionError (neighbor_of_mine.py, line 3)."
+    said = broken(tmp_path, "import json\n\njson.loads('{')\n")
+    assert said.startswith("JSONDecodeError: ")
+    assert said.endswith("(mine.py, line 3).")
+
+
+def test_a_file_that_was_mended_can_be_loaded(tmp_path):
+    broken(tmp_path, "class Mine:\n    wrong = {}['x']\n")
+    (tmp_path / "mine.py").write_text("class Mine:\n    right = True\n")
+    assert user_code.kind(str(tmp_path / "mine.py"), "Mine").right
+
+
+def test_the_place_is_told_from_where_the_user_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("{}['x']\n")
+    with pytest.raises(UsageError, match=r"^mine.py cannot be loaded: KeyError: 'x' \(mine.py, line 1\)\.$"):
+        user_code.run("mine.py")
+
+
+def test_what_dure_says_on_purpose_and_what_it_does_wrong_passes():
+    with pytest.raises(DataError, match="as it is"), user_code.blamed("it raised"):
+        raise DataError("as it is")
+    with pytest.raises(TypeError), user_code.blamed("it raised", DureError, only=True):
+        user_code.split(3)  # type: ignore[arg-type]
+    with pytest.raises(DureError) as caught, user_code.blamed("it raised", DureError, only=True):
+        sorted([1, "a"])
+    assert type(caught.value) is DureError
+    assert str(caught.value).startswith("it raised TypeError: '<' not supported")
+    assert f"{Path(__file__).name}, line" in str(caught.value)
+
+
+def test_a_long_text_is_cut():
+    with pytest.raises(UsageError) as caught, user_code.blamed("it raised"):
+        raise ValueError("word\n" * 1000)
+    assert len(str(caught.value)) < 700
+    assert "\n" not in str(caught.value)

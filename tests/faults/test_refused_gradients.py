@@ -1,0 +1,155 @@
+"""Gradients that hold NaN: refused, counted, and after three in a row their worker takes no further part."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.real_runs import JOBS, Trial, configured
+
+import dure
+from dure.cli.main import main
+from dure.core.finite import all_finite
+from dure.errors import DureError
+from dure.runtime.launch.fork_server import Nursery
+
+LOCAL = ["downpour ps", "hogwild", "bsp"]
+SOAK = [
+    pytest.param(strategy, marks=pytest.mark.soak)
+    for strategy in (
+        "downpour:at_once=true ps",
+        "hogbatch",
+        "ssp:bound=2,form=rmw ps",
+        "averaging:period=4 ps",
+        "bsp collective:algorithm=ring",
+        "bsp ps 1bit",
+    )
+]
+VIRTUAL = [
+    "downpour ps:shards=2",
+    "downpour:n_push=4 ps",
+    "hogwild",
+    "ad-psgd",
+    "easgd:period=2 ps",
+    "ssp:bound=2 ps",
+    "bsp ps",
+    "k-sync:k=2 ps",
+    "averaging:period=4",
+    "bsp",
+    "bsp collective sign",
+    *SOAK,
+]
+TOGETHER = ("bsp", "bsp collective:algorithm=ring", "bsp collective sign")
+NEEDED = (*TOGETHER, "averaging:period=4")
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as one:
+        yield one
+
+
+def local(nursery, job, strategy, **options):
+    trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60} | options))
+    return trial, trial.run(nursery=nursery)
+
+
+def virtual(job, strategy, **options):
+    name = f"{JOBS}:{job}"
+    return dure.train(
+        name,
+        strategy=strategy,
+        on="virtual",
+        **{"workers": 2, "steps": 60, "eval_every": 1000, "split": "iid"} | options,
+    )
+
+
+@pytest.mark.parametrize("strategy", LOCAL)
+def test_one_nan_is_refused_and_its_worker_goes_on(strategy, nursery):
+    trial, outcome = local(nursery, "one_nan", strategy)
+    lost = 2 if strategy == "bsp" else 1
+    assert outcome.totals.counts["updates_refused"] == lost
+    assert outcome.totals.counts["updates_applied"] == 120 - lost
+    assert {said["done"] for said in trial.hub.finished.values()} == {60}
+    assert outcome.notes["unfinished"] == outcome.notes["deaths"] == {}
+    assert all_finite(outcome.params)
+
+
+@pytest.mark.parametrize("strategy", LOCAL)
+def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, nursery):
+    why = r"the gradients of worker 1 hold NaN or infinity in 3 steps in a row, the last of them step 2"
+    if strategy == "bsp":
+        with pytest.raises(DureError, match=why):
+            local(nursery, "one_worker_of_nan", strategy)
+        return
+    trial, outcome = local(nursery, "one_worker_of_nan", strategy)
+    assert list(outcome.notes["deaths"]) == list(outcome.notes["unfinished"]) == ["worker 1"]
+    assert outcome.notes["deaths"]["worker 1"].startswith(why)
+    counts = outcome.totals.counts
+    assert (counts["updates_applied"], counts["updates_refused"]) == (60, 3)
+    assert all_finite(outcome.params)
+    assert trial.hub.finished["worker 0"]["done"] == 60
+
+
+@pytest.mark.parametrize("strategy", VIRTUAL)
+def test_one_nan_is_refused_in_virtual_time(strategy):
+    run = virtual("one_nan", strategy)
+    summary = run.summary()
+    lost = 2 if strategy in TOGETHER else 1
+    assert summary["updates_refused"] == lost
+    if "k-sync" not in strategy and not any(word in strategy for word in ("n_push", "hogbatch", "easgd", "averaging")):
+        assert summary["updates_applied"] == 120 - lost
+    assert summary["unfinished"] == {}
+    assert math.isfinite(summary["loss"])
+
+
+@pytest.mark.parametrize("strategy", VIRTUAL)
+def test_three_in_a_row_in_virtual_time(strategy):
+    if strategy in NEEDED:
+        with pytest.raises(DureError, match="the gradients of worker 1 hold NaN or infinity in 3 steps in a row"):
+            virtual("one_worker_of_nan", strategy)
+        return
+    summary = virtual("one_worker_of_nan", strategy).summary()
+    assert list(summary["unfinished"]) == ["worker 1"]
+    assert summary["failures_survived"] == 1
+    assert summary["updates_refused"] == 3
+    assert math.isfinite(summary["loss"])
+
+
+def test_a_run_with_a_refused_gradient_is_the_same_each_time():
+    first, again = (virtual("one_nan", "ssp:bound=2 ps").summary() for _ in range(2))
+    assert (first["params_sha256"], first["seconds"]) == (again["params_sha256"], again["seconds"])
+
+
+@pytest.mark.parametrize("strategy", ["bsp ps", pytest.param("downpour ps", marks=pytest.mark.soak)])
+def test_a_resumed_run_refuses_what_the_whole_one_does(strategy, tmp_path):
+    whole = virtual("one_nan", strategy, checkpoint_every=20, out=tmp_path / "whole")
+    virtual("one_nan", strategy, checkpoint_every=20, steps=40, out=tmp_path / "part")
+    again = dure.train(f"{JOBS}:one_nan", resume=tmp_path / "part", on="virtual", steps=60)
+    for name in ("params_sha256", "updates_refused", "updates_applied"):
+        assert again.summary()[name] == whole.summary()[name]
+
+
+def test_a_void_step_moves_no_momentum():
+    """A worker whose only gradient of three is NaN: the model of two steps, momentum and all."""
+    options = {"workers": 1, "steps": 120, "optimizer": "momentum:momentum=0.9"}
+    for strategy in ("bsp", "bsp ps"):
+        params = virtual("one_nan", strategy, **options).summary()["params_sha256"]
+        shorter = virtual("no_nan", strategy, **options | {"steps": 119}).summary()["params_sha256"]
+        assert params == shorter
+
+
+def test_the_exit_status_and_the_last_line_say_who_has_not_done_its_work(capfd):
+    arguments = ["train", f"{JOBS}:one_worker_of_nan", "--strategy", "downpour ps", "--workers", "2", "--steps", "60"]
+    assert main([*arguments, "--on", "local", "--json"]) == 3
+    out, said = capfd.readouterr()
+    assert '"unfinished":' in out
+    assert said.splitlines()[-1].startswith("dure: the run has ended without all the work of worker 1 (the gradients")
+
+
+def test_finite_is_exact():
+    assert all_finite(torch.tensor([3e38, -3e38, 3e38]))
+    assert not all_finite(torch.tensor([1.0, math.inf]))
+    assert not all_finite(torch.sparse_coo_tensor([[1]], [math.nan], (3,), check_invariants=True).coalesce())
+    assert all_finite(torch.empty(0))

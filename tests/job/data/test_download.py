@@ -1,0 +1,81 @@
+"""Downloads: from folders of this machine by file:// addresses, so that no network is needed."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from dure.errors import DataError
+from dure.job.data.download import Published, fetch
+from dure.job.data.location import data_root, find
+
+BODY = bytes(range(256)) * 3000
+
+
+def home(folder: Path, body: bytes = BODY) -> str:
+    folder.mkdir()
+    (folder / "set.gz").write_bytes(body)
+    return folder.as_uri()
+
+
+def published(*homes: str) -> Published:
+    return Published("set.gz", len(BODY), hashlib.sha256(BODY).hexdigest(), homes)
+
+
+def test_fetches_the_published_bytes_quietly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = fetch(published(home(tmp_path / "home")), tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / "set.gz"
+    assert path.read_bytes() == BODY
+    assert [each.name for each in path.parent.iterdir()] == ["set.gz"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_next_home_is_tried(tmp_path: Path) -> None:
+    wrong = home(tmp_path / "wrong", BODY[::-1])
+    path = fetch(published((tmp_path / "absent").as_uri(), wrong, home(tmp_path / "right")), tmp_path)
+    assert path.read_bytes() == BODY
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(BODY[::-1], "sha256 is"), (BODY[:-1], "got 767,999 bytes"), (BODY + b"x" * 10**6, "got 768,001 bytes or more")],
+)
+def test_wrong_bytes_leave_what_was_there(tmp_path: Path, body: bytes, said: str) -> None:
+    target = tmp_path / "data"
+    target.mkdir()
+    (target / "set.gz").write_bytes(b"before")
+    with pytest.raises(DataError, match=said):
+        fetch(published(home(tmp_path / "home", body)), target)
+    assert {each.name: each.read_bytes() for each in target.iterdir()} == {"set.gz": b"before"}
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=f"cannot write into {tmp_path}/file"):
+        fetch(published(home(tmp_path / "home")), tmp_path / "file")
+
+
+def test_the_root_is_the_flag_then_the_environment_then_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    environ = {"DURE_DATA": str(tmp_path / "b"), "XDG_CACHE_HOME": "/cache"}
+    assert data_root(tmp_path / "a", environ) == tmp_path / "a"
+    assert data_root(None, environ) == tmp_path / "b"
+    assert data_root(None, {"XDG_CACHE_HOME": "/cache", "DURE_DATA": ""}) == Path("/cache/dure/data")
+    assert data_root(None, {}) == Path.home() / ".cache" / "dure" / "data"
+
+
+def test_a_named_root_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^--data names .*absent, which is no folder"):
+        data_root(tmp_path / "absent", {})
+    with pytest.raises(DataError, match=r"^DURE_DATA names .*absent"):
+        data_root(None, {"DURE_DATA": str(tmp_path / "absent")})
+
+
+def test_find_prefers_the_first_folder(tmp_path: Path) -> None:
+    for name in ("one/y", "two/x"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
+    folders = (tmp_path / "one", tmp_path / "two")
+    assert find(folders, ("x", "y")) == tmp_path / "one" / "y"
+    assert find(folders, ("z",)) is None

@@ -1,0 +1,424 @@
+"""Gradients computed together are those computed one at a time, whatever the company."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dure.core.node import Ghost
+from dure.errors import UsageError
+from dure.job.gradient import Gradient, GradientWork
+from dure.job.gradients import LEAST_PENDING, MOST_BYTES, Evaluator
+from dure.job.models.mlp import mlp
+from dure.job.replica import Replica
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(model, loss=functional.cross_entropy):
+    return SimpleNamespace(model=model, loss=loss)
+
+
+def works_for(evaluator, count, inputs=(7, 12), classes=3, seed=0):
+    """Works with values of their own; (batch, features) inputs and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = evaluator.replica.dtype
+    return [
+        GradientWork(
+            rank=rank,
+            step=3,
+            values=evaluator.initial_values(rank),
+            inputs=torch.randn(*inputs, generator=generator, dtype=dtype),
+            targets=torch.randint(classes, (inputs[0],), generator=generator),
+            seed=5,
+            flops=1.0,
+        )
+        for rank in range(count)
+    ]
+
+
+def plain_gradient(job, work):
+    """Autograd on a module of its own, the textbook way."""
+    module = job.model()
+    parameters = list(module.parameters())
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(work.values.clone(), parameters)
+    loss = job.loss(module(work.inputs), work.targets)
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in parameters]), loss.item()
+
+
+class Residual(nn.Module):
+    """Not a plain chain, but vmap takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, inputs):
+        return self.outer(inputs + torch.sin(self.inner(inputs)))
+
+
+def wide() -> nn.Sequential:
+    """Has a large first weight, a large inner one and small ones."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 1500), nn.ReLU(), nn.Linear(1500, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+CHAINS = {
+    "mlp": lambda: mlp(12, 8, 3),
+    "large weights": wide,
+    "no bias": lambda: nn.Sequential(nn.Linear(12, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 3, bias=False)),
+    "in place": lambda: nn.Sequential(nn.Linear(12, 5), nn.ReLU(inplace=True), nn.Linear(5, 3), nn.ELU(inplace=True)),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(12, 5), nn.SiLU()), nn.Identity(), nn.Linear(5, 3)),
+    "activation first": lambda: nn.Sequential(nn.Tanh(), nn.Linear(12, 5), nn.GELU(), nn.Linear(5, 3), nn.Softplus()),
+    "linear only": lambda: nn.Sequential(nn.Linear(12, 3)),
+}  # fmt: skip
+OTHERS = {"residual": Residual, "layer norm": lambda: nn.Sequential(nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3))}
+
+
+def how(evaluator):
+    (decision,) = evaluator.rule["shapes"].values()
+    return decision
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
+    make = {**CHAINS, **OTHERS}[name]
+    job = job_of(lambda: make().to(dtype))
+    evaluator, exact = Evaluator(job), Evaluator(job, exact=True)
+    works = works_for(evaluator, 20)
+    together, alone = evaluator.evaluate(works), exact.evaluate(works)
+    assert how(evaluator).startswith("stacked: batched products" if name in CHAINS else "stacked: vmap")
+    for work, one, other in zip(works, together, alone, strict=True):
+        values, loss = plain_gradient(job, work)
+        torch.testing.assert_close(other.values, values, rtol=0, atol=tolerance)
+        torch.testing.assert_close(one.values, values, rtol=0, atol=tolerance)
+        assert one.loss == pytest.approx(loss, abs=tolerance)
+        assert other.loss == pytest.approx(loss, abs=tolerance)
+        assert one.samples == other.samples == 7
+        assert one.values.is_contiguous()
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
+def test_bits_do_not_depend_on_the_company(name):
+    evaluator = Evaluator(job_of({**CHAINS, **OTHERS}[name]))
+    works = works_for(evaluator, 45)
+    results = evaluator.evaluate(works)
+    assert how(evaluator).startswith("stacked")
+    fewest = 1 if name in CHAINS else LEAST_PENDING
+    for start, size in ((0, fewest), (44, fewest), (3, 17), (10, 33), (0, 44)):
+        places = [(start + offset) % 45 for offset in range(size)][::-1]
+        for place, again in zip(places, evaluator.evaluate([works[place] for place in places]), strict=True):
+            assert torch.equal(again.values, results[place].values)
+            assert again.loss == results[place].loss
+
+
+def test_results_come_in_order_whatever_the_shapes():
+    job = job_of(lambda: mlp(12, 8, 3))
+    evaluator = Evaluator(job)
+    long, short = works_for(evaluator, 4), works_for(evaluator, 4, inputs=(2, 12), seed=1)
+    mixed = [work for pair in zip(long, short, strict=True) for work in pair]
+    for work, result in zip(mixed, evaluator.evaluate(mixed), strict=True):
+        torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
+        assert result.samples == len(work.inputs)
+    assert len(evaluator.rule["shapes"]) == 2
+    assert evaluator.evaluate([]) == []
+
+
+def test_lent_values_are_untouched_and_results_are_owned():
+    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    works = works_for(evaluator, 5)
+    before = [work.values.clone() for work in works]
+    first = evaluator.evaluate(works)
+    kept = [result.values.clone() for result in first]
+    first[2].values.zero_()
+    again = evaluator.evaluate(works)
+    for place, work in enumerate(works):
+        assert torch.equal(work.values, before[place])
+        assert torch.equal(again[place].values, kept[place])
+        if place != 2:
+            assert torch.equal(first[place].values, kept[place])
+
+
+def test_values_may_be_a_slice_of_something_larger():
+    job = job_of(lambda: wide())
+    evaluator = Evaluator(job)
+    (work,) = works_for(evaluator, 1)
+    shifted = torch.cat([torch.full((3,), 9.0), work.values])[3:]
+    (result,) = evaluator.evaluate([dataclasses.replace(work, values=shifted)])
+    torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: functional.cross_entropy(outputs, targets),
+        lambda outputs, targets: functional.cross_entropy(outputs, targets, label_smoothing=0.1),
+        lambda outputs, targets: (outputs.sum(1) - targets).square().mean(),
+        nn.MultiMarginLoss(),
+    ],
+)
+def test_any_loss_that_vmap_takes_or_refuses(loss):
+    job = job_of(lambda: mlp(12, 8, 3), loss)
+    evaluator = Evaluator(job)
+    for work, result in zip(works := works_for(evaluator, 20), evaluator.evaluate(works), strict=True):
+        values, number = plain_gradient(job, work)
+        torch.testing.assert_close(result.values, values)
+        assert result.loss == pytest.approx(number, rel=1e-5)
+
+
+def test_labels_that_do_not_count():
+    job = job_of(lambda: mlp(12, 8, 3))
+    evaluator = Evaluator(job)
+    works = works_for(evaluator, 3)
+    works[1].targets[2:5] = -100
+    values, loss = plain_gradient(job, works[1])
+    result = evaluator.evaluate(works)[1]
+    torch.testing.assert_close(result.values, values)
+    assert result.loss == pytest.approx(loss)
+
+
+def test_a_loss_that_is_not_finite_is_passed_on():
+    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    works = works_for(evaluator, 4)
+    expected = evaluator.evaluate(works)
+    works[1].values = torch.full_like(works[1].values, torch.nan)
+    results = evaluator.evaluate(works)
+    assert results[1].loss != results[1].loss
+    assert torch.equal(results[2].values, expected[2].values)
+
+
+def test_a_loss_per_sample_is_refused():
+    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3), lambda o, t: functional.cross_entropy(o, t, reduction="none")))
+    with pytest.raises(UsageError, match=r"must be one number.*got shape \(7,\)"):
+        evaluator.evaluate(works_for(evaluator, 1))
+
+
+# ---- the rule
+
+
+def test_vmap_waits_for_company_and_chains_do_not():
+    chain, other = Evaluator(job_of(lambda: mlp(12, 8, 3))), Evaluator(job_of(Residual))
+    assert chain.batches(works_for(chain, 2))
+    assert not other.batches(works_for(other, LEAST_PENDING - 1))
+    assert other.batches(works_for(other, LEAST_PENDING))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: nn.Sequential(nn.Linear(12, 3), nn.Dropout(0.5)), "random"),
+        (lambda: nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3)), "buffers"),
+        (lambda: nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 3, 12), nn.Flatten()), "convolutions"),
+    ],
+)
+def test_what_is_computed_one_at_a_time(model, why):
+    job = job_of(model)
+    evaluator = Evaluator(job)
+    works = works_for(evaluator, 20)
+    assert not evaluator.batches(works)
+    assert why in evaluator.rule["one_at_a_time"]
+    assert len(evaluator.evaluate(works)) == 20
+
+
+def test_hooks_are_not_skipped():
+    def model():
+        module = mlp(12, 8, 3)
+        module[1].register_forward_hook(lambda _module, _inputs, outputs: outputs * 2)
+        return module
+
+    job = job_of(model)
+    evaluator = Evaluator(job)
+    works = works_for(evaluator, 2)
+    torch.testing.assert_close(evaluator.evaluate(works)[1].values, plain_gradient(job, works[1])[0])
+    assert "hooks" in evaluator.rule["one_at_a_time"]
+
+
+def test_a_model_too_large_to_stack():
+    features = MOST_BYTES // LEAST_PENDING // 4 + 1
+    evaluator = Evaluator(
+        job_of(lambda: nn.Sequential(nn.Linear(features, 1)), lambda o, t: (o.sum(1) - t).square().mean())
+    )
+    works = works_for(evaluator, 2, inputs=(1, features))
+    assert not evaluator.batches(works)
+    assert "are more than" in how(evaluator)
+
+
+def test_large_batches_are_cut_evenly():
+    evaluator = Evaluator(job_of(lambda: mlp(9000, 2, 3)))
+    works = works_for(evaluator, 40, inputs=(20, 9000))
+    results = evaluator.evaluate(works)
+    most = MOST_BYTES // (20 * 9000 * 4)
+    assert how(evaluator).endswith(f"at most {most}")
+    sizes = [len({r.values.untyped_storage().data_ptr() for r in results})]
+    assert sizes == [2]
+    assert torch.equal(evaluator.evaluate([works[39]])[0].values, results[39].values)
+
+
+class DrawsItself(nn.Module):
+    """Randomness that no module type gives away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, inputs):
+        return self.linear(functional.dropout(inputs, 0.5))
+
+
+def test_what_vmap_refuses_is_noted():
+    evaluator = Evaluator(job_of(DrawsItself))
+    works = works_for(evaluator, LEAST_PENDING)
+    assert not evaluator.batches(works)
+    assert "vmap" in how(evaluator)
+    assert "random" in how(evaluator)
+
+
+# ---- randomness
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3)), DrawsItself]
+)
+def test_random_layers_draw_by_seed_rank_and_step(model):
+    evaluator = Evaluator(job_of(model))
+    (work,) = works_for(evaluator, 1)
+    (first,) = evaluator.evaluate([work])
+    torch.rand(3)
+    (again,) = evaluator.evaluate([dataclasses.replace(work)])
+    assert torch.equal(first.values, again.values)
+    for change in ({"seed": 6}, {"rank": 1}, {"step": 4}):
+        (other,) = evaluator.evaluate([dataclasses.replace(work, **change)])
+        assert not torch.equal(first.values, other.values)
+
+
+def test_global_randomness_is_left_as_it_was():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    evaluator = Evaluator(job_of(lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3))))
+    evaluator.initial_values(4)
+    works = [dataclasses.replace(work) for work in works_for(evaluator, 2)]
+    evaluator.evaluate(works)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_initial_values_follow_the_seed():
+    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    assert torch.equal(evaluator.initial_values(3), evaluator.initial_values(3))
+    assert not torch.equal(evaluator.initial_values(3), evaluator.initial_values(4))
+
+
+# ---- buffers
+
+
+def test_each_worker_has_its_own_batch_norm():
+    def model():
+        return nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    job = job_of(model)
+    evaluator = Evaluator(job)
+    works = works_for(evaluator, 2)
+    modules = [Replica(model()) for _ in works]
+    for _ in range(3):
+        results = evaluator.evaluate(works)
+        for work, result, replica in zip(works, results, modules, strict=True):
+            replica.load(work.values)
+            replica.zero_grad()
+            job.loss(replica.module(work.inputs), work.targets).backward()
+            torch.testing.assert_close(result.values, replica.grads)
+            torch.testing.assert_close(result.buffers, replica.buffers_flat())
+            work.buffers = result.buffers
+    assert works[0].buffers[-1] == 3
+    assert not torch.equal(works[0].buffers, works[1].buffers)
+
+
+# ---- other models
+
+
+def test_tied_weights():
+    def model():
+        module = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
+        module[2].weight = module[0].weight
+        return module
+
+    job = job_of(model)
+    evaluator = Evaluator(job)
+    works = works_for(evaluator, LEAST_PENDING)
+    assert works[0].values.numel() == 12 * 12 + 12 + 12 + 39
+    for work, result in zip(works, evaluator.evaluate(works), strict=True):
+        torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
+    assert how(evaluator).startswith("stacked: vmap")
+
+
+def test_a_frozen_layer_has_no_gradient_and_keeps_its_values():
+    def model():
+        module = mlp(12, 8, 3)
+        module[1].weight.requires_grad_(False)
+        return module
+
+    evaluator, exact = Evaluator(job_of(model)), Evaluator(job_of(model), exact=True)
+    works = works_for(evaluator, LEAST_PENDING)
+    for one, other in zip(evaluator.evaluate(works), exact.evaluate(works), strict=True):
+        torch.testing.assert_close(one.values, other.values)
+        assert one.values.numel() == 8 + 24 + 3
+
+
+def test_an_unused_parameter_has_the_gradient_zero():
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(12, 3), nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.used(inputs)
+
+    evaluator = Evaluator(job_of(Unused))
+    for count in (1, LEAST_PENDING):
+        result = evaluator.evaluate(works_for(evaluator, count))[0]
+        assert not result.values[39:].any()
+        assert result.values[:39].any()
+
+
+def test_sparse_gradients():
+    def model():
+        return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+
+    job = job_of(model)
+    evaluator = Evaluator(job)
+    work = dataclasses.replace(
+        works_for(evaluator, 1, inputs=(2, 2))[0], inputs=torch.tensor([[1, 1], [2, 8]]), targets=torch.tensor([0, 2])
+    )
+    (result,) = evaluator.evaluate([work])
+    dense = job_of(lambda: nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 3)))
+    torch.testing.assert_close(result.values, plain_gradient(dense, work)[0])
+
+
+# ---- values that travel
+
+
+def test_gradients_scale_and_are_replaced():
+    gradient = Gradient(torch.tensor([1.0, 2.0]), loss=0.5, samples=4)
+    assert gradient.scaled(0.5).values.tolist() == [0.5, 1.0]
+    other = gradient.with_values(torch.zeros(2))
+    assert (other.loss, other.samples, other.values.tolist()) == (0.5, 4, [0, 0])
+    assert gradient.values.tolist() == [0.5, 1.0]
+
+
+def test_a_timing_only_gradient_has_a_size_and_nothing_else():
+    work = GradientWork(0, 0, Ghost(100), None, None, 0, 1.0)
+    ghost = work.ghost().scaled(0.5)
+    assert ghost.values.numel() == 100
+    assert ghost.loss == 0.0

@@ -1,0 +1,288 @@
+"""Jobs: built-in ones learn, files are found, mistakes are explained."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.archives import unpack
+from support.reviews import invented, reviews
+from torch import nn
+
+import dure
+from dure.errors import UsageError
+from dure.job.data.dataset import Data
+from dure.job.data.split import Dirichlet, Whole
+from dure.job.job import BUILT_IN, Job, load_job
+from dure.job.optimizer import OptimizerSpec
+
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "embedding-text"}
+has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
+JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
+
+JOB_FILE = """
+import torch
+from dure.job.data import Data
+from dure.job.job import Job
+from beside import width
+
+def small(rows: int = 6) -> Job:
+    return Job(lambda: torch.nn.Linear(width, 2), torch.nn.functional.cross_entropy,
+               Data(torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)))
+
+def with_root(data_root):
+    job = small()
+    job.source = str(data_root)
+    return job
+
+def wrong():
+    return 3
+
+def asks(width, rows=3):
+    return small(rows)
+
+def stumbles():
+    return small({}["rows"])
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("width = 5\n")
+    (tmp_path / "mine.py").write_text(JOB_FILE)
+    return tmp_path / "mine.py"
+
+
+def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
+    """The job's model after `steps` of its optimizer, without momentum."""
+    module = job.build(seed)
+    (sampler,) = job.samplers([job.batch_size], seed=seed)
+    rule = torch.optim.Adagrad if job.optimizer.name == "adagrad" else torch.optim.SGD
+    optimizer = rule(module.parameters(), lr=job.optimizer.lr)
+    for _ in range(steps):
+        inputs, targets = job.train.batch(sampler.next())
+        optimizer.zero_grad()
+        job.loss(module(inputs), targets).backward()
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.to_dense()
+        optimizer.step()
+    return module.eval()
+
+
+def loss_of(job: Job, module: nn.Module) -> float:
+    with torch.no_grad():
+        return float(job.loss(module(job.train.inputs[:500]), job.train.targets[:500]))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
+    job = load_job(name)
+    assert job.name == name
+    assert job.source
+    assert job.optimizer.name == ("adagrad" if name == "embedding-text" else "sgd")
+    batch = min(job.batch_size, 32)
+    before, after = loss_of(job, job.build().eval()), loss_of(job, trained(load_job(name, batch_size=batch), 40))
+    assert after < 0.9 * before
+
+
+def test_digits_reach_95_percent_alone() -> None:
+    job = load_job("digits-mlp")
+    assert job.test is not None
+    assert job.accuracy is not None
+    assert job.batch_size == 32
+    for seed in range(3):
+        assert job.accuracy(trained(job, job.steps, seed)(job.test.inputs), job.test.targets) >= 0.95
+
+
+def test_quadratic_ends_at_its_optimum() -> None:
+    job = load_job(
+        "quadratic", dim=20, conditioning=4.0, noise=0.5, samples=64, batch_size=64, split="striped", dtype="float64"
+    )
+    assert job.optimum is not None
+    module = trained(job, 300)
+    (place,) = module.parameters()
+    assert place.dtype == torch.float64
+    assert torch.allclose(place, job.optimum, rtol=0, atol=1e-12)
+    assert not torch.allclose(job.train.targets[0], job.optimum, rtol=0, atol=0.1)
+
+
+def test_quadratic_shrinks_each_coordinate_by_its_curvature() -> None:
+    job = load_job("quadratic", dim=3, conditioning=100.0, noise=0.0, dtype="float64")
+    assert job.optimum is not None
+    (place,) = trained(job, 7).parameters()
+    left = (1 - place / job.optimum).detach()
+    assert left.tolist() == pytest.approx([(1 - 0.5 * a) ** 7 for a in (0.01, 0.1, 1.0)], rel=1e-9)
+
+
+def test_batch_norm_job_has_buffers_and_convnet_has_none() -> None:
+    from dure.job.models.cifar10 import convnet as with_norm
+    from dure.job.models.mnist import convnet as without
+
+    assert {name.rsplit(".")[-1] for name, _ in with_norm().named_buffers()} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+    assert list(without().buffers()) == []
+    assert sum(each.numel() for each in without().parameters()) == 105_866
+    assert without()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert with_norm()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_flops_are_those_of_the_matrix_products_and_counting_leaves_randomness_alone() -> None:
+    job = load_job("digits-mlp", hidden=32)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    flops = job.flops_per_sample
+    assert torch.equal(torch.rand(3), expected)
+    forward = 2 * (64 * 32 + 32 * 10)
+    assert flops == forward + forward + 2 * 32 * 10
+    assert load_job("quadratic", dim=50).flops_per_sample == 300
+
+
+def test_build_depends_on_its_seed_alone() -> None:
+    job = load_job("digits-mlp")
+    first, again, other = (next(job.build(seed).parameters()) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_overrides_reach_job_optimizer_and_function() -> None:
+    job = load_job(
+        "digits-mlp", hidden=7, batch_size=5, steps=9, lr=0.5, momentum=0.9, split="dirichlet:alpha=2", dtype="float64"
+    )
+    assert (job.batch_size, job.steps, job.split) == (5, 9, Dirichlet(2.0))
+    assert (job.optimizer.lr, job.optimizer.momentum) == (0.5, 0.9)
+    assert next(job.build().parameters()).shape == (7, 64)
+    assert {job.train.inputs.dtype, next(job.build().parameters()).dtype} == {torch.float64}
+    assert job.train.targets.dtype == torch.int64
+    assert load_job("digits-mlp", batch_size=None, lr=None).optimizer == load_job("digits-mlp").optimizer
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ((torch.zeros(2, 1), torch.zeros(2)), r"Job\.train must be Data, got tuple\. Write dure\.Data"),
+        (torch.zeros(2, 1), r"Job\.train must be Data, got Tensor"),
+        (Endless(), r"Job\.train must be a map-style data set, got Endless"),
+        (torch.utils.data.DataLoader([1]), r"Job\.train .* Write dure\.Samples\(loader\.dataset"),
+        (None, r"Job\.train must be Data, got NoneType"),
+    ],
+)
+def test_data_are_a_data_set(train: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Job(lambda: nn.Linear(1, 1), nn.functional.mse_loss, train)
+
+
+def test_a_map_style_data_set_is_taken_as_it_is() -> None:
+    pairs = torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
+    job = Job(lambda: nn.Linear(1, 1), nn.functional.mse_loss, pairs, torch.utils.data.Subset(pairs, [1, 2]))
+    assert (len(job.train), len(job.graded)) == (4, 2)
+    assert job.to(torch.float64).train.batch(torch.tensor([0]))[0].dtype == torch.float64
+
+
+def test_everything_that_a_job_needs_is_exported() -> None:
+    for name in ("Job", "Data", "Samples", "Stream", "OptimizerSpec"):
+        assert getattr(dure, name).__name__ == name
+
+
+def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
+    job = load_job(f"{job_file}:small", rows=8, split=Whole())
+    assert job.name == "small"
+    assert len(job.train) == 8
+    assert job.split == Whole()
+    assert next(job.build().parameters()).shape == (2, 5)
+
+
+def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path) -> None:
+    assert load_job(f"{job_file}:with_root", data_root=tmp_path).source == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("mnist-mpl", {}, "no job is called 'mnist-mpl'.*Did you mean \"mnist-mlp\""),
+        ("xyzzy", {}, "there are digits-mlp, .*FILE.py:FUNCTION"),
+        ("absent.py:job", {}, "there is no file absent.py"),
+        ("absent.py", {}, "Write absent.py:FUNCTION"),
+        ("digits-mlp", {"hiden": 3}, "no setting 'hiden'.*Did you mean \"hidden\""),
+        ("digits-mlp", {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ("digits-mlp", {"steps": 1.5}, "steps must be a whole number"),
+        ("digits-mlp", {"split": "iidd"}, 'Did you mean "iid"'),
+        ("digits-mlp", {"dtype": "int8"}, "float32 or float64, got 'int8'"),
+        ("digits-mlp", {"hidden": 0}, "widths of at least 1"),
+        ("quadratic", {"conditioning": 0.5}, "conditioning must be at least 1"),
+    ],
+)
+def test_mistakes_are_explained(name: str, overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        load_job(name, **overrides)
+
+
+def test_mistakes_in_a_file_are_explained(job_file: Path) -> None:
+    with pytest.raises(UsageError, match=r'small, stumbles, with_root, wrong.*Did you mean "small"'):
+        load_job(f"{job_file}:smal")
+    with pytest.raises(UsageError, match=r"must return a dure\.Job, it returned int"):
+        load_job(f"{job_file}:wrong")
+    with pytest.raises(UsageError, match=r"mine\.py:asks needs a value for 'width'.* default .*: width=\.\.\."):
+        load_job(f"{job_file}:asks")
+    assert len(load_job(f"{job_file}:asks", width=5).train) == 3
+    with pytest.raises(UsageError, match=r"mine\.py:stumbles raised KeyError: 'rows' \(.*mine\.py, line 23\)\.$"):
+        load_job(f"{job_file}:stumbles")
+
+
+def test_a_job_refuses_what_would_fail_later() -> None:
+    data = Data(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    loss = nn.functional.cross_entropy
+    with pytest.raises(UsageError, match="lambda"):
+        Job(nn.Linear(2, 2), loss, data)
+    with pytest.raises(UsageError, match=r"Job\.accuracy must be a function or None, got 0\.5"):
+        Job(lambda: nn.Linear(2, 2), loss, data, accuracy=0.5)
+    for optimizer in ("adam", torch.optim.Adam):
+        with pytest.raises(UsageError, match=r'Job\.optimizer must be an OptimizerSpec.*dure\.OptimizerSpec\("adam"'):
+            Job(lambda: nn.Linear(2, 2), loss, data, optimizer=optimizer)
+    with pytest.raises(UsageError, match=r"Job\.loss must be a function"):
+        Job(nn.Flatten, None, data)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):
+        Job(nn.Flatten, loss, (data.inputs, data.targets))  # type: ignore[arg-type]
+    assert Job(nn.Flatten, loss, data).optimizer == OptimizerSpec()
+
+
+def test_the_text_job_has_sparse_gradients_and_reads_words_alone(tmp_path: Path) -> None:
+    unpack(tmp_path, reviews())
+    job = load_job("embedding-text", data_root=tmp_path, vocabulary=30, dim=3, hidden=2, tokens=8)
+    module = job.build()
+    assert [tuple(each.shape) for each in module.parameters()] == [(30, 3), (2, 3), (2,), (2, 2), (2,)]
+    inputs, targets = job.train.batch(torch.tensor([0, 5]))
+    job.loss(module(inputs), targets).backward()
+    table, *dense = [each.grad for each in module.parameters()]
+    assert table.is_sparse
+    assert set(table.coalesce().indices()[0].tolist()) == set(inputs[inputs > 0].tolist())
+    assert not any(each.is_sparse for each in dense)
+    with torch.no_grad():
+        module.bag.weight[0] = 1e6
+    assert torch.equal(module(inputs)[1], module(inputs[1:, :3])[0])
+
+
+@pytest.mark.parametrize("setting", ["dim", "hidden"])
+def test_the_text_job_refuses_what_has_no_width(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="must be >= 1"):
+        load_job("embedding-text", data_root=tmp_path, **{setting: 0})
+
+
+@pytest.mark.parametrize(
+    ("on", "strategy"),
+    [("virtual", "bsp collective"), ("virtual", "bsp ps"), ("virtual", "downpour"), ("local", "bsp collective")],
+)
+def test_the_text_job_runs_as_any_other(on: str, strategy: str, tmp_path: Path) -> None:
+    """Its sparse gradients are made dense where a method knows nothing of them."""
+    unpack(tmp_path, invented(40))
+    run = dure.train("embedding-text", strategy=strategy, on=on, workers=2, data=tmp_path, steps=30, eval_every=30)
+    assert run.history[-1]["loss"] < 0.6
+    assert run.history[-1]["accuracy"] > 0.8

@@ -1,0 +1,168 @@
+"""Flat optimizers: what PyTorch's do, whole or in slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dure.errors import StrategyError
+from dure.job.optimizer import BLOCK, FlatOptimizer, OptimizerSpec, Segment, restrict
+
+SPECS = {
+    "sgd": OptimizerSpec("sgd", lr=0.05),
+    "sgd, decay": OptimizerSpec("sgd", lr=0.05, weight_decay=0.01),
+    "sgd with momentum": OptimizerSpec("sgd", lr=0.05, momentum=0.8),
+    "momentum": OptimizerSpec("momentum", lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": OptimizerSpec("momentum", lr=0.05, nesterov=True),
+    "adagrad": OptimizerSpec("adagrad", lr=0.1),
+    "adagrad, decay": OptimizerSpec("adagrad", lr=0.1, weight_decay=0.01),
+    "adam": OptimizerSpec("adam", lr=0.01),
+    "adam, decay": OptimizerSpec("adam", lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
+    "adamw": OptimizerSpec("adamw", lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
+    "adamw, no decay": OptimizerSpec("adamw", lr=0.01),
+}
+NUMEL = BLOCK + 1237
+STEPS = 5
+
+
+def reference(spec: OptimizerSpec, params: list[dict[str, object]]) -> torch.optim.Optimizer:
+    if spec.name in ("sgd", "momentum"):
+        return torch.optim.SGD(
+            params, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
+        )
+    if spec.name == "adagrad":
+        return torch.optim.Adagrad(params, lr=spec.lr, weight_decay=spec.weight_decay, eps=spec.eps)
+    kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    return kind(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, eps=spec.eps)
+
+
+def numbers(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(STEPS + 1)]
+    return draw[0], draw[1:]
+
+
+def run(optimizer: FlatOptimizer, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """In place on even steps, into a second buffer on odd ones."""
+    current, spare = values.clone(), torch.empty_like(values)
+    for step, gradient in enumerate(gradients):
+        if step % 2:
+            optimizer.apply(current, gradient, spare)
+            current, spare = spare, current
+        else:
+            optimizer.apply(current, gradient, current)
+    return current
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_pytorch_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    values, gradients = numbers(0, dtype)
+    theirs = torch.nn.Parameter(values.clone())
+    optimizer = reference(SPECS[name], [{"params": [theirs]}])
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        optimizer.step()
+    ours = run(FlatOptimizer(SPECS[name], NUMEL, dtype), values, gradients)
+    assert not torch.equal(ours, values)
+    assert torch.equal(ours, theirs.detach())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_slice_does_what_the_whole_does(name: str) -> None:
+    values, gradients = numbers(1, torch.float32)
+    whole = run(FlatOptimizer(SPECS[name], NUMEL), values, gradients)
+    for start, stop in [(0, 1), (1, 18), (17, BLOCK + 5), (BLOCK - 3, NUMEL)]:
+        part = run(FlatOptimizer(SPECS[name], stop - start), values[start:stop], [g[start:stop] for g in gradients])
+        assert torch.equal(part, whole[start:stop])
+
+
+def test_neither_values_nor_gradient_are_touched() -> None:
+    for spec in SPECS.values():
+        values, (gradient, *_) = numbers(2, torch.float32)
+        kept = values.clone(), gradient.clone()
+        FlatOptimizer(spec, NUMEL).apply(values, gradient, torch.empty_like(values))
+        assert torch.equal(values, kept[0])
+        assert torch.equal(gradient, kept[1])
+
+
+def test_segments_are_parameter_groups() -> None:
+    values, gradients = numbers(3, torch.float32)
+    spec = OptimizerSpec("adam", lr=0.01, weight_decay=0.1)
+    bounds = [(0, 100), (100, 5000), (5000, NUMEL)]
+    groups = [{}, {"lr": 0.5, "weight_decay": 0.0}, {"betas": (0.5, 0.9)}]
+    theirs = [torch.nn.Parameter(values[a:b].clone()) for a, b in bounds]
+    optimizer = reference(spec, [{"params": [p], **group} for p, group in zip(theirs, groups, strict=True)])
+    for gradient in gradients:
+        for parameter, (a, b) in zip(theirs, bounds, strict=True):
+            parameter.grad = gradient[a:b].clone()
+        optimizer.step()
+    segments = [(*bound, group) for bound, group in zip(bounds, groups, strict=True) if group]
+    ours = run(FlatOptimizer(spec, NUMEL, segments=segments), values, gradients)
+    assert torch.equal(ours, torch.cat([p.detach() for p in theirs]))
+
+
+def test_rates_of_a_step_replace_those_of_the_specification() -> None:
+    values, gradient = torch.zeros(4), torch.ones(4)
+    optimizer = FlatOptimizer(OptimizerSpec(lr=1.0), 4, segments=[Segment(2, 4, {"lr": 2.0}, group=1)])
+    out = torch.empty(4)
+    optimizer.apply(values, gradient, out)
+    assert out.tolist() == [-1, -1, -2, -2]
+    optimizer.apply(values, gradient, out, lr=3.0)
+    assert out.tolist() == [-3, -3, -3, -3]
+    optimizer.apply(values, gradient, out, lr=[4.0, 5.0])
+    assert out.tolist() == [-4, -4, -5, -5]
+
+
+def test_segments_follow_the_ranges_of_a_shard() -> None:
+    segments = [Segment(0, 10, {"lr": 1.0}), Segment(20, 30, {"lr": 2.0}, 1)]
+    assert restrict(segments, [(5, 8), (12, 25)]) == [Segment(0, 3, {"lr": 1.0}), Segment(11, 16, {"lr": 2.0}, 1)]
+
+
+def test_state_goes_on_where_it_stopped() -> None:
+    for spec in SPECS.values():
+        values, gradients = numbers(4, torch.float32)
+        whole = run(FlatOptimizer(spec, NUMEL), values, gradients)
+        first, second = FlatOptimizer(spec, NUMEL), FlatOptimizer(spec, NUMEL)
+        middle = run(first, values, gradients[:2])
+        second.restore(*first.state())
+        assert torch.equal(run(second, middle, gradients[2:]), whole)
+    with pytest.raises(ValueError, match="keeps velocity, and the state given has squares"):
+        FlatOptimizer(SPECS["momentum"], 4).restore({"squares": torch.zeros(4)}, {"steps": 1})
+
+
+def test_assign_keeps_what_it_is_given() -> None:
+    out = torch.zeros(3)
+    FlatOptimizer(OptimizerSpec("assign"), 3).apply(torch.ones(3), torch.tensor([1.0, 2.0, 3.0]), out)
+    assert out.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("spec", SPECS.values())
+def test_text_form_reads_back(spec: OptimizerSpec) -> None:
+    assert OptimizerSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adma", 'no optimizer "adma".*Did you mean "adam"'),
+        ("rmsprop", r'no optimizer "rmsprop"; there are sgd, momentum, adagrad, adam, adamw\.'),
+        ("assign", 'no optimizer "assign"; there are sgd'),
+        ("add:lr=1", 'no optimizer "add"; there are sgd'),
+        ("sgd+momentum", "names 2 optimizers"),
+        ("sgd:lr=-1", "sgd: lr must be a number >= 0, got -1"),
+        ("sgd:lr=nan", "lr must be"),
+        ("sgd:momentum=1", "momentum must be between -1 and 1"),
+        ("adam:betas=0.9", "betas must be two numbers"),
+        ("sgd:nesterov=true", "nesterov needs a momentum"),
+        ("sgd:rate=1", 'no parameter "rate"'),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        OptimizerSpec.parse(text)
+
+
+def test_overlapping_segments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 6\) overlaps"):
+        FlatOptimizer(OptimizerSpec(), 8, segments=[(0, 3, {}), (2, 6, {})])

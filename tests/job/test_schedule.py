@@ -1,0 +1,74 @@
+"""Schedules: the factors that the formulas give, and mistakes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import UsageError
+from dure.job.schedule import SCHEDULES, factor_at, schedule_of
+
+
+def test_cosine_warms_up_and_falls_to_its_floor():
+    cosine = schedule_of("cosine:steps=10,warmup=4,floor=0.2")
+    assert [cosine(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert cosine(4) == 1
+    assert cosine(7) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2)
+    assert cosine(10) == cosine(99) == pytest.approx(0.2)
+
+
+def test_linear_falls_on_a_line():
+    linear = schedule_of("linear:steps=6,warmup=2")
+    assert [linear(step) for step in range(8)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "options"),
+    [
+        ("step:every=3,factor=0.5", torch.optim.lr_scheduler.StepLR, {"step_size": 3, "gamma": 0.5}),
+        ("cosine:steps=9", torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": 9}),
+    ],
+)
+def test_they_are_pytorchs(text, kind, options):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    theirs, ours = kind(optimizer, **options), schedule_of(text)
+    for step in range(9):
+        assert 2.0 * ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_a_function_is_a_schedule_as_it_is():
+    assert schedule_of(math.sqrt) is math.sqrt
+    assert schedule_of(None) is None
+    assert set(SCHEDULES) == {"cosine", "linear", "step"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cosin:steps=3", r'no schedule is called "cosin:steps=3": there are cosine, linear.*Did you mean "cosine"'),
+        ("cosine", r"cosine needs steps: write cosine:steps=1000"),
+        ("step", "step needs every"),
+        ("cosine:steps=3,warmup=3", "steps above warmup"),
+        ("linear:steps=3,floor=2", "floor is a share"),
+        ("step:every=0", "every >= 1"),
+        (0.5, "must be a function of the step or a text .* got float"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        schedule_of(given)
+
+
+def test_a_scheduler_of_pytorch_is_refused():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    with pytest.raises(UsageError, match=r"got LambdaLR.*give the function that LambdaLR takes"):
+        schedule_of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+
+
+@pytest.mark.parametrize("factor", [-1, math.nan, math.inf, None, "fast"])
+def test_a_factor_is_a_finite_number(factor):
+    with pytest.raises(UsageError, match="at step 3 it is"):
+        factor_at(lambda step: factor, 3)

@@ -1,0 +1,347 @@
+"""`dure probe`: fits that are exact where the figures are, a cluster file that reads back, real hosts and links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.optimize import nnls
+
+import dure
+from dure.cli.main import main
+from dure.cli.reproduce import namespaces
+from dure.core.collective_cost import Path as Wire
+from dure.core.cost import codec_cost, fit
+from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.planner.probe import measure as link_measure
+from dure.planner.probe.probe import (
+    advice,
+    described,
+    disturbance,
+    hand_over,
+    partners,
+    probe,
+    table,
+    unfairness_of,
+    wire_of,
+)
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.network import Network
+
+SIZES = [1 << power for power in range(16, 22)]
+
+
+def points(
+    start: float, beta: float, bandwidth: float, sizes: list[int] = SIZES
+) -> list[tuple[int, int, float, float]]:
+    """What a network of the model would show."""
+    rows = []
+    for size in sizes:
+        for count in (1, 3):
+            seconds = start + size * beta + count * size / bandwidth
+            rows.append((size, count, seconds, seconds))
+    return rows
+
+
+def figures(bandwidth: float, latency: float = 1e-4, alpha: float = 2e-5, beta: float = 1e-9) -> dict[str, object]:
+    round_trip = 2 * Wire(latency, alpha, bandwidth).seconds(0)
+    return {"round_trip": round_trip, "cpu_message": alpha, "points": points(round_trip, beta, bandwidth)}
+
+
+def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> dict[str, object]:
+    """The figures of hosts with such links: a pair goes at the slower one's."""
+    world = range(len(bandwidths))
+    met = [{"hosts": [i, j], **figures(min(bandwidths[i], bandwidths[j]))} for i, j in partners(len(bandwidths))]
+    return {
+        "local": [figures(2e9) for _ in world],
+        "pairs": met,
+        "apply": [[(size, 1e-5 + size * 4e-10) for size in SIZES] for _ in world],
+        "cores": [3 for _ in world],
+        "compute": steps or [[] for _ in world],
+    }
+
+
+def test_the_models_constants_come_out_of_what_the_model_shows() -> None:
+    line = wire_of({"points": points(3e-4, 2e-9, 12.5e6)})
+    assert line.start == pytest.approx(3e-4, rel=1e-5)
+    assert line.slopes == pytest.approx((2e-9, 8e-8), rel=1e-5)
+    assert line.residual == 0
+
+
+def test_messages_alone_cannot_tell_the_links_part_of_a_byte() -> None:
+    alone = [row for row in points(3e-4, 2e-9, 12.5e6) if row[1] == 1]
+    with pytest.raises(UsageError, match="cannot be told"):
+        wire_of({"points": alone})
+
+
+def test_handling_that_the_link_hides_is_none() -> None:
+    """A host that handles pieces as they come: a byte costs nothing beside the link, and never less than nothing."""
+    rows = [(size, count, (count - 0.1) * size * 8e-8) for size in SIZES for count in (1, 3)]
+    beta, wire = wire_of({"points": [(*row, row[-1]) for row in rows]}).slopes
+    assert beta == 0
+    assert wire == pytest.approx(8e-8, rel=0.1)
+
+
+def test_a_link_that_shows_nowhere_is_still_there() -> None:
+    """Three messages at once take no longer than one: all of a byte's time is the cores'."""
+    rows = [(size, count, size * 1e-9, size * 1e-9) for size in SIZES for count in (1, 3)]
+    figures = found([1e9])
+    figures["local"] = [{"round_trip": 1e-4, "cpu_message": 1e-5, "points": rows}]
+    cluster = described(figures, workers=2)
+    assert cluster.link.bandwidth == pytest.approx(20e9, rel=1e-3)
+    assert cluster.memory_bandwidth == pytest.approx(1e9, rel=1e-3)
+
+
+def test_where_noise_hides_what_bytes_cost_a_link_is_as_fast_as_its_largest_message() -> None:
+    rows = [(size, count, 0.2 / size**0.1, 0.3 / size**0.1) for size in SIZES for count in (1, 3)]
+    figures = found([1e9])
+    figures["local"] = [{"round_trip": 1e-4, "cpu_message": 1e-5, "points": rows}]
+    size, count, seconds, _ = rows[-1]
+    assert wire_of({"points": rows}).slopes == pytest.approx((0.0, seconds / (count * size)))
+    assert described(figures, workers=2).memory_bandwidth == pytest.approx(count * size / seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("unfairness", [0.0, 0.1, 0.3])
+def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> None:
+    cluster = Cluster.uniform(3, unfairness=unfairness, alpha=0, beta=0, link=Link(bandwidth=1e6, latency=0))
+    rng = np.random.default_rng(0)
+    rounds = []
+    for _ in range(1000):
+        kernel = Kernel()
+        network = Network(cluster, kernel, cluster.hosts(), rng)
+        ends: list[float] = []
+        for worker in (1, 2):
+            network.send(worker, 0, 1_000_000, lambda ends=ends, kernel=kernel: ends.append(kernel.now))  # type: ignore[misc]
+        kernel.run()
+        rounds.append((ends[0], ends[1]))
+    assert unfairness_of(rounds) == pytest.approx(unfairness, abs=0.02)
+    figures = found([1e6, 1e6, 1e6]) | {"races": rounds}
+    assert described(figures, workers=3).unfairness == pytest.approx(unfairness, abs=0.02)
+
+
+def test_a_fit_weighs_relative_errors() -> None:
+    rng = np.random.default_rng(0)
+    sizes = np.geomspace(1e3, 1e8, 60)
+    line = fit([(size, (1e-3 + 1e-7 * size) * rng.uniform(0.99, 1.01)) for size in sizes])
+    assert line.start == pytest.approx(1e-3, rel=0.01)
+    assert line.slopes[0] == pytest.approx(1e-7, rel=0.01)
+    assert 0.004 < line.residual < 0.007
+
+
+def test_a_codec_s_lines_come_out_of_what_they_show() -> None:
+    sizes = (100, 400, 1600)
+    points = {"encode": (1e-5, 2e-9), "decode": (0.0, 3e-9), "combine": (2e-4, 0.0)}
+    shown = {name: [(n, start + n * value) for n in sizes] for name, (start, value) in points.items()}
+    cost = codec_cost(shown)
+    for name, (start, value) in points.items():
+        line = getattr(cost, name)
+        assert (line.start, line.value) == pytest.approx((start, value), rel=1e-3, abs=1e-15)
+    once = codec_cost({name: [(1, 5e-6)] for name in points})
+    assert (once.encode.start, once.encode.value) == (5e-6, 0)
+
+
+def test_all_wait_for_the_slowest_host_s_codec() -> None:
+    fast, slow = ({each: [(100, s), (200, 2 * s)] for each in ("encode", "decode", "combine")} for s in (1e-6, 3e-6))
+    cluster = described(found([1e9, 1e9]) | {"codecs": {"1bit": [fast, slow]}}, workers=2)
+    assert cluster.codecs["1bit"].encode.value == pytest.approx(3e-8, rel=1e-3)
+
+
+def test_a_codec_is_probed_once() -> None:
+    with pytest.raises(UsageError, match="one cost for strom"):
+        probe(codecs=["strom:threshold=1", "strom:threshold=2"])
+    with pytest.raises(UsageError, match="nothing is called"):
+        probe(codecs=["2bit"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fit_is_the_best_there_is_and_silent_however_wild_the_figures(seed: int) -> None:
+    """Against non-negative least squares, where the start is the difference of two."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        (size, count * size, 1e-3 * rng.lognormal(0.0, 1.0) + seed % 3 * size * 1e-9)
+        for size in SIZES
+        for count in (1, 3, 3)
+    ]
+    line = fit(rows)
+    table = np.array(rows)
+    x, y = table[:, :-1], table[:, -1:]
+    _, best = nnls(np.hstack([np.ones_like(y), -np.ones_like(y), x / x.max(axis=0)]) / y, np.ones(len(rows)))
+    found = np.linalg.norm((line.start + x @ line.slopes) / y[:, 0] - 1)
+    assert found == pytest.approx(best, rel=1e-5)
+
+
+def test_too_few_figures_are_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be told from 1"):
+        fit([(1.0, 2.0)])
+    with pytest.raises(UsageError, match="cannot be told"):
+        fit([(1.0, 2.0), (1.0, 2.1)])
+
+
+def test_hosts_that_are_alike_share_a_link() -> None:
+    cluster = described(found([12.5e6, 12.6e6, 12.4e6, 12.5e6]), workers=9)
+    (kind,) = cluster.machines
+    assert (kind.count, kind.link, kind.cores, cluster.servers.cores) == (4, None, 3, 3)
+    assert cluster.link.bandwidth == pytest.approx(12.5e6, rel=0.01)
+    assert cluster.link.latency == pytest.approx(1e-4, rel=1e-3)
+    constants = (cluster.alpha, cluster.beta, cluster.gamma, cluster.memory_bandwidth)
+    assert constants == pytest.approx((2e-5, 1e-9, 4e-10, 1 / (1 / 2e9 + 1e-9)), rel=1e-3)
+
+
+def test_a_host_beside_a_slow_one_keeps_its_own_link() -> None:
+    fast, slow = 100e6, 10e6
+    steps = [[0.1, 0.3, 0.2], [0.2], [0.2], [0.8]]
+    cluster = described(found([fast, fast, fast, slow], steps), workers=4)
+    assert [kind.count for kind in cluster.machines] == [3, 1]
+    rates = [kind.link.bandwidth for kind in cluster.machines if kind.link is not None]
+    assert rates == pytest.approx([fast, slow], rel=1e-3)
+    assert [kind.compute.seconds for kind in cluster.machines] == [0.2, 0.8]
+    assert cluster.link.bandwidth == pytest.approx(fast, rel=1e-3)
+
+
+def test_a_machine_alone_is_described_as_often_as_asked() -> None:
+    cluster = described(found([1e9]), workers=6)
+    assert cluster.workers == 6
+    assert cluster.link.bandwidth == pytest.approx(2e9, rel=1e-3)
+
+
+def test_hand_overs_tell_a_message_s_costs_at_both_processes_from_the_latency() -> None:
+    """A step of 3 ms; a push and its answer cost each process twice alpha + bytes * beta, and pass two latencies."""
+    alpha, beta, wake = 2e-4, 1e-9, 5e-5
+    points = [[0, 3e-3, 2.9e-3, 0.0]]
+    for nbytes in (4, 400_000):
+        end = 2 * (alpha + nbytes * beta)
+        points.append([nbytes, 3e-3 + 2 * end + 2 * wake, 2.9e-3 + end, end])
+    assert hand_over(points) == pytest.approx((alpha, beta, wake))
+
+
+def test_hand_overs_that_cost_nothing_are_not_negative() -> None:
+    assert hand_over([[0, 1e-3, 1e-3, 0.0], [4, 9e-4, 9e-4, 0.0], [400, 8e-4, 8e-4, 0.0]]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("workers", "share"), [(2, 1.0), (6, 0.5)])
+def test_a_machine_alone_is_a_host_whose_workers_share_its_cores(workers: int, share: float) -> None:
+    """Six workers on three cores have half of one each: a step's own time is half of what it took beside the others."""
+    figures = found([1e9], [[0.02]])
+    rounds = 2 * (workers - 1)
+    runs = {"steps": [[0.01] * 20] * workers, "all_reduce": rounds * 2e-3, "gradient": rounds * 1e-3}
+    spent = [[0, 0.02, 0.02, 0.0], [4, 0.0206, 0.0202, 0.0002], [4004, 0.021, 0.0203, 0.0003]]
+    cluster = described(figures | {"runs": runs, "hand_over": spent, "numel": 1000}, workers)
+    (kind,), host = cluster.machines, cluster.host
+    assert (kind.count, host.cores) == (workers, 3)
+    assert kind.compute.mean(0.0) == pytest.approx(0.01 * share)
+    chunk = 4000 / workers
+    assert host.all_reduce.start + chunk * host.all_reduce.byte == pytest.approx(2e-3, rel=1e-3)
+    assert host.gradient.start + chunk * host.gradient.byte == pytest.approx(1e-3, rel=1e-3)
+    assert (cluster.alpha, cluster.beta) == pytest.approx((1e-4, 1.25e-8), rel=0.01)
+
+
+def test_hosts_that_are_several_share_no_cores() -> None:
+    assert described(found([1e9, 1e9]), workers=2).host is None
+
+
+def test_a_bad_fit_of_a_link_says_what_to_do() -> None:
+    assert advice(0.1, one_machine=True) == advice(0.02, one_machine=False) == ""
+    assert "off by 39%" in advice(0.39, one_machine=True)
+    assert "hand-overs" in advice(0.39, one_machine=True)
+    assert "by hand" in advice(0.39, one_machine=False)
+
+
+def test_short_runs_that_others_disturbed_are_told_apart() -> None:
+    even = {"steps": [[1e-3, 1.1e-3] * 20] * 2, "all_reduce": 1e-3, "gradient": 1e-3}
+    assert disturbance(even) == disturbance(even | {"all_reduce": None, "gradient": None}) == ""
+    assert "spread by 1.15" in disturbance(even | {"steps": [[1e-3, 1e-2] * 20]})
+    assert "meeting all_reduce cost nothing" in disturbance(even | {"all_reduce": 0.0})
+
+
+def test_the_table_shows_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    figures = found([1e9]) | {"residual": 0.39, "advice": advice(0.39, one_machine=True)}
+    Console(width=300).print(table(described(figures, 2), figures))
+    assert "off by 39%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 64])
+def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
+    pairs = list(partners(world))
+    met = {frozenset(pair) for pair in pairs}
+    assert len(met) == len(pairs)
+    assert all(len(pair) == 2 for pair in met)
+    assert {host for pair in pairs for host in pair} == (set(range(world)) if world > 1 else set())
+    assert len(pairs) <= world * max(world - 1, 1).bit_length()
+
+
+def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.yaml"
+    asked = ["--workers", "3", "--codec", "1bit", "--codec", "sign+momentum"]
+    assert main(["probe", "digits-mlp", *asked, "--out", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cluster = Cluster.from_yaml(path)
+    assert cluster == Cluster(**told["cluster"])
+    assert cluster.workers == 3
+    assert min(cluster.alpha, cluster.link.bandwidth, cluster.machines[0].compute.mean(0.0)) > 0
+    assert list(cluster.codecs) == ["1bit", "sign+momentum"]
+    for cost in cluster.codecs.values():
+        assert min(line.start + 4810 * line.value for _, line in cost) > 0
+    assert told["pairs"] == []
+    assert len(told["compute"][0]) == 20
+    assert len(told["runs"]["steps"]) == 3
+    assert min(told["runs"]["all_reduce"], told["runs"]["gradient"]) >= 0
+    assert [point[0] for point in told["hand_over"]] == [0, 4, 4 * told["numel"]]
+    assert cluster.host is not None
+    assert cluster.host.cores == told["cores"][0]
+    assert ("line of the loopback" in told["advice"]) == (told["residual"] > 0.1)
+    assert told["residual"] >= 0
+    run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
+    assert run.summary()["workers"] == 3
+
+
+def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its other process is gone, which it has ended itself."""
+
+    def fails(job: object) -> list[float]:
+        raise ArithmeticError("too hot")
+
+    monkeypatch.setattr(link_measure, "step_seconds", fails)
+    monkeypatch.setattr(link_measure, "SIZES", SIZES[:3])
+    with pytest.raises(ArithmeticError, match="too hot"):
+        probe(load_job("digits-mlp"))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_even_where_messages_take_long_there_are_sizes_enough(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_measure, "LONGEST", 0.0 if slow else 1e9)
+    monkeypatch.setattr(link_measure, "SIZES", [1 << power for power in range(10, 15)])
+    measured = probe()
+    assert measured is not None
+    assert len({size for size, *_ in measured["local"][0]["points"]}) == (3 if slow else 5)
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_hosts_and_the_links_between_them_are_probed(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    command = [sys.executable, "-m", "dure", "probe", "--out", str(path), "--json"]
+    with namespaces.hosts(2, bandwidth=25e6) as hosts:
+        done = hosts.run(command, seconds=100)
+    told = json.loads(done[0].out.splitlines()[-1])
+    assert done[1].out == ""
+    assert [pair["hosts"] for pair in told["pairs"]] == [[0, 1]]
+    cluster = Cluster.from_yaml(path)
+    assert cluster.workers == 2
+    assert len(told["races"]) == 24
+    assert 0 < cluster.unfairness < 1
+    assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="workers counts machines"):
+        probe(workers=0)
+    assert main(["probe", "no-such-job", "--out", str(tmp_path / "x.yaml")]) == 2
+    assert "no job is called" in capsys.readouterr().err
+    assert main(["probe", "--out", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""Sleep in place of compute: gradients that come from the last layer to the first, and only when asked for."""
+
+import pytest
+import torch
+
+from dure.job.gradients import Evaluator
+from dure.planner.probe import synthetic_job as module
+from dure.planner.probe.measure import STEPS, step_seconds
+from dure.planner.probe.synthetic_job import SLOPE, stand_in
+
+
+def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkeypatch):
+    slept = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    job = stand_in([300, 100], 0.9)
+    net = job.build()
+    filled = []
+    for index, layer in enumerate(net.layers):
+        layer.register_post_accumulate_grad_hook(lambda _, i=index: filled.append((i, len(slept))))
+    inputs, targets = job.train.batch(torch.arange(1))
+    job.loss(net(inputs), targets).backward()
+    assert slept == pytest.approx([0.3, 0.15, 0.45])
+    assert filled == [(1, 2), (0, 3)]
+    assert all(torch.equal(layer.grad, torch.full_like(layer, SLOPE)) for layer in net.layers)
+
+
+def test_an_evaluation_takes_no_time(monkeypatch):
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: 1 / 0)
+    net = stand_in([4], 5.0).build()
+    with torch.no_grad():
+        net(torch.zeros(3, 1))
+
+
+def test_steps_are_timed_one_by_one_and_the_first_is_left_out(monkeypatch):
+    asked = []
+    one = Evaluator.one
+    monkeypatch.setattr(Evaluator, "one", lambda self, work: asked.append(work.step) or one(self, work))
+    assert len(step_seconds(stand_in([8], 0.0))) == STEPS
+    assert asked == list(range(STEPS + 1))

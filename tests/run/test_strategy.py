@@ -1,0 +1,315 @@
+"""A strategy as text and as objects: what is read, what is written, and what is refused in which words."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+import dure
+from dure.codec.feedback import Momentum
+from dure.codec.floats import Float16
+from dure.core.spec_text import Call, parse_calls, parse_value, value_text
+from dure.errors import StrategyError
+from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
+from dure.sync.averaging import Averaging
+from dure.sync.bsp import BSP
+from dure.sync.ssp import SSP
+from dure.topology.collective.choice import Collective
+from dure.topology.parameter_server.choice import ParameterServer
+
+
+@pytest.mark.parametrize(
+    ("text", "sync", "topology"),
+    [
+        ("bsp", BSP(), Collective()),
+        ("ssp", SSP(), ParameterServer()),
+        ("ssp:bound=inf", SSP(bound=math.inf), ParameterServer()),
+        ("ps:shards=4,split=layer ssp:bound=5 fp32", SSP(bound=5), ParameterServer(shards=4, split="layer")),
+        ("averaging:period=8 ps:colocated=true", Averaging(period=8), ParameterServer(colocated=True)),
+        ("ps", BSP(), ParameterServer()),
+    ],
+)
+def test_text_becomes_objects_and_comes_back(text, sync, topology):
+    strategy = Strategy.parse(text)
+    assert (strategy.sync, strategy.topology) == (sync, topology)
+    assert Strategy.parse(str(strategy)) == strategy
+    assert Strategy.of(**strategy.text()) == strategy
+
+
+def test_order_of_members_does_not_matter():
+    assert Strategy.parse("none ps:shards=2 fp32 downpour") == Strategy.parse("downpour fp32 none ps:shards=2")
+
+
+def test_objects_and_text_may_be_mixed():
+    assert Strategy.of(SSP(bound=1), "ps:shards=2") == Strategy.parse("ssp:bound=1 ps:shards=2")
+
+
+def test_text_shows_the_first_parameter_and_what_differs():
+    assert Strategy.parse("ssp ps:split=layer").text() == {
+        "sync": "ssp:bound=3",
+        "topology": "ps:shards=1,split=layer",
+        "codec": "fp32",
+        "partition": "none",
+    }
+
+
+def test_parameters_have_the_types_of_their_fields():
+    assert make("ssp:bound=3") == SSP(bound=3.0)
+    assert isinstance(make("ssp:bound=3").bound, float)
+    assert make("ps:colocated=false,shards=2") == ParameterServer(shards=2, colocated=False)
+
+
+def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
+    assert parse_calls("downpour:local_lr=1e+5,n_push=2+dc-asgd:lambda=0.04+x") == (
+        Call("downpour", {"local_lr": "1e+5", "n_push": "2"}),
+        Call("dc-asgd", {"lambda": "0.04"}),
+        Call("x", {}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sspp", ["sspp", "bsp, one-shot, averaging", 'Did you mean "ssp"?']),
+        ("ssp:bnd=3", ['no parameter "bnd"', "bound=3", 'Did you mean "bound"?']),
+        ("bsp:bound=3", ["bsp", "it has none"]),
+        ("ssp:bound=-1", ["bound counts clocks", "-1", "Use 0"]),
+        ("ssp:bound=nan", [">= 0", "nan"]),
+        ("ssp:bound=x", ["bound must be a number", '"x"']),
+        ("averaging:period=2.5", ["period must be an integer", '"2.5"']),
+        ("ps:split=mem", ["memory or layer or keys or hybrid", '"mem"']),
+        ("ps:colocated=maybe", ["true or false", '"maybe"']),
+        ("ps:shards=0", ["shards", "0"]),
+        ("ps:bound=5000", ["split is memory", "Use split=hybrid"]),
+        ("ps:split=hybrid,bound=0", ["bound counts elements", "0", "Use 1"]),
+        ("ssp:bound", ['"bound"', "KEY=VALUE"]),
+        ("ssp:", ["KEY=VALUE"]),
+        (":bound=3", ["no name"]),
+        ("ssp:bound=1,bound=2", ["bound twice"]),
+        ("ssp bsp", ["sync twice", '"ssp"', '"bsp"']),
+        ("ps+dc-asgd:lambda=1", ["dc-asgd", 'write "ps" alone']),
+        ("bsp+dc-asgd", ["dc-asgd", "bsp has none", "no gradient that is older", '"downpour+dc-asgd"']),
+        ("downpour+dc-asgd+dc-asgd", ["dc-asgd is joined twice to downpour"]),
+        ("downpour+dc-asgd:lambda=0.1+dc-asgd:lambda=0.2", ["dc-asgd is joined twice to downpour"]),
+        ("downpour+ssp", ['"ssp" is a sync, not a remedy', "momentum-compensation, dc-asgd, staleness-lr"]),
+        ("dc-asgd ps", ['"dc-asgd" is a remedy', 'as in "downpour+dc-asgd"']),
+        ("downpour+dc-asgd:lambda=-1", ["dc-asgd: lambda must be a number >= 0", "-1"]),
+        ("downpour sign+momentum", ["sign+momentum is for votes, and downpour"]),
+        ("averaging ternary+momentum", ["ternary+momentum is for votes, which say", "as averaging needs it"]),
+        ("easgd ps sign:scaled=true+ef", ["sign+ef encodes gradients"]),
+        ("downpour+dc-asgd:lambda_=1", ['no parameter "lambda_"', "lambda=0.04"]),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(text, words):
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "sync", [name for name, entry in catalogue("sync").items() if "collective" not in entry.combines]
+)
+def test_a_combination_that_makes_no_sense_names_one_that_works(sync):
+    with pytest.raises(
+        StrategyError, match=f"{sync} does not run over collective: .+ The nearest that works"
+    ) as caught:
+        Strategy.of(sync, "collective")
+    nearest = str(caught.value).rsplit('"', 2)[1]
+    assert Strategy.parse(nearest).sync == Strategy.of(sync).sync
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *(f"{sync} {topology}" for sync in catalogue("sync") for topology in catalogue("topology")),
+        "averaging:pace=time,weights=uniform collective",
+        "averaging:pace=time,state=average ps",
+        "averaging:weights=fisher ps",
+        "bmuf:overlap=1 ps",
+        "ssp ps sign",
+        "bsp int8+momentum",
+        "bsp fp32+ef",
+        "averaging it-sign",
+    ],
+)
+def test_what_is_said_to_work_instead_works(refused):
+    try:
+        Strategy.parse(refused)
+    except StrategyError as error:
+        nearest = str(error).split('The nearest that works is "')[1].split('"')[0]
+        assert nearest != refused
+        Strategy.parse(nearest)
+
+
+def test_reasons_of_collectives_are_given_for_collectives():
+    for topology, said in (("collective", True), ("gossip", False)):
+        with pytest.raises(StrategyError, match="its workers are at different clocks") as caught:
+            Strategy.parse(f"ssp {topology}")
+        assert ("a collective needs" in str(caught.value)) is said
+
+
+PARAMETERS = {"strom": "strom:threshold=0.1", "sign+ef": "sign:scaled=true+ef"}
+"""Of codecs that need some."""
+
+
+def is_made(text: str, axis: str) -> bool:
+    try:
+        made = make(text, axis)
+    except StrategyError:
+        return False
+    return made is not None
+
+
+@pytest.mark.parametrize("wrapper", catalogue(WRAPPER))
+@pytest.mark.parametrize("codec", catalogue("codec"))
+def test_a_codec_and_what_joins_it_are_made_if_the_catalogue_says_so(codec, wrapper):
+    """By whatever way a codec is given: a strategy, a hook, a probe, a cluster file."""
+    listed = codec in catalogue(WRAPPER)[wrapper].combines
+    text = PARAMETERS.get(f"{codec}+{wrapper}", f"{PARAMETERS.get(codec, codec)}+{wrapper}")
+    assert is_made(text, "codec") == listed
+    if listed:
+        assert Strategy.parse(f"bsp {text}").codec == make(text)
+        check_codec_name(f"{codec}+{wrapper}")
+    else:
+        for refused in (lambda: Strategy.parse(f"bsp {text}"), lambda: check_codec_name(f"{codec}+{wrapper}")):
+            with pytest.raises(StrategyError):
+                refused()
+    for again in catalogue(WRAPPER):
+        assert not is_made(f"{text}+{again}", "codec"), "codecs remember one thing"
+
+
+def test_a_hook_takes_no_object_that_the_catalogue_has_not():
+    with pytest.raises(StrategyError, match='"momentum" joins sign, ternary, it-sign, not fp16'):
+        dure.hook(Momentum(Float16()))
+
+
+@pytest.mark.parametrize("remedy", catalogue(REMEDY))
+@pytest.mark.parametrize("sync", catalogue("sync"))
+def test_a_method_and_a_remedy_are_made_if_the_catalogue_says_so(sync, remedy):
+    assert is_made(f"{sync}+{remedy}", "sync") == (sync in catalogue(REMEDY)[remedy].combines)
+    for other in catalogue(REMEDY):
+        both = is_made(f"{sync}+{remedy}+{other}", "sync")
+        assert both == (other != remedy and sync in catalogue(REMEDY)[remedy].combines)
+
+
+@pytest.mark.parametrize("joined", [*catalogue(WRAPPER), *catalogue(REMEDY), *catalogue("codec"), *catalogue("sync")])
+def test_nothing_else_is_joined(joined):
+    """Wrappers join no method, remedies no codec, and nothing joins a topology, a partition or what is no wrapper."""
+    wrapper, remedy = joined in catalogue(WRAPPER), joined in catalogue(REMEDY)
+    axes = ("topology", "partition", *(() if remedy else ("sync",)), *(() if wrapper else ("codec",)))
+    for axis in axes:
+        for member in catalogue(axis):
+            assert not is_made(f"{PARAMETERS.get(member, member)}+{joined}", axis)
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("bsp int8+momentum", '"momentum" joins sign, ternary, it-sign, not int8'),
+        ("bsp fp32+ef", '"ef" joins fp16, bf16, int8, sign, not fp32'),
+        ("ssp:form=rmw+dc-asgd", "ssp as it is here has none: .+ Leave its parameters out"),
+    ],
+)
+def test_what_joins_is_what_the_catalogue_says(text, because):
+    with pytest.raises(StrategyError, match=because):
+        Strategy.parse(text)
+
+
+def test_a_name_of_another_axis_is_pointed_out():
+    with pytest.raises(StrategyError, match='"ps" is a topology, not a sync'):
+        Strategy.of(sync="ps")
+
+
+def test_a_method_from_elsewhere_goes_by_its_class():
+    @dataclass(frozen=True)
+    class Mine:
+        rate: float = 2.0
+        topologies: ClassVar[tuple[str, ...]] = ("ps",)
+
+    assert Strategy.of(Mine()).text()["sync"] == "Mine:rate=2"
+    with pytest.raises(StrategyError, match="Mine does not run over collective: it runs over ps"):
+        Strategy.of(Mine(), "collective")
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_member_loads_and_round_trips(axis):
+    for name, entry in catalogue(axis).items():
+        made = entry.load()()
+        text = member_text(axis, made)
+        assert text.partition(":")[0] == name
+        assert by_axis(text) == {axis: text}
+        assert make(text, axis) == made
+        over = [sync for sync, e in catalogue("sync").items() if name in e.combines] if axis == "topology" else []
+        assert Strategy.of(**{"sync": (over or ["bsp"])[0], axis: text}).text()[axis] == text
+
+
+def test_names_are_unique_across_the_axes():
+    names = [name for axis in (*AXES, REMEDY) for name in catalogue(axis)]
+    assert len(names) == len(set(names))
+
+
+def test_the_catalogue_and_the_class_agree_on_topologies():
+    for entry in catalogue("sync").values():
+        assert entry.combines == entry.load().topologies
+        assert set(entry.combines) <= set(catalogue("topology"))
+
+
+OWN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Mine:
+    period: int = 8
+    topologies = ("collective",)
+    lockstep = True
+    delivers = "mean"
+
+    async def work(self, worker): ...
+
+@dataclass(frozen=True)
+class Half:
+    period: int = 8
+"""
+
+
+def test_a_method_of_a_file_goes_by_its_file_and_class(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    strategy = Strategy.parse(f"{file}:Mine:period=3")
+    assert strategy.sync.period == 3
+    assert strategy.text()["sync"] == f"{file}:Mine:period=3"
+    assert Strategy.parse(str(strategy)) == strategy
+    for text, words in (
+        (f"{file}:Mine:perod=3", 'no parameter "perod"; its parameters are period=8. Did you mean "period"'),
+        (f"{file}:Theirs", "has no class 'Theirs'"),
+        (f"{file}:Half", "this lacks topologies, lockstep, delivers, work"),
+        (f"{tmp_path}/none.py:Mine", "there is no file"),
+        (f"{file}:Mine ps", "Mine does not run over ps: it runs over collective"),
+    ):
+        with pytest.raises(StrategyError) as caught:
+            Strategy.parse(text)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [
+        (3, int),
+        (0.1, float),
+        (1e-30, float),
+        (1e300, float),
+        (math.inf, float),
+        (True, bool),
+        (None, int | None),
+        (4, int | None),
+        ((0.9, 0.999), tuple[float, float]),
+    ],
+)
+def test_values_come_back_from_their_text(value, annotation):
+    back = parse_value(value_text(value), annotation)
+    assert back == value
+    assert type(back) is type(value)

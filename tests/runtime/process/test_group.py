@@ -1,0 +1,29 @@
+"""What the engine says of a lost rank, in our words. What it does is tried by everything over collectives."""
+
+import pytest
+
+from dure.runtime.process.group import _lost
+
+WHERE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+CLOSED = "Connection closed by peer [127.0.0.1]:55954"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (f"{WHERE}{CLOSED}. This is often caused by a peer that has failed.", CLOSED),
+        (f"{WHERE}{CLOSED}.\nException raised from here:\nframe #0", CLOSED),
+        (
+            f"{WHERE}Read error [127.0.0.1]:1: Connection reset by peer",
+            "Read error [127.0.0.1]:1: Connection reset by peer",
+        ),
+        (f"{'a' * 200} is where this was. Look there.", f"{'a' * 200} is where this was"),
+        ("[127.0.0.1]:55954 timed out.", "[127.0.0.1]:55954 timed out"),
+    ],
+)
+def test_of_what_the_engine_says_the_first_sentence_is_told(said, told):
+    message = str(_lost("worker 1", "the others' all_reduce", RuntimeError(said)))
+    assert message == (
+        f"worker 1 waited for the others' all_reduce, and a rank is gone ({told}). Collectives need every rank: use a "
+        "method over a parameter server (ps), or resume from the last checkpoint."
+    )

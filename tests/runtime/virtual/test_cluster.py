@@ -1,0 +1,266 @@
+"""Cluster files: what they mean, that they survive a round trip, and what a mistake in one says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import dure.runtime.virtual.cluster as module
+from dure.codec.cost import MEASURED
+from dure.core import units
+from dure.errors import ClusterError
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, Servers, SharedHost
+from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
+
+FULL = """
+machines:
+- count: 7
+  compute: {distribution: lognormal, sigma: 0.3, seconds: 20 ms}
+- count: 1
+  speed: 0.2
+  cores: 2
+  link: {bandwidth: 100 Mbit/s, latency: 2 ms}
+servers: {cores: 16, link: {bandwidth: 1.2 GB/s, latency: 0.05 ms}}
+link: {bandwidth: 10 Gbit/s, latency: 0.1 ms}
+alpha: 30 us
+beta: 0.2 ns/B
+gamma: 5e-10
+memory_bandwidth: 12 GB/s
+header: 80
+field: 8
+small: 1500
+detection: 0.2 s
+backward: 0.5
+events:
+- {at: 30 s, kind: crash, worker: 3}
+- {at: 60 s, kind: join, worker: 3}
+- {at: 45 s, kind: pause, worker: 1, for: 5 s}
+- {at: 50 s, kind: slow, worker: 2, factor: 5, for: 20 s}
+- {at: 1 s, kind: join, worker: 7}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_says_what_it_says(tmp_path: Path) -> None:
+    cluster = Cluster.from_yaml(written(tmp_path, FULL))
+    assert cluster.workers == 8
+    assert cluster.machines[0].compute == LogNormal(sigma=0.3, seconds=0.02)
+    assert cluster.machines[1].compute == Constant()
+    assert (cluster.alpha, cluster.beta, cluster.gamma, cluster.memory_bandwidth) == (3e-5, 2e-10, 5e-10, 1.2e10)
+    assert cluster.events[2] == Event(at=45.0, kind="pause", worker=1, duration=5.0)
+    assert cluster.absent == {7}
+    assert cluster.durations(7, 0).speed == 0.2
+    assert [cluster.cores_of(i) for i in (0, 6, 7, 8, 9)] == [4, 4, 2, 16, 16]
+    assert [cluster.link_of(i).bandwidth for i in (0, 7, 8)] == [1.25e9, 1.25e7, 1.2e9]
+    assert [cluster.latency(0, i) for i in (1, 7, 8)] == [1e-4, 2e-3, 1e-4]
+
+
+def test_nodes_live_where_the_topology_says() -> None:
+    cluster = Cluster.uniform(workers=3)
+    assert cluster.hosts() == {"worker 0": 0, "worker 1": 1, "worker 2": 2}
+    assert list(cluster.hosts(2).values()) == [0, 1, 2, 3, 4]
+    assert list(cluster.hosts(4, colocated=True).values()) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(cluster.hosts(1)) == ["worker 0", "worker 1", "worker 2", "server 0"]
+
+
+CLUSTERS = {
+    "default": Cluster(),
+    "uniform": Cluster.uniform(64, compute=Pareto(tail=2.1, seconds="1 s"), cores=1, alpha=0),
+    "awkward numbers": Cluster(alpha=1 / 3, beta=1e-10 / 7, link=Link(bandwidth=1e9 / 7, latency=0.1 + 0.2)),
+    "speeds": Cluster(
+        machines=[
+            Machines(count=2, speed=[1, 0.5], compute=ShiftedExponential(shift=0.1, flops_per_second="3 TFLOP/s")),
+            Machines(count=3, speed={"distribution": "uniform", "low": 0.1}),
+            Machines(count=3, speed={"distribution": "lognormal"}, compute=Trace(durations=("20 ms", 1 / 3))),
+        ]
+    ),
+    "servers": Cluster(servers=Servers(cores=2, link=Link(bandwidth="1 MB/s"))),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_round_trip_changes_nothing(name: str, tmp_path: Path) -> None:
+    text = CLUSTERS[name].to_yaml()
+    again = Cluster.from_yaml(written(tmp_path, text))
+    assert again == CLUSTERS[name]
+    assert again.to_yaml() == text
+
+
+def test_a_full_file_survives(tmp_path: Path) -> None:
+    cluster = Cluster.from_yaml(written(tmp_path, FULL))
+    text = cluster.to_yaml()
+    assert "for: 5 s" in text
+    assert "bandwidth: 100 Mbit/s" in text
+    assert Cluster.from_yaml(written(tmp_path, text)) == cluster
+
+
+def test_a_traced_cluster_no_longer_needs_its_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.txt").write_text("1\n2\n")
+    text = "machines: [{compute: {distribution: trace, file: steps.txt}}]"
+    cluster = Cluster.from_yaml(written(tmp_path, text))
+    (tmp_path / "steps.txt").unlink()
+    assert Cluster.from_yaml(written(tmp_path, cluster.to_yaml())) == cluster
+
+
+def test_a_cluster_does_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Cluster().alpha = 0.0
+
+
+MISTAKES = {
+    "link: {bandwidth: -10 Gbit/s}": ["link.bandwidth", "'-10 Gbit/s'", "not negative", "'10 Gbit/s'"],
+    "link: {bandwidth: 0}": ["link.bandwidth", "0", "above zero"],
+    "link: {bandwidth: 10 Gbits}": ["link.bandwidth", "'10 Gbits'", "Gbit/s"],
+    "link: {bandwith: 1 GB/s}": ["link", "'bandwith'", "did you mean 'bandwidth'"],
+    "link: {latency: soon}": ["link.latency", "'soon'", "'20 ms'"],
+    "link: 3": ["link", "3", "mapping"],
+    "machnes: []": ["'machnes'", "did you mean 'machines'"],
+    "machines: []": ["machines", "at least one"],
+    "machines: 3": ["machines", "3", "a list"],
+    "machines: [{count: 0}]": ["machines[0].count", "0", "at least 1"],
+    "machines: [{}, {count: many}]": ["machines[1].count", "'many'", "whole number"],
+    "machines: [{cores: 2.5}]": ["machines[0].cores", "2.5", "whole number"],
+    "machines: [{speed: 0}]": ["machines[0].speed", "0", "above 0"],
+    "machines: [{speed: .inf}]": ["machines[0].speed", "inf", "finite"],
+    "machines: [{count: 3, speed: [1, 2]}]": ["machines[0].speed", "2 speeds for 3 machines"],
+    "machines: [{count: 2, speed: [1, -2]}]": ["machines[0].speed[1]", "-2", "above 0"],
+    "machines: [{speed: {distribution: uniform, low: 3}}]": ["machines[0].speed", "low=3.0", "high=1.0"],
+    "machines: [{compute: {distribution: lognorml}}]": [
+        "compute.distribution",
+        "'lognorml'",
+        "did you mean 'lognormal'",
+    ],
+    "machines: [{compute: {distribution: pareto, tail: 1}}]": ["machines[0].compute.tail", "1", "above 1"],
+    "machines: [{compute: {distribution: pareto, tial: 2}}]": ["machines[0].compute", "'tial'", "did you mean 'tail'"],
+    "machines: [{compute: {seconds: 20 m}}]": ["machines[0].compute.seconds", "'20 m'", "ms"],
+    "machines: [{compute: {seconds: 0 ms}}]": ["machines[0].compute.seconds", "'0 ms'", "above zero"],
+    "machines: [{compute: {distribution: trace}}]": ["machines[0].compute.durations", "required"],
+    "machines: [{compute: {distribution: trace, durations: [1, -1]}}]": ["compute.durations[1]", "-1", "negative"],
+    "machines: [{compute: {distribution: trace, durations: [1], seconds: 2}}]": ["compute.seconds", "leave it out"],
+    "machines: [{compute: {distribution: trace, file: none.txt}}]": ["machines[0].compute", "none.txt", "No such file"],
+    "alpha: -1": ["alpha", "-1", "not negative"],
+    "events: [{kind: crash, worker: 1}]": ["events[0].at", "required"],
+    "events: [{at: 1 s, kind: crsh, worker: 1}]": ["events[0].kind", "'crsh'", "did you mean 'crash'"],
+    "events: [{at: 1 s, kind: crash, worker: 8}]": ["events[0].worker", "no worker 8", "0 to 7"],
+    "events: [{at: 1 s, kind: crash, worker: -1}]": ["events[0].worker", "-1", "at least 0"],
+    "events: [{at: 1 s, kind: pause, worker: 1}]": ["events[0].for", "for: 5 s"],
+    "events: [{at: 1 s, kind: slow, worker: 1}]": ["events[0].factor", "factor: 5"],
+    "events: [{at: 1 s, kind: slow, worker: 1, factor: -5}]": ["events[0].factor", "-5", "above 0"],
+    "events: [{at: 1 s, kind: crash, worker: 1, for: 3 s}]": ["events[0].for", "join"],
+    "events: [{at: 1 s, kind: pause, worker: 1, for: 3 s, factor: 2}]": ["events[0].factor", "slow"],
+    "events: [{at: 2 s, kind: crash, worker: 1}, {at: 3 s, kind: slow, factor: 2, worker: 1}]": [
+        "events[1]",
+        "crashed",
+    ],
+    "events: [{at: 2 s, kind: slow, factor: 2, worker: 1}, {at: 3 s, kind: join, worker: 1}]": ["events[1]", "already"],
+    "a: [": ["line 1", "YAML"],
+    "machines: [{count: 2}]\nalpha: 1\nmachines: [{count: 3}]": ["line 3", '"machines" is there twice'],
+    "link: {latency: 1 ms, latency: 2 ms}": ["line 1", '"latency" is there twice'],
+    "link: !!python/object/apply:os.system [ls]": ["line 1", "YAML"],
+    "- 1": ["mapping", "machines"],
+    "1: 2": ["mapping", "machines"],
+    "": ["mapping", "machines"],
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_sentence(text: str, tmp_path: Path) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_yaml(file)
+    said = str(caught.value)
+    for part in (str(file), *MISTAKES[text]):
+        assert part in said
+    assert "\n" not in said
+    assert said.endswith(".")
+    assert ". " not in said.removeprefix(str(file))
+    assert not any(word in said.lower() for word in ("traceback", "pydantic", "validation error", "errors.py"))
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere\.yaml: .*No such file"):
+        Cluster.from_yaml(tmp_path / "nowhere.yaml")
+    with pytest.raises(ClusterError, match="directory"):
+        Cluster.from_yaml(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match="not text"):
+        Cluster.from_yaml(tmp_path / "binary.yaml")
+
+
+def test_python_says_the_same_as_a_file() -> None:
+    with pytest.raises(ClusterError, match=r"^machines\[1\]\.link\.bandwidth: '-1 B/s' is not a bandwidth"):
+        Cluster(machines=[{}, {"link": {"bandwidth": "-1 B/s"}}])
+    with pytest.raises(ClusterError, match=r"^bandwidth: '-1 B/s'"):
+        Link(bandwidth="-1 B/s")
+    with pytest.raises(ClusterError, match="workers: 0 machines"):
+        Cluster.uniform(workers=0)
+
+
+def test_the_example_in_the_docstring_is_a_cluster(tmp_path: Path) -> None:
+    assert module.__doc__ is not None
+    example = module.__doc__.split("\n\n")[1]
+    cluster = Cluster.from_yaml(written(tmp_path, example))
+    assert cluster.workers == 8
+    assert len(cluster.events) == 4
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "virtual-time.md"
+
+
+def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
+    example = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
+    assert Cluster.from_yaml(written(tmp_path, example)).workers == 8
+
+
+def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
+    section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
+    names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+    kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": Servers, "machines[]": Machines}
+    for name in names:
+        kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
+        assert key in kinds[kind].model_fields
+
+
+def test_the_page_has_the_measured_costs_of_codecs() -> None:
+    section = PAGE.read_text().partition("## Codecs")[2].partition("\n## ")[0]
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+    said = {name: [float(value) for value in values] for name, *values in rows if values[0][:1].isdigit()}
+    assert said.keys() == MEASURED.keys()
+    for name, cost in MEASURED.items():
+        lines = (cost.encode, cost.decode, cost.combine)
+        assert said[name] == pytest.approx([n for line in lines for n in (line.start * 1e6, line.value * 1e9)])
+
+
+def test_the_page_names_every_key_and_its_default() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
+    said = {row[0].strip("`"): row[-1] for row in rows}
+    kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": Servers, "machines[].": Machines}
+    whole = {"machines", "servers", "link", "host", "events"}
+    for prefix, kind in kinds.items():
+        for name in kind.model_fields.keys() - (whole if not prefix else set()):
+            assert prefix + name in said
+    default = Cluster()
+    assert units.seconds(said["alpha"]) == default.alpha
+    assert units.per_byte(said["beta"]) == default.beta
+    assert units.per_byte(said["gamma"]) == default.gamma
+    assert units.rate(said["memory_bandwidth"]) == default.memory_bandwidth
+    assert float(said["unfairness"]) == default.unfairness
+    assert units.rate(said["link.bandwidth"].partition(" =")[0]) == default.link.bandwidth
+    assert units.seconds(said["link.latency"]) == default.link.latency
+    assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]
+    assert units.seconds(said["detection"]) == default.detection
+    assert float(Fraction(said["backward"])) == default.backward
+    parts = ((Machines(), "machines[].", ("count", "cores", "speed")), (Servers(), "servers.", ("cores",)))
+    for kind, prefix, names in parts:
+        assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
+    assert units.flops(said["flops_per_second"]) == Constant().flops_per_second
+    assert units.seconds(said["overhead"]) == Constant().overhead

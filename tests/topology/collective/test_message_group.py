@@ -1,0 +1,207 @@
+"""Collectives written from sends: the sum in every bit, the bytes and the seconds of their closed forms, no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dure.core.node import Ghost, Operation
+from dure.core.ranges import equal_ranges
+from dure.errors import PeerLost, StrategyError
+from dure.planner.closed_forms import form_of
+from dure.run.strategy import Strategy, make
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.network import Network
+from dure.runtime.virtual.runtime import VirtualRuntime
+from dure.topology.collective.choice import Collective
+from dure.topology.collective.message_group import SentGroup
+
+SIZES = range(1, 10)
+LENGTHS = [0, 1, 7, 100]
+ALGORITHMS = [
+    Collective("ring"),
+    Collective("tree"),
+    Collective("halving-doubling"),
+    *(Collective("hierarchical", per_host) for per_host in (1, 2, 3, 4)),
+]
+KINDS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
+DIVISIBLE = 2520 * 4
+"""A length that 1 .. 9 and 16 divide."""
+
+
+class Virtual:
+    """`size` workers on one machine each, and their group."""
+
+    def __init__(self, topology: Collective, size: int, **costs: Any) -> None:
+        costs = {"alpha": 3e-5, "beta": 2e-10, "gamma": 5e-10, **costs}
+        link = costs.pop("link", Link(bandwidth=1e8, latency=2e-4))
+        cluster = Cluster.uniform(size, link=link, **costs)
+        self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, cluster.hosts()), None, seed=0)
+        self.nodes = [self.runtime.node(f"worker {rank}", rank) for rank in range(size)]
+        self.groups = [SentGroup(node, range(size), topology, node.meter) for node in self.nodes]
+        self.path = self.runtime.network.path(range(size))
+
+    def all(self, call: Callable[[SentGroup, int], Operation[Any]]) -> list[Any]:
+        """What `call` gives at each rank, all of them at once."""
+        operations = [call(group, rank) for rank, group in enumerate(self.groups)]
+        self.runtime.kernel.run()
+        return [operation.result() for operation in operations]
+
+    @property
+    def counts(self) -> list[tuple[int, int, int]]:
+        """Bytes sent and received, headers apart, and messages, of each rank."""
+        network = self.runtime.network
+        return [(n.payload_sent, n.payload_received, network.counters(n.name).messages) for n in self.nodes]
+
+
+def values(size: int, numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """One vector per rank, of quarters: sums are exact in every order."""
+    draw = np.random.default_rng(size * 1000 + numel)
+    return [torch.tensor(draw.integers(-64, 65, numel) / 4, dtype=dtype) for _ in range(size)]
+
+
+def call_of(kind: str, given: list[Any]) -> Callable[[SentGroup, int], Operation[Any]]:
+    def call(group: SentGroup, rank: int) -> Operation[Any]:
+        if kind == "barrier":
+            return group.barrier()
+        if kind == "broadcast":
+            return group.broadcast(given[rank], 0)
+        operation: Operation[Any] = getattr(group, kind)(given[rank])
+        return operation
+
+    return call
+
+
+def same(found: torch.Tensor, expected: np.ndarray) -> None:
+    assert found.numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
+def test_every_collective_is_numpys_in_every_bit(topology, size):
+    for numel in LENGTHS:
+        for dtype in (torch.float32, torch.int32):
+            given = values(size, numel, dtype)
+            total = np.sum([each.numpy() for each in given], axis=0, dtype=given[0].numpy().dtype)
+            run = Virtual(topology, size)
+            for found in run.all(lambda group, rank, given=given: group.all_reduce(given[rank].clone())):
+                same(found, total)
+            scattered = run.all(lambda group, rank, given=given: group.reduce_scatter(given[rank]))
+            for found, (start, stop) in zip(scattered, equal_ranges(numel, size), strict=True):
+                same(found, total[start:stop])
+            for rows in run.all(lambda group, rank, given=given: group.all_gather(given[rank])):
+                assert len(rows) == size
+                for found, one in zip(rows, given, strict=True):
+                    same(found, one.numpy())
+            for root in {0, size // 2, size - 1}:
+                for found in run.all(lambda g, rank, given=given, root=root: g.broadcast(given[rank].clone(), root)):
+                    same(found, given[root].numpy())
+
+
+@pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
+def test_all_ranks_end_with_the_same_bits_where_sums_are_not_exact(topology):
+    draw = torch.Generator().manual_seed(3)
+    for size in SIZES:
+        given = [torch.randn(101, generator=draw) for _ in range(size)]
+        one, *others = Virtual(topology, size).all(
+            lambda group, rank, given=given: group.all_reduce(given[rank].clone())
+        )
+        assert all(torch.equal(one, other) for other in others)
+        assert torch.allclose(one, torch.stack(given).sum(dim=0), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
+def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
+    for size in SIZES:
+        for numel in (0, 5, 3001, DIVISIBLE, 16 * DIVISIBLE):
+            run = Virtual(topology, size)
+            cost = form_of(topology.algorithm, kind, topology.per_host)(numel, size, run.path, 4)
+            run.all(call_of(kind, [Ghost(numel) for _ in range(size)]))
+            assert run.counts == list(zip(cost.sent, cost.received, cost.messages, strict=True)), (size, numel)
+            taken = run.runtime.kernel.now
+            exact = kind in ("all_gather", "broadcast", "barrier") or numel in (0, DIVISIBLE, 16 * DIVISIBLE)
+            if exact or topology.algorithm in ("ring", "tree"):
+                assert taken == pytest.approx(cost.seconds, rel=1e-9, abs=1e-15), (size, numel)
+            else:
+                assert taken <= cost.seconds * (1 + 1e-9), (size, numel)
+                assert taken >= cost.seconds * 0.98 - 2 * run.path.message(), (size, numel)
+
+
+@pytest.mark.parametrize("topology", ALGORITHMS[:5], ids=str)
+def test_who_comes_late_is_waited_for(topology):
+    """Each rank comes at a time of its own; nothing is lost or mixed up, and nobody ends before the last has come."""
+    for size in (2, 5, 8):
+        run, given = Virtual(topology, size), values(size, 3000)
+        operations: list[tuple[Operation[Any], Operation[Any]]] = []
+
+        def come(run: Virtual, given: list[torch.Tensor], rank: int, into: list[Any]) -> None:
+            group = run.groups[rank]
+            into.append((group.all_reduce(given[rank].clone()), group.all_gather(given[rank])))
+
+        for rank in range(size):
+            run.runtime.kernel.at(0.01 * ((rank * 3) % size), partial(come, run, given, rank, operations))
+        run.runtime.kernel.run()
+        assert run.runtime.kernel.now > 0.01 * (size - 1)
+        for total, rows in operations:
+            same(total.result(), np.sum([each.numpy() for each in given], axis=0))
+            for row, one in zip(rows.result(), given, strict=True):
+                same(row, one.numpy())
+
+
+def test_a_pause_holds_up_what_its_machine_would_answer():
+    calm, paused = (Virtual(Collective("ring"), 3) for _ in range(2))
+    paused.runtime.kernel.at(1e-4, lambda: paused.nodes[1].pause(0.5))
+    for run in (calm, paused):
+        run.all(lambda group, rank: group.all_reduce(torch.ones(3000)))
+    assert calm.runtime.kernel.now < 0.1
+    assert 0.5 < paused.runtime.kernel.now < 0.6
+
+
+@pytest.mark.parametrize("topology", ALGORITHMS[:5], ids=str)
+def test_when_one_is_gone_everybody_hears_who(topology):
+    """In the middle, with two more operations called after it, and again in every later one."""
+    for size in (2, 5, 8):
+        whole = Virtual(topology, size)
+        whole.all(lambda group, rank: group.all_reduce(torch.ones(40_000)))
+        run, victim = Virtual(topology, size), size // 2
+        operations = [[group.all_reduce(torch.ones(40_000)) for _ in range(3)] for group in run.groups]
+        crash = whole.runtime.kernel.now / 2
+        run.runtime.kernel.at(crash, lambda run=run, victim=victim: run.runtime.lose(run.nodes[victim]))
+        run.runtime.kernel.run()
+        for rank in range(size):
+            if rank != victim:
+                for operation in [*operations[rank], run.groups[rank].barrier()]:
+                    run.runtime.kernel.run()
+                    with pytest.raises(PeerLost, match=f"worker {victim} is gone, and a collective needs every rank"):
+                        operation.result()
+        assert run.runtime.kernel.now < crash + run.runtime.detection + 0.01
+
+
+@pytest.mark.parametrize(
+    "text", ["collective", "collective:algorithm=ring", "collective:algorithm=hierarchical,per_host=2"]
+)
+def test_its_text_is_read_back(text):
+    assert str(Strategy.of("bsp", text)) == f"bsp {text} fp32 none"
+    assert make(text) == Strategy.parse(f"bsp {text}").topology
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("collective:algorithm=hierarchical", "needs per_host.*Write collective:algorithm=hierarchical,per_host=2"),
+        ("collective:algorithm=hierarchical,per_host=0", "of at least 1, got 0"),
+        ("collective:algorithm=tree,per_host=2", "per_host=2 is for hierarchical, and algorithm is tree"),
+        ("collective:algorithm=star", "engine or ring or tree or halving-doubling or hierarchical, got .star"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text, words):
+    with pytest.raises(StrategyError, match=words):
+        make(text)
+    with pytest.raises(ValueError, match="algorithm must be one of engine, ring"):
+        Collective("star")

@@ -1,0 +1,986 @@
+"""`dure.attach`: a user's own loop, alone in this process and at two ranks of a real torchrun."""
+
+import copy
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import attached
+from support.soak import soaked
+from torch import nn
+
+import dure
+from dure.errors import Quarantined, ReplicaError, StrategyError, UsageError
+from dure.job.data import load_digits
+from dure.job.optimizer import OptimizerSpec
+from dure.job.replica import Replica
+from dure.run.config import TrainConfig
+from dure.run.launchers.torchrun import after_restart
+from dure.runtime.launch.rendezvous import Place, place
+from dure.runtime.launch.room import HELPER_NBYTES, check_memory
+from dure.user_loop.optimizer import ServerRule
+
+ROOT = Path(__file__).parents[2]
+# One process runs them all, since they share what two torchruns gave: time enough for both.
+pytestmark = [pytest.mark.xdist_group("attach"), pytest.mark.timeout(250)]
+
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments, timeout=110):
+    """Two ranks. The command has a port of its own, so that other runs on this machine are left alone."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *map(str, arguments),
+    ]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every case of `support/attached.py` gave, by rank."""
+    cases = sorted(name.removeprefix("case_") for name in vars(attached) if name.startswith("case_"))
+    gave = [{}, {}]
+    for number, some in enumerate((cases[::2], cases[1::2])):  # each call within its time on a busy machine
+        folder = tmp_path_factory.mktemp(f"attached-{number}")
+        done = torchrun(attached.__file__, folder, *some)
+        assert done.returncode == 0, done.stderr[-4000:]
+        for rank in (0, 1):
+            gave[rank] |= json.loads((folder / f"{rank}.json").read_text())
+    return gave
+
+
+def plain(make=None, schedule=None, steps=9, clip=None):
+    """PyTorch alone, with the whole of every batch."""
+    module = attached.model(0)
+    optimizer = make(module) if make else torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = schedule(optimizer) if schedule else None
+    for batch in attached.batches(steps):
+        optimizer.zero_grad()
+        attached.loss_of(module, batch).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return attached.flat(module)
+
+
+def distance(one, other):
+    return (torch.tensor(one) - torch.tensor(other)).abs().max().item()
+
+
+def close(one, other):
+    return distance(one, other) < 1e-6
+
+
+# ---- two ranks
+
+
+@pytest.mark.parametrize("strategy", attached.SKIPPING)
+def test_a_step_that_all_ranks_skip_moves_nothing(ranks, strategy):
+    for rank in ranks:
+        before, skipped, after, clock = rank["skipped"][strategy]
+        assert skipped == before
+        assert distance(after, skipped) > 1e-4, "one rank gave a gradient"
+        assert clock == 5
+    assert ranks[0]["skipped"][strategy] == ranks[1]["skipped"][strategy]
+
+
+@pytest.mark.parametrize("strategy", attached.WHOLE)
+def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
+    for rank in ranks:
+        assert close(rank["means"][strategy], plain())
+    assert ranks[0]["means"][strategy] == ranks[1]["means"][strategy]
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "bsp ps"])
+def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
+    make = functools.partial(attached.groups, momentum=0.9, nesterov=True)
+    wanted = plain(make, attached.halving)
+    assert distance(wanted, plain(make)) > 1e-2  # the schedule matters
+    assert distance(wanted, plain(schedule=attached.halving)) > 1e-2  # so do the groups
+    assert close(ranks[0]["groups"][strategy], wanted)
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "ssp:bound=2", "averaging:period=4", attached.REMEDIED])
+def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
+    (accuracy, params), (_, same) = (rank["learns"][strategy] for rank in ranks)
+    assert accuracy > 0.9
+    assert params == same
+
+
+@pytest.mark.parametrize("strategy", attached.ALL)
+def test_uneven_loaders_end(ranks, strategy):
+    longer, shorter = (rank["uneven"][strategy] for rank in ranks)
+    over_server = strategy.endswith("ps") or strategy.split(":")[0] in ("downpour", "ssp")
+    assert shorter["clock"] == 6
+    assert shorter["going"] == [True] * 6
+    assert longer["clock"] == (10 if over_server else 6)
+    assert longer["going"] == ([True] * 10 if over_server else [True] * 6 + [False] * 4)
+    assert longer["params"] == shorter["params"]
+
+
+def test_what_is_left_over_changes_nothing(ranks):
+    assert ranks[0]["uneven"]["bsp"]["params"] == ranks[0]["uneven_whole"]
+
+
+@pytest.mark.parametrize("strategy", attached.ALL)
+def test_running_statistics_are_merged(ranks, strategy):
+    longer, shorter = (rank["uneven"][strategy] for rank in ranks)
+    assert longer["merged"] == shorter["merged"]
+    assert longer["batches"] == shorter["batches"] >= 6
+    if strategy == "downpour":
+        assert longer["own"] != shorter["own"]
+        assert close(longer["merged"], ((torch.tensor(longer["own"]) + torch.tensor(shorter["own"])) / 2).tolist())
+
+
+@pytest.mark.parametrize("strategy", attached.PINNED)
+def test_what_is_frozen_starts_from_rank_0_too(ranks, strategy):
+    first, second = (rank["constants"][strategy] for rank in ranks)
+    assert first["before"] != second["before"]
+    assert second["inside"] == second["after"] == first["inside"] == first["after"] == first["before"]
+    assert first["head"] == second["head"]
+
+
+def test_clipping_under_bsp_is_of_the_mean(ranks):
+    assert ranks[0]["clipping"] == ranks[1]["clipping"]
+    assert close(ranks[0]["clipping"][1], plain(steps=3, clip=0.1))
+
+
+def test_accumulated_halves_are_the_whole(ranks):
+    assert close(ranks[0]["accumulate"], plain())
+
+
+def test_slices_leave_during_the_backward_of_the_last_micro_batch(ranks):
+    """As those of DistributedDataParallel: nothing before, the last layer while the first is still computed."""
+    for rank in ranks:
+        events = rank["leaves_during_backward"]["events"]
+        last = events.index("last micro-batch")
+        numbers = [event for event in events if isinstance(event, int)]
+        assert events[:last].count("micro-batch") == 3
+        assert not any(isinstance(event, int) for event in events[:last])
+        assert numbers == [5, 640 * 641, 640 * 641, 64 * 640 + 640]  # the counts of what ranks intend; three layers
+        assert last < events.index(5) < events.index(640 * 641) < events.index("0.weight", last)
+
+
+def test_accumulation_and_clipping_equal_ddp(ranks):
+    for rank in ranks:
+        ours, ddp = rank["leaves_during_backward"], rank["leaves_during_backward_with_ddp"]
+        assert distance(ours["params"], ddp["params"]) < 1e-6
+        assert distance(ours["norms"], ddp["norms"]) < 1e-6  # of the mean, which is there after backward()
+        assert min(ours["norms"]) > 0.05
+
+
+def test_batch_sizes_weigh(ranks):
+    assert close(ranks[1]["weights"], plain())
+
+
+def test_evaluation_shows_what_would_be_delivered(ranks):
+    for rank in ranks:
+        for found in rank["evaluation"].values():
+            assert found["after"] == found["before"]
+    apart = [rank["evaluation"]["averaging:period=100"] for rank in ranks]
+    mean = (torch.tensor(apart[0]["before"]) + torch.tensor(apart[1]["before"])) / 2
+    assert distance(apart[0]["before"], apart[1]["before"]) > 1e-3
+    for found in apart:
+        assert close(found["inside"], mean.tolist())
+        assert found["end"] == found["inside"]  # the last average is of the same parameters
+    assert ranks[0]["evaluation"]["bsp"]["inside"] == ranks[1]["evaluation"]["bsp"]["before"]
+
+
+def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
+    for strategy in ("bsp", "averaging:period=2", attached.RING):
+        kind, message, seconds, again = ranks[0]["one_fails"][strategy]
+        assert kind == "PeerLost"
+        assert "rank 1 failed with OverflowError: the user's own mistake" in message
+        assert ".cc" not in message
+        assert seconds < 20  # not the time-out of the engine
+        assert again  # a failed replica says the same every time
+        assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
+
+
+def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
+    kind, message, seconds = ranks[1]["owner_fails"]
+    assert kind == "PeerLost"
+    assert "rank 0 failed with OverflowError: out of luck" in message
+    assert seconds < 20
+    assert ranks[0]["other_fails"] == 12
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("different_constants", "'constants': 4"),
+        ("different_models", "rank 0 has {'parameters': 1210"),
+        ("backward_twice", "with replica.accumulate():"),
+        ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
+        ("one_leaves_out", "1 of 2 ranks left out a step whose gradient had been exchanged"),
+        ("one_leaves_out_its_last", "1 of 2 ranks left out a step whose gradient had been exchanged"),
+    ],
+)
+def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
+    for rank in ranks:
+        kind, message, seconds = rank[case]
+        assert kind == "UsageError"
+        assert words in message
+        assert seconds < 20
+
+
+def test_all_ranks_may_leave_out_a_step_that_was_exchanged(ranks):
+    """The mean decides, which all ranks hold: a plain loop that leaves out the same batch."""
+    module = attached.model(0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step, batch in enumerate(attached.batches(3)):
+        optimizer.zero_grad()
+        attached.loss_of(module, batch).backward()
+        if step != 1:
+            optimizer.step()
+    for rank in ranks:
+        assert close(rank["all_leave_out"], attached.flat(module))
+
+
+def test_a_killed_rank_does_not_hang_the_others(tmp_path):
+    """Without torchrun, which would end the survivor too."""
+    program = tmp_path / "loop.py"
+    program.write_text(KILLED, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[0].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert "PeerLost after 3 steps" in out, errors
+    assert float(out.split()[-1]) < 5
+
+
+KILLED = """
+import os, signal, time, torch, dure
+model = torch.nn.Linear(4, 1)
+with dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp") as replica:
+    for step in range(100):
+        if step == 3 and replica.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            replica.step()
+        except dure.DureError as error:
+            print(type(error).__name__, "after", replica.clock, "steps", time.monotonic() - started, flush=True)
+            os._exit(0)
+"""
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def start_rank(program, rank, port, *arguments):
+    here = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, str(program), *arguments],
+        env={**ENVIRONMENT, **here},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+FROZEN = """
+import os, signal, sys, time, torch, dure
+sync, topology = sys.argv[1:]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+started = 0
+try:
+    with dure.attach(model, optimizer, sync=sync, topology=topology, frozen_after=3.0) as replica:
+        for step in range(5):
+            if step == 3 and replica.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 1 and replica.rank == 1:
+                time.sleep(5)  # slow, not frozen
+            started = time.monotonic()
+            model(torch.ones(2, 4)).sum().backward()
+            replica.step()
+except dure.DureError as error:
+    print(error, "|", type(error).__name__, "after", replica.clock, "steps", time.monotonic() - started, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology"),
+    [
+        ("bsp", "collective"),
+        pytest.param("bsp", "ps", marks=pytest.mark.soak),
+        pytest.param("bsp", "collective:algorithm=ring", marks=pytest.mark.soak),
+        pytest.param("averaging:period=2", "collective", marks=pytest.mark.soak),
+        pytest.param("downpour", "ps", marks=pytest.mark.soak),
+    ],
+)
+def test_a_frozen_rank_ends_the_others_which_name_it_and_a_slow_one_ends_nothing(sync, topology, tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text(FROZEN, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, sync, topology) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[0].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert "rank 1 is frozen or gone: no heartbeat for 3 s" in out, errors
+    assert "rank 1 is frozen: no heartbeat for 1 s" in errors
+    assert float(out.split()[-1]) < 12
+
+
+@pytest.mark.soak
+def test_a_frozen_rank_that_holds_the_store_ends_the_others(tmp_path):
+    """Rank 0, which holds the store where no agent does."""
+    program = tmp_path / "loop.py"
+    program.write_text(FROZEN.replace("replica.rank == 1", "replica.rank == 0"), encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, "bsp", "collective") for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            out, errors = ranks[1].communicate(timeout=60)
+        finally:
+            for each in ranks:
+                each.kill()
+    assert "the store where the ranks meet, and so rank 0 or torchrun's agent, is frozen or gone" in out, errors
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology"),
+    [("bsp", "collective"), ("bsp", "ps"), *soaked(("downpour", "ps:shards=2"), ("averaging:period=2", "ps"))],
+)
+def test_a_gradient_of_nan_skips_its_step_and_the_third_in_a_row_ends_the_training(sync, topology):
+    module, _, replica = attached_alone(sync=sync, topology=topology)
+    batch = next(attached.batches(1))
+    for spoiled in (False, True, True, False, True, True):
+        attached.loss_of(module, batch).backward()
+        if spoiled:
+            module[0].weight.grad[0, 0] = torch.nan
+        replica.step()
+    assert replica.clock == 6
+    with replica.evaluation():
+        assert all(torch.isfinite(each).all() for each in module.parameters())
+    attached.loss_of(module, batch).backward()
+    module[0].weight.grad[0, 0] = torch.nan
+    with pytest.raises(
+        Quarantined, match=r"the gradients of rank 0 hold NaN or infinity in 3 steps in a row, .* step 6"
+    ):
+        replica.step()
+
+
+SPOILED = """
+import sys, torch, dure
+model = torch.nn.Linear(4, 1)
+with dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync=sys.argv[1]) as replica:
+    try:
+        for step in range(9):
+            outputs = model(torch.ones(2, 4))
+            if replica.rank == 1 and step in (1, 4, 5, 6):
+                outputs.register_hook(lambda gradient: gradient * torch.nan)
+            outputs.sum().backward()
+            replica.step()
+    except dure.DureError as error:
+        print(error, "|", all(bool(torch.isfinite(each).all()) for each in model.parameters()), flush=True)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("sync", ["bsp", pytest.param("averaging:period=2", marks=pytest.mark.soak)])
+def test_a_rank_whose_gradients_are_nan_is_named_by_all_that_meet_it(sync, tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text(SPOILED, encoding="utf-8")
+    port = free_port()
+    ranks = [start_rank(program, rank, port, sync) for rank in (0, 1)]
+    with ranks[0], ranks[1]:
+        try:
+            said = [each.communicate(timeout=60) for each in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
+    assert [each.returncode for each in ranks] == [7, 7]
+    for out, errors in said if sync == "bsp" else said[1:]:
+        assert out.startswith("the gradients of rank 1 hold NaN or infinity in 3 steps in a row, "), errors
+        assert out.endswith("| True\n")
+    assert "rank 1" in said[0][0]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.nan])
+def test_a_limit_without_sense_is_refused(limit):
+    with pytest.raises(UsageError, match="frozen_after is a number of seconds above 0"):
+        attached_alone(frozen_after=limit)
+
+
+# ---- alone
+
+
+def loop(replica, module, steps=9):
+    for batch in attached.batches(steps):
+        attached.loss_of(module, batch).backward()
+        replica.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_alone_is_plain_pytorch_bit_for_bit(kind):
+    module = attached.model()
+    with attached.attach(module, kind(module.parameters(), lr=0.01), "bsp") as replica:
+        loop(replica, module)
+    assert (replica.rank, replica.world_size, replica.clock) == (0, 1, 9)
+    assert attached.flat(module) == plain(lambda module: kind(module.parameters(), lr=0.01))
+
+
+def test_alone_over_servers_equals_alone():
+    make = functools.partial(attached.groups, kind=torch.optim.Adam)
+    module = attached.model()
+    with attached.attach(module, make(module), "ssp ps:shards=2") as replica:
+        loop(replica, module)
+        with replica.evaluation():
+            shown = attached.flat(module)
+    assert close(attached.flat(module), plain(make))
+    assert close(shown, plain(make))
+
+
+RULES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.8, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.2, eps=1e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_server_rules_are_the_users(name):
+    """The rule that a server is given does what the user's optimizer does, on the same gradients."""
+    from dure.job.optimizer import FlatOptimizer
+
+    module, alike = attached.model(), attached.model()
+    replica = Replica(module)
+    rule = ServerRule(RULES[name](module.parameters()), replica)
+    flat = FlatOptimizer(rule.spec, replica.numel, segments=rule.segments)
+    values = replica.params.clone()
+    optimizer = RULES[name](alike.parameters())
+    for batch in attached.batches(4):
+        optimizer.zero_grad()
+        attached.loss_of(alike, batch).backward()
+        gradient = torch.cat([each.grad.reshape(-1) for each in alike.parameters()])
+        flat.apply(values, gradient, values, lr=rule.rates())
+        optimizer.step()
+    assert close(values.tolist(), attached.flat(alike))
+
+
+def test_parameters_of_no_group_do_not_move_on_servers():
+    module = attached.model()
+    rule = ServerRule(torch.optim.SGD(module[2].parameters(), lr=0.1), Replica(module))
+    assert rule.rates() == [0.1, 0.0]
+    assert [(each.start, each.stop, each.group) for each in rule.segments] == [(0, 1040, 1), (1040, 1210, 0)]
+    assert rule.spec == OptimizerSpec("sgd", lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.RMSprop(p), "RMSprop does not"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "dampening=0.5"),
+    ],
+)
+def test_servers_refuse_what_they_cannot_do(make, words):
+    module = attached.model()
+    with pytest.raises(UsageError, match="run on servers") as raised:
+        attached.attach(module, make(module.parameters()), "downpour")
+    assert words in str(raised.value)
+
+
+def test_servers_refuse_an_optimizer_that_has_state_and_hyper_parameters_that_change():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    rule = ServerRule(optimizer, Replica(module))
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert rule.rates() == [0.5, 0.0]
+    optimizer.param_groups[0]["momentum"] = 0.8
+    with pytest.raises(UsageError, match=r"momentum of parameter group 0 went from 0\.9 to 0\.8"):
+        rule.rates()
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="has taken steps"):
+        attached.attach(module, optimizer, "downpour")
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_what_is_loaded_into_the_optimizer_goes_on_deciding_the_rate(topology):
+    """PyTorch puts new parameter groups in the place of the old."""
+
+    def stepped(module, step, optimizer):
+        for number, batch in enumerate(attached.batches(4)):
+            if number == 2:
+                optimizer.param_groups[0]["lr"] = 0.01
+            attached.loss_of(module, batch).backward()
+            step()
+
+    alone, (module, optimizer, replica) = attached.model(), attached_alone(topology=topology)
+    plainly = torch.optim.SGD(alone.parameters(), lr=0.1)
+    plainly.register_step_post_hook(lambda *_: plainly.zero_grad())
+    stepped(alone, plainly.step, plainly)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(module, replica.step, optimizer)
+    replica.close()
+    assert close(attached.flat(module), attached.flat(alone))
+
+
+def test_states_that_servers_would_not_see_are_refused():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    optimizer.step()
+    gathered = copy.deepcopy(optimizer.state_dict())
+    fresh = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with (
+        dure.attach(module, fresh, topology="ps"),
+        pytest.raises(UsageError, match="load the model's state alone"),
+    ):
+        fresh.load_state_dict(gathered)
+    assert not fresh.state
+    for topology in ("collective", "ps"):  # where servers keep a mean, it is this optimizer that steps
+        with dure.attach(module, fresh, sync="averaging", topology=topology):
+            fresh.load_state_dict(gathered)
+    assert fresh.state
+
+
+def test_groups_that_servers_do_not_know_are_refused():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    replica = dure.attach(module, optimizer, topology="ps")
+    optimizer.add_param_group({"params": list(module[2].parameters())})
+    with pytest.raises(UsageError, match="has 2 parameter groups, and had 1"):
+        replica.step()
+
+
+def attached_alone(momentum=0.0, **more):
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
+    return module, optimizer, dure.attach(module, optimizer, **more)
+
+
+def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
+    module, optimizer, replica = attached_alone(sync="averaging:period=2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    batch = next(attached.batches(1))
+    before = attached.flat(module)
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    module[0].weight.grad[0, 0] = torch.inf
+    assert replica.step(scaler)
+    scaler.update()
+    assert (attached.flat(module), replica.clock, scaler.get_scale()) == (before, 1, 2.0)
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    scaler.unscale_(optimizer)  # as one does before clipping
+    replica.step(scaler)
+    scaler.update()
+    assert replica.clock == 2
+    assert close(attached.flat(module), plain(steps=1))
+    replica.close()
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology", "skipped"),
+    [("bsp", "ps", "skip"), ("downpour+dc-asgd", "ps:shards=2", "overflow"), ("downpour:n_push=2", "ps", "skip")],
+)
+def test_a_skipped_step_does_not_move_the_momentum_of_servers(sync, topology, skipped):
+    """A step, two that are skipped, two steps: the plain optimizer makes three, or two if one push has the last."""
+    alone, (module, optimizer, replica) = attached.model(), attached_alone(sync=sync, topology=topology, momentum=0.9)
+    plainly = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step, batch in enumerate([*attached.batches(1)] * 5):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(attached.loss_of(module, batch)).backward()
+        if step not in (1, 2):
+            replica.step()
+            attached.loss_of(alone, batch).backward()
+            if not (step == 3 and "n_push" in sync):
+                plainly.step()
+                plainly.zero_grad()
+        elif skipped == "skip":
+            replica.skip()
+        else:
+            module[0].weight.grad[0, 0] = torch.inf
+            replica.step(scaler)
+    replica.close()
+    assert replica.clock == 5
+    assert close(attached.flat(module), attached.flat(alone))
+    assert not optimizer.state
+
+
+def test_a_skipped_step_advances_the_clock_and_nothing_else():
+    module, _, replica = attached_alone()
+    before = attached.flat(module)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    assert replica.skip()
+    assert (attached.flat(module), replica.clock) == (before, 1)
+    assert all(not each.grad.any() for each in module.parameters())
+    replica.close()
+
+
+def test_own_steps_are_refused_until_the_end():
+    _, optimizer, replica = attached_alone()
+    with pytest.raises(UsageError, match=r"replica\.step\(\) in its place"):
+        optimizer.step()
+    replica.close()
+    replica.close()
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"step\(\) was called after close"):
+        replica.step()
+
+
+def test_moved_parameters_are_an_error_that_stays():
+    module, _, replica = attached_alone()
+    module.double()
+    with pytest.raises(ReplicaError, match=r"double.*attach after model\.to\(torch\.float64\)") as first:
+        replica.step()
+    for call in (replica.step, replica.skip, replica.close):
+        with pytest.raises(ReplicaError) as again:
+            call()
+        assert again.value is first.value
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_parameters_frozen_while_attached_are_refused(topology):
+    """Momentum and weight decay would move them on. Who thaws them before the step is let through."""
+    module, _, replica = attached_alone(topology=topology)
+    module[0].requires_grad_(False)
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    module[0].requires_grad_(True)
+    assert replica.step()
+    module[0].weight.requires_grad_(False)
+    with pytest.raises(ReplicaError, match=r"'0\.weight' was trainable .* requires_grad_\(False\) and attach again"):
+        replica.step()
+
+
+def test_a_schedule_sees_steps_where_servers_take_them():
+    """PyTorch warns, which is an error here, of a scheduler that steps before its optimizer has."""
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = attached.halving(optimizer)
+    with attached.attach(module, optimizer, "downpour") as replica:
+        for batch in attached.batches(4):
+            attached.loss_of(module, batch).backward()
+            replica.step()
+            scheduler.step()
+    assert close(attached.flat(module), plain(schedule=attached.halving, steps=4))
+
+
+def test_bad_requests_are_refused_before_anything_starts():
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(StrategyError, match="bound"):
+        dure.attach(module, optimizer, sync="ssp:bound=-1")
+    with pytest.raises(UsageError, match=r"^ad-psgd does not run in a loop of one's own: its neighbors"):
+        dure.attach(module, optimizer, sync="ad-psgd")
+    with pytest.raises(UsageError, match="schedule=adaptive does not run in a loop"):
+        dure.attach(module, optimizer, sync="averaging:schedule=adaptive")
+    with pytest.raises(UsageError, match=r'sends float32\..*dure\.hook\("sign:zeros=positive\+momentum:beta=0\.9"\)'):
+        dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")  # which is no strategy either
+    with pytest.raises(UsageError, match="batch_size"):
+        dure.attach(module, optimizer, batch_size=0)
+    with pytest.raises(UsageError, match="none of the model's"):
+        dure.attach(nn.Linear(2, 2), optimizer)
+    with pytest.raises(UsageError, match="LBFGS computes the loss itself, by the closure"):
+        dure.attach(module, torch.optim.LBFGS(module.parameters()))
+    with pytest.raises(StrategyError, match='sync="bsp ps" is more than a sync: write sync="bsp", topology="ps"'):
+        dure.attach(module, optimizer, sync="bsp ps")
+    tiny = nn.Linear(1, 1)
+    with pytest.raises(StrategyError, match="3 are more than the model has parameters, 2"):
+        dure.attach(tiny, torch.optim.SGD(tiny.parameters(), lr=0.1), topology="ps:shards=3")
+    for shards in (65, 1000):
+        with pytest.raises(UsageError, match=f"{shards} helper processes on one machine, and at most 64 .*ps:shards=1"):
+            dure.attach(module, optimizer, topology=f"ps:shards={shards}")
+    optimizer.step()  # a failed attempt leaves nothing behind
+
+
+def test_servers_that_fit_into_no_memory_are_refused(monkeypatch):
+    """As on a machine of 4 GB: a server takes 0.15 GB and its part of the model, and 64 take 9.6."""
+    monkeypatch.setattr("dure.user_loop.servers.physical_memory", lambda: 4_000_000_000)
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="64 processes take 10 GB at least, and this machine has 4: take fewer shards"):
+        dure.attach(module, optimizer, topology="ps:shards=64")
+    optimizer.step()
+    check_memory(26, 8_000, 4_000_000_000, own=HELPER_NBYTES)
+    with pytest.raises(UsageError, match="take fewer workers"):
+        check_memory(2, 1_000_000_000, 4_000_000_000)
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_a_model_without_values_is_refused(topology):
+    module = attached.model()
+    module.register_buffer("table", torch.zeros(3, device="meta"))
+    with pytest.raises(UsageError, match="'table' is on the meta device"):
+        dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), topology=topology)
+
+
+def test_what_is_attached_is_not_attached_again():
+    module, optimizer, replica = attached_alone()
+    with pytest.raises(UsageError, match=r"this optimizer is attached already.*replica\.close\(\)"):
+        dure.attach(module, optimizer)
+    part = module[2]
+    with pytest.raises(UsageError, match="this model is attached already"):
+        dure.attach(part, torch.optim.SGD(part.parameters(), lr=0.1))
+    assert replica.step()  # and is none the worse for it
+    other, _, beside = attached_alone()
+    assert other is not module
+    assert beside.step()
+    replica.close()
+    with dure.attach(module, optimizer) as again:
+        assert again.step()
+    with pytest.raises(OverflowError), dure.attach(module, optimizer):
+        raise OverflowError("which ends it as well")
+    dure.attach(module, optimizer).close()
+    beside.close()
+
+
+WRAPPED = """
+import sys, torch, dure
+import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+nested, whole = net(), net()
+nested[1] = DistributedDataParallel(nested[1])
+fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
+for model in (
+    DistributedDataParallel(net()), nested, DataParallel(net()), whole,
+    FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
+):
+    try:
+        dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=sys.argv[1])
+        print("attached")
+    except dure.DureError as error:
+        print(type(error).__name__, error)
+inside = DistributedDataParallel(net()).module
+dure.attach(inside, torch.optim.SGD(inside.parameters(), lr=0.1)).close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_models_that_synchronize_themselves_are_refused(topology):
+    done = run_alone(WRAPPED, topology)
+    assert done.returncode == 0, done.stderr
+    outer, nested, parallel, sharded, fsdp = done.stdout.splitlines()
+    assert all(line.startswith("UsageError the ") for line in done.stdout.splitlines())
+    assert "the model is wrapped by DistributedDataParallel" in outer
+    assert "Attach the module inside (model.module)" in outer
+    assert "the submodule '1' is wrapped by DistributedDataParallel" in nested
+    assert "Put the module inside (model.1.module) in its place" in nested
+    assert "wrapped by DataParallel" in parallel
+    assert "Attach the module before it is sharded" in sharded
+    assert "wrapped by FullyShardedDataParallel" in fsdp
+
+
+def run_alone(program, *arguments):
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+
+
+UNCLOSED = """
+import sys, torch, dure
+
+def main():
+    model = torch.nn.Linear(4, 1)
+    replica = dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology="ps")
+    model(torch.ones(2, 4)).sum().backward()
+    if sys.argv[1] == "takes no step":
+        return
+    replica.step()
+    if sys.argv[1] == "closes":
+        replica.close()
+    if sys.argv[1] == "raises":
+        raise OverflowError("the user's own mistake")
+    if sys.argv[1] == "fails":
+        model.double()
+        replica.step()
+    if sys.argv[1] == "exits":
+        sys.exit(3)
+    if sys.argv[1] == "keeps":
+        globals()["kept"] = replica
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "warns"),
+    [
+        ("forgets", 0, True),
+        ("keeps", 0, True),
+        ("exits", 3, True),
+        ("closes", 0, False),
+        ("takes no step", 0, False),
+        ("raises", 1, False),
+        ("fails", 1, False),
+    ],
+)
+def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
+    done = run_alone(UNCLOSED, how)
+    assert done.returncode == code
+    assert ("replica.close()" in done.stderr) == warns
+    if warns:
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("rank 0 ended its training without replica.close(): the ranks' models may differ")
+    assert done.stderr.count("Traceback") == (code == 1)
+
+
+ENDS_AT_ONCE = """
+import os, signal
+from dure.runtime.launch.helper import Helper
+helper = Helper("takes_long_to_import", "server 0", {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_helper_ends_with_its_starter_even_before_it_has_come_up(tmp_path):
+    """This waits for everybody who has the starter's standard error: the helper, too."""
+    (tmp_path / "takes_long_to_import.py").write_text("import time; time.sleep(150)", encoding="utf-8")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", ENDS_AT_ONCE]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_samplers_share_a_data_set_out():
+    from dure.user_loop.sampler import share_of
+
+    data = load_digits().train
+    parts = [share_of(data, rank, 3, seed=1) for rank in range(3)]
+    epochs = [[sorted(part) for part in parts] for _ in range(2)]
+    assert sorted(index for part in epochs[0] for index in part) == list(range(len(data)))
+    assert epochs[0] == epochs[1]
+    first, second = list(parts[0]), list(parts[0])
+    assert first != second
+    assert len(parts[0]) == len(first)
+    assert [len(share_of(data, rank, 3, split="whole")) for rank in range(3)] == [len(data)] * 3
+    uneven = share_of(data, 0, 3, split="dirichlet:alpha=0.1")
+    assert len(uneven) == len(set(uneven))
+
+
+def test_places():
+    assert place({}) is None
+    started = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    again = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert place({**started, **again}) == Place(1, 2, "h", restarts=3, launch="job", local_size=2)
+    assert place(started).launch == place(started).launch != ""
+    assert Place(0, 2, "127.0.0.1").interface == "127.0.0.1"
+    with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):
+        place({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="RANK must be from 0 to 1"):
+        place({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+
+
+# ---- programs
+
+
+def test_the_example_prints_the_same_under_torchrun():
+    done = torchrun(ROOT / "examples" / "02_attach.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == (ROOT / "examples" / "02_attach.out").read_text(encoding="utf-8")
+
+
+def test_train_under_torchrun(tmp_path):
+    command = ["-m", "dure", "train", "digits-mlp", "--sync", "ssp", "--on", "torchrun", "--steps", 60]
+    started, key, secret = time.monotonic(), tmp_path / "key", os.urandom(32)
+    key.write_bytes(secret)
+    key.chmod(0o600)
+    options = ["--topology", "ps:shards=2", "--key-file", key, "--integrity", "checksum"]
+    done = torchrun(*command, *options, "--out", tmp_path / "run", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = done.stdout.splitlines()  # rank 0's, and nobody else's
+    summary = json.loads(line)
+    assert (summary["workers"], summary["on"], summary["time"]) == (2, "torchrun", "real")
+    assert summary["updates_applied"] == 120
+    assert summary["accuracy"] > 0.85
+    assert 0 < summary["seconds"] < time.monotonic() - started
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"] == summary["params_sha256"]
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not any(secret in text or secret.hex().encode() in text for text in written)
+
+
+RESTARTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from dure.cli.main import main
+
+latest, mark = Path(sys.argv[1]) / "run" / "checkpoints" / "LATEST", Path(sys.argv[1]) / "killed"
+
+def kill():
+    while not ({early} or latest.exists()):
+        time.sleep(0.005)
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and not mark.exists():
+    threading.Thread(target=kill, daemon=True).start()
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["from its last checkpoint", "from its beginning"])
+def test_after_a_death_torchrun_starts_all_again_and_the_run_goes_on(early, tmp_path):
+    """A rank is killed once the first checkpoint is there, or before there is any; collectives need everybody."""
+    program = tmp_path / "program.py"
+    program.write_text(RESTARTED.replace("{early}", str(early)), encoding="utf-8")
+    options = ["train", "digits-mlp", "--sync", "averaging:period=4", "--on", "torchrun", "--steps", 240]
+    record = ["--checkpoint-every", 40, "--out", tmp_path / "run", "--json"]
+    done = torchrun("--max-restarts", 1, program, tmp_path, *options, *record)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "killed").exists()
+    summary = json.loads(done.stdout.splitlines()[-1])
+    calm = dure.train("digits-mlp", sync="averaging:period=4", on="local", workers=2, steps=240)
+    assert summary["params_sha256"] == calm.summary()["params_sha256"]
+    assert summary["samples"] == 2 * 240 * 32
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+def test_a_restart_touches_nothing_of_another_launch(tmp_path, monkeypatch):
+    dure.train("digits-mlp", on="virtual", steps=4, out=tmp_path / "run", checkpoint_every=2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    config = TrainConfig(job="digits-mlp", on="torchrun", out=tmp_path / "run")
+    assert after_restart(config) == config
+    (tmp_path / "run" / "launch").write_text("mine")
+    assert after_restart(config).resume == tmp_path / "run"
+
+
+def test_on_torchrun_without_torchrun_says_what_to_write():
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node"):
+        dure.train("digits-mlp", on="torchrun", steps=1)

@@ -1,0 +1,312 @@
+"""Codecs under DistributedDataParallel: two and three real processes, a plain PyTorch script."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.soak import soaked
+
+import dure
+from dure.errors import StrategyError
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec, steps = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+model = DistributedDataParallel(net, bucket_cap_mb=0.002)
+hook = None
+if codec != "none":
+    hook = dure.hook(codec, dist.new_group() if codec == "fp32" else None)
+    model.register_comm_hook(None, hook)
+signs = codec.startswith(("sign", "ternary", "it-sign")) and "scaled" not in codec
+optimizer = torch.optim.SGD(model.parameters(), lr=0.003 if signs else 0.1)
+generator = torch.Generator().manual_seed(rank)
+truth = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
+losses = []
+for step in range(steps):
+    x = torch.randn(16, 20, generator=generator)
+    loss = torch.nn.functional.cross_entropy(model(x), (x @ truth).argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+everybody = [torch.empty_like(flat) for _ in range(world_size)]
+dist.all_gather(everybody, flat)
+same = all(torch.equal(each, flat) for each in everybody)
+if rank == 0:
+    sent = hook.bytes_sent if hook else 0
+    print(json.dumps({"same": same, "first": losses[0], "last": sum(losses[-10:]) / 10, "sent": sent,
+                      "params": flat.tolist()[:50]}), flush=True)
+dist.destroy_process_group()
+"""
+STEPS = 60
+NUMEL = 20 * 40 + 40 + 40 * 3 + 3
+
+
+def run(tmp_path, codec, processes=2, steps=STEPS, script=SCRIPT):
+    (tmp_path / "script.py").write_text(script)
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+         str(tmp_path / "script.py"), codec, str(steps)],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_nothing_is_changed_by_what_loses_nothing(tmp_path):
+    plain, hooked = run(tmp_path, "none", steps=5), run(tmp_path, "fp32", steps=5)
+    assert hooked["params"] == pytest.approx(plain["params"], abs=1e-6)
+    assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
+
+
+@pytest.mark.parametrize("codec", ["sign", *soaked("1bit", "it-sign:start=5", "strom:threshold=0.02")])
+def test_ranks_stay_equal_and_learn(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3 if codec == "sign" else 2)
+    assert found["same"]
+    assert found["last"] < 0.75 * found["first"]
+    assert 0 < found["sent"] < (STEPS - 1) * NUMEL * 4 * 0.3
+
+
+RESTART = """
+import copy, io, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+from dure.errors import CheckpointError
+
+codec = sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+generator = torch.Generator().manual_seed(dist.get_rank())
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+
+def hooked(state=None, cap=0.002):
+    model, hook = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=cap), dure.hook(codec)
+    model.register_comm_hook(None, hook)
+    if state is not None:
+        hook.load_state_dict(state)
+    return model, hook
+
+def gradient(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return torch.cat([each.grad.view(-1) for each in model.parameters()])
+
+batches = torch.randn(7, 16, 20, generator=generator)
+model, hook = hooked()
+for x in batches[:6]:
+    gradient(model, x)
+file = io.BytesIO()
+torch.save(hook.state_dict(), file)
+file.seek(0)
+state = torch.load(file, weights_only=True)
+expected, found = gradient(model, batches[6]), {}
+for name, given in (("loaded", state), ("fresh", None)):
+    model, hook = hooked(given)
+    gradient(model, batches[0])
+    found[name] = torch.equal(gradient(model, batches[6]), expected)
+later, hook = hooked()
+gradient(later, batches[0]), gradient(later, batches[1])
+hook.load_state_dict(state)
+found["loaded later"] = torch.equal(gradient(later, batches[6]), expected)
+later, hook = hooked(state)
+found["at once"] = hook.state_dict()["buckets"].keys() == state["buckets"].keys()
+errors = []
+for wrong in ({"codec": "fp32"}, {"world_size": 2}, {"buckets": {0: {"bounds": [1, 2], "tensors": {}}}}):
+    try:
+        later, hook = hooked()
+        gradient(later, batches[0]), gradient(later, batches[1])
+        hook.load_state_dict({**state, **wrong})
+    except CheckpointError as error:
+        errors.append(str(error))
+found["errors"] = errors
+if dist.get_rank() == 0:
+    print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("codec", ["1bit", *soaked("strom:threshold=0.02", "it-sign:start=1,granularity=coordinate")])
+def test_a_hook_goes_on_from_its_state(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3, script=RESTART)
+    assert found["loaded"]
+    assert found["loaded later"]
+    assert not found["fresh"]
+    assert found["at once"]
+    codec_error, size_error, bucket_error = found["errors"]
+    assert "codec=fp32, and the hook codec=" in codec_error
+    assert "world_size=2, and the hook world_size=3" in size_error
+    assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in bucket_error
+
+
+HARD = """
+import json, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec = sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+
+def hooked(net, **options):
+    model = DistributedDataParallel(net, **options)
+    model.register_comm_hook(None, dure.hook(codec))
+    return model
+
+class Unused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(64, 8), torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.used(x)
+
+found, x = {}, torch.ones(4, 64)
+up, down = (hooked(torch.nn.Linear(64, 8, bias=False)) for _ in range(2))
+wrong = 0
+for step in range(60):
+    (up(x).sum() - down(x).sum()).backward()  # one backward pass, two models
+    wrong += not bool((up.module.weight.grad > 0).all() and (down.module.weight.grad < 0).all())
+    up.zero_grad(), down.zero_grad()
+found["wrong"] = wrong
+model = hooked(Unused(), find_unused_parameters=True)
+for step in range(20):
+    model(x).square().mean().backward()
+found["unused"] = model.module.used.weight.grad.abs().sum().item()
+model = hooked(torch.nn.Linear(64, 8).bfloat16())
+for step in range(3):
+    model.zero_grad()
+    model(x.bfloat16()).sum().backward()
+found["narrow"] = [str(model.module.weight.grad.dtype), bool((model.module.weight.grad > 0).all())]
+model = hooked(torch.nn.Linear(64, 8))
+model(x).sum().backward()
+try:
+    (model(x).sum() * float("nan")).backward()
+except RuntimeError as error:
+    found["error"] = str(error)
+if dist.get_rank() == 0:
+    print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("codec", ["sign", *soaked("strom:threshold=0.1")])
+def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
+    found = run(tmp_path, codec, script=HARD)
+    assert found["wrong"] == 0
+    assert found["unused"] > 0
+    assert found["narrow"] == ["torch.bfloat16", True]
+    assert "an update holds NaN or infinity, so it was not encoded: the training diverged." in found["error"]
+    assert "cast" not in found["error"]
+
+
+def test_columns_are_those_of_the_parameters(tmp_path):
+    """Of one rank: a weight's gradient becomes the two means of each of its rows, a bias's stays."""
+    found = run(tmp_path, "1bit:feedback=false", processes=1, script=COLUMNS)
+    assert found["weight"] < 1e-6
+    assert found["bias"] == 0
+
+
+COLUMNS = """
+import copy, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Linear(20, 3)
+model = DistributedDataParallel(copy.deepcopy(net))
+model.register_comm_hook(None, dure.hook(sys.argv[1]))
+x = torch.randn(16, 20)
+for _ in range(2):  # the first step travels whole
+    model.zero_grad()
+    model(x).square().mean().backward()
+net(x).square().mean().backward()
+expected = net.weight.grad.clone()
+for row in expected:
+    for sign in (row >= 0, row < 0):
+        row[sign] = row[sign].mean()
+difference = (model.module.weight.grad - expected).abs().max().item()
+print(json.dumps({"weight": difference, "bias": (model.module.bias.grad - net.bias.grad).abs().max().item()}))
+dist.destroy_process_group()
+"""
+
+
+EARLY = """
+import copy, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+codec = sys.argv[1]
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+hooks = {"early": dure.hook(codec), "first": dure.hook(codec)}
+errors = []
+for use in (hooks["early"].state_dict, lambda: hooks["early"].group):
+    try:
+        use()
+    except dure.DureError as error:
+        errors.append(str(error))
+dist.init_process_group("gloo")
+hooks["late"] = dure.hook(codec)
+models = {}
+for name in ("early", "late", "first"):  # groups are made in the order of first backwards
+    models[name] = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.002)
+    models[name].register_comm_hook(None, hooks[name])
+state = hooks["first"].state_dict()
+batches = torch.randn(5, 16, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+gradients = {}
+for name, model in models.items():
+    for x in batches:
+        model.zero_grad()
+        model(x).square().mean().backward()
+    gradients[name] = torch.cat([each.grad.view(-1) for each in model.parameters()])
+if dist.get_rank() == 0:
+    print(json.dumps({
+        "same": all(torch.equal(each, gradients["late"]) for each in gradients.values()),
+        "sent": [hook.bytes_sent for hook in hooks.values()],
+        "rank": state["rank"],
+        "errors": errors,
+    }))
+dist.destroy_process_group()
+"""
+
+
+def test_a_hook_that_was_made_before_the_ranks_is_the_same(tmp_path):
+    found = run(tmp_path, "1bit", script=EARLY)
+    assert found["same"]
+    assert found["rank"] == 0
+    assert min(found["sent"]) == max(found["sent"]) > 0
+    assert all("init_process_group before the first backward" in error for error in found["errors"])
+    assert len(found["errors"]) == 2
+
+
+def test_a_hook_is_made_without_ranks_and_names_of_codecs_are_checked_at_once():
+    assert dure.hook("sign").codec is not None
+    with pytest.raises(StrategyError, match="nothing"):
+        dure.hook("nothing")
