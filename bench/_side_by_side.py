@@ -30,13 +30,13 @@ import torch.distributed as dist
 from dure.core.node import Suspend
 from dure.job.data.dataset import Data
 from dure.job.data.location import data_root, find
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.job import Job, load_job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.models.mnist import convnet
 from dure.job.optimizer import OptimizerSpec
-from dure.run.process import WorkerLife
-from dure.run.setup import Task
+from dure.run.process import WorkerProcess
+from dure.run.setup import Setup
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
@@ -60,29 +60,29 @@ class Arm(Protocol):
 # ---- dure's arm
 
 
-class Unheard(WorkerLife):
-    """There is no hub here."""
+class Unheard(WorkerProcess):
+    """There is no driver here."""
 
     def _tell(self, method: str, **fields: Any) -> None:
         pass
 
 
 class Dure:
-    """A worker as a run's member has it: its node, its method, and `WorkerLife` told of each step.
+    """A worker as a run's member has it: its node, its method, and `WorkerProcess` told of each step.
 
     Between repeats it stands still as it does for a checkpoint: at a step boundary, from which its method goes on.
     """
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, setup: Setup, rank: int) -> None:
         node = ProcessNode(
-            Identity("bench", f"worker {rank}", rank), CREDENTIALS, evaluator=Evaluator(task.job, exact=True)
+            Identity("bench", f"worker {rank}", rank), CREDENTIALS, evaluator=GradientEngine(setup.job, exact=True)
         )
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
-        self.task, self.node, self.until = task, node, 0
-        life = Unheard(task, node)
-        life.worker = self.worker = task.worker(node, rank, node.meter)
+        self.setup, self.node, self.until = setup, node, 0
+        life = Unheard(setup, node)
+        life.worker = self.worker = setup.worker(node, rank, node.meter)
         self.worker.on_step = life._on_step
-        if task.needs_everybody:
+        if setup.needs_everybody:
             assert node.evaluator is not None
             node.evaluator.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
@@ -93,7 +93,7 @@ class Dure:
 
     async def _work(self) -> None:
         with contextlib.suppress(Suspend):
-            await self.task.sync.work(self.worker)
+            await self.setup.sync.work(self.worker)
 
     @property
     def params(self) -> torch.Tensor:
@@ -106,10 +106,10 @@ class Dure:
 class Loop:
     """The loop of the tutorials; `after_step` is what a library has it call after each step of the optimizer."""
 
-    def __init__(self, task: Task, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, setup: Setup, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.sampler = task.job.samplers(task.batch_sizes, seed=task.config.seed)[rank]
-        self.data, self.loss = task.job.train, task.job.loss
+        self.sampler = setup.job.samplers(setup.batch_sizes, seed=setup.config.seed)[rank]
+        self.data, self.loss = setup.job.train, setup.job.loss
         self.after_step: Callable[[], Any] | None = None
 
     def train(self, steps: int) -> None:

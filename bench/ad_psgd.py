@@ -45,12 +45,12 @@ from _side_by_side import (
 )
 
 from dure.core.node import Address, Call, Operation, Reply
-from dure.job.evaluation import Examiner
+from dure.job.evaluation import Evaluator
 from dure.job.job import Job
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.setup import Task
+from dure.run.setup import Setup
 from dure.runtime.process.node import ProcessNode
 
 THEIRS = "decent-dp ring"
@@ -81,10 +81,10 @@ class Line:
 class Gossiping(Dure):
     """A worker that its neighbors can call."""
 
-    def __init__(self, task: Task, rank: int) -> None:
-        super().__init__(task, rank)
-        self.node.serve("line", Line(self.node, task.workers))
-        ports: list[Any] = [None] * task.workers
+    def __init__(self, setup: Setup, rank: int) -> None:
+        super().__init__(setup, rank)
+        self.node.serve("line", Line(self.node, setup.workers))
+        ports: list[Any] = [None] * setup.workers
         dist.all_gather_object(ports, self.node.wire.listen())
         self.node.directory.update({f"worker {each}": ("127.0.0.1", port) for each, port in enumerate(ports)})
 
@@ -102,21 +102,21 @@ class Gossiping(Dure):
 class Decent:
     """The loop of decent-dp's examples: its hooks on parameters step and average."""
 
-    def __init__(self, task: Task, rank: int) -> None:
+    def __init__(self, setup: Setup, rank: int) -> None:
         from loguru import logger
 
         logger.remove()
         logger.add(sys.stderr, level="WARNING")
         from decent_dp.ddp import DecentralizedDataParallel
 
-        job = task.job
+        job = setup.job
         self.model = DecentralizedDataParallel(
-            job.build(task.config.seed),
+            job.build(setup.config.seed),
             optim_fn=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=job.optimizer.lr),
             topology="ring",
         )
         self.model.train()
-        self.sampler = job.samplers(task.batch_sizes, seed=task.config.seed)[rank]
+        self.sampler = job.samplers(setup.batch_sizes, seed=setup.config.seed)[rank]
         self.data, self.loss = job.train, job.loss
 
     def train(self, steps: int) -> None:
@@ -133,7 +133,7 @@ def accuracy(job: Job, arm: Arm) -> float:
     """Of the mean of all workers' models."""
     mean = arm.params / dist.get_world_size()
     dist.all_reduce(mean)
-    grade = Examiner(job).grade(mean, None)
+    grade = Evaluator(job).grade(mean, None)
     return 0.0 if grade.accuracy is None else grade.accuracy
 
 
@@ -143,18 +143,18 @@ def measure(rank: int, given: argparse.Namespace) -> tuple[Measured, dict[str, f
         job=given.job, strategy="ad-psgd gossip:graph=ring", on="local", workers=given.workers, steps=10**9
     )
     job = load(given.job, given.data)
-    task, _ = resolve(config, AtHand(job=job))
-    ours = Gossiping(task, rank)
+    setup, _ = resolve(config, Prebuilt(job=job))
+    ours = Gossiping(setup, rank)
     arms: dict[str, Arm] = {"dure ad-psgd": ours}
     if HAS_DECENT:
-        arms[THEIRS] = Decent(task, rank)
+        arms[THEIRS] = Decent(setup, rank)
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
     accuracies = {name: accuracy(job, arm) for name, arm in arms.items()}
     begun = torch.tensor(float(ours.averagings))
     dist.all_reduce(begun)
     averagings = 2 * float(begun) / (ours.worker.clock * given.workers)
-    return Measured(job.source, given.steps * sum(task.batch_sizes), seconds), accuracies, averagings
+    return Measured(job.source, given.steps * sum(setup.batch_sizes), seconds), accuracies, averagings
 
 
 def main() -> None:

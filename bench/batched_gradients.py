@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 
@@ -81,7 +81,7 @@ def measure(workers: int, repeats: int) -> dict[str, object]:
     modules = make_replicas(workers)
     works = make_works(modules)
     job = SimpleNamespace(model=lambda: mlp(784, HIDDEN, 10), loss=cross_entropy)
-    evaluator, exact = Evaluator(job), Evaluator(job, exact=True)
+    evaluator, exact = GradientEngine(job), GradientEngine(job, exact=True)
     loop(modules, works)
     for module, gradient in zip(modules, evaluator.evaluate(works), strict=True):
         torch.testing.assert_close(gradient.values, gradient_of(module), rtol=1e-5, atol=1e-6)

@@ -31,25 +31,25 @@ from _side_by_side import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.setup import Task
+from dure.run.setup import Setup
 
 
-def ddp(task: Task, rank: int) -> Loop:
-    model = DistributedDataParallel(task.job.build(task.config.seed))
-    return Loop(task, rank, model, torch.optim.SGD(model.parameters(), lr=task.job.optimizer.lr))
+def ddp(setup: Setup, rank: int) -> Loop:
+    model = DistributedDataParallel(setup.job.build(setup.config.seed))
+    return Loop(setup, rank, model, torch.optim.SGD(model.parameters(), lr=setup.job.optimizer.lr))
 
 
 def measure(rank: int, given: argparse.Namespace) -> Measured:
     """One of the processes."""
     config = TrainConfig(job=given.job, sync="bsp", on="local", workers=given.workers, steps=10**9)
-    task, _ = resolve(config, AtHand(job=load(given.job, given.data)))
-    arms = {"ddp": ddp(task, rank), "dure": Dure(task, rank)}
+    setup, _ = resolve(config, Prebuilt(job=load(given.job, given.data)))
+    arms = {"ddp": ddp(setup, rank), "dure": Dure(setup, rank)}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
     must_agree(arms, "dure", "ddp")
-    return Measured(task.job.source, given.steps * sum(task.batch_sizes), seconds)
+    return Measured(setup.job.source, given.steps * sum(setup.batch_sizes), seconds)
 
 
 def main() -> None:

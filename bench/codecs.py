@@ -61,14 +61,14 @@ def main() -> None:
     values = torch.randn(given.numel, generator=torch.Generator().manual_seed(0))
     steady = Strom(2.576).coder(SliceLayout.plain(given.numel))
     steady.encode(values)  # its residual is there from the first message on
-    work = tasks(values, steady)
+    work = setups(values, steady)
     times: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(given.repeats + 1):  # the first warms up
-        for name, task in work.items():
+        for name, setup in work.items():
             assert steady.residual is not None
             steady.residual.zero_()  # as before a message of which one element in a hundred is sent
             started = time.perf_counter()
-            task()
+            setup()
             times[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(found[1:]) for name, found in times.items()}
     for name, seconds in medians.items():
@@ -87,7 +87,7 @@ def print_costs() -> None:
         print(f'    "{codec_name(codec)}": _cost({", ".join(numbers)}),', flush=True)
 
 
-def tasks(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:
+def setups(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:
     """What is timed, by name; the copy first."""
     numel = values.numel()
     out, layout = torch.empty_like(values), SliceLayout.plain(numel)

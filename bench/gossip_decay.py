@@ -30,10 +30,10 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import ShiftedExponential
 from dure.topology.gossip.choice import Gossip
@@ -86,14 +86,14 @@ def run(graph: str, starts: torch.Tensor, steps: int, seed: int) -> list[tuple[f
         job="still", strategy=f"ad-psgd gossip:graph={graph}", on="virtual", steps=steps, eval_every=1, seed=seed
     )
     cluster = Cluster(machines=(Machines(count=workers, compute=ShiftedExponential(seconds=0.01, shift=0.0)),))
-    task, _ = resolve(config, AtHand(job=job, cluster=cluster))
-    object.__setattr__(task, "strategy", Strategy(From(task.sync, starts), task.strategy.topology))  # type: ignore[arg-type]
+    setup, _ = resolve(config, Prebuilt(job=job, cluster=cluster))
+    object.__setattr__(setup, "strategy", Strategy(From(setup.sync, starts), setup.strategy.topology))  # type: ignore[arg-type]
     rows: list[tuple[float, float]] = []
 
     def note(row: dict[str, Any]) -> None:
         rows.append((sum(worker.peer.averaged for worker in segment.workers.values()) / 2, row["consensus"] ** 2))
 
-    segment = Segment(VirtualRun(task, cluster, Watch(row=note)), None)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks(row=note)), None)
     segment.run()
     return rows[:steps]
 

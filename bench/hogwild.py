@@ -33,11 +33,11 @@ from _side_by_side import (
     warm_up,
 )
 
-from dure.job.evaluation import Examiner
+from dure.job.evaluation import Evaluator
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.setup import Task
+from dure.run.setup import Setup
 from dure.topology.shared_memory.segment import SharedShard
 
 PAIRS = [("dure", "PyTorch's example")]
@@ -53,20 +53,20 @@ def from_first(rank: int, made: Any) -> Any:
 class Shared(Dure):
     """A worker on the memory that the first one owns."""
 
-    def __init__(self, task: Task, rank: int) -> None:
-        super().__init__(task, rank)
-        self.owner = task.shard(self.node, 0) if rank == 0 else None
+    def __init__(self, setup: Setup, rank: int) -> None:
+        super().__init__(setup, rank)
+        self.owner = setup.shard(self.node, 0) if rank == 0 else None
         assert self.owner is None or isinstance(self.owner, SharedShard)
-        segment = task.segment_at(from_first(rank, self.owner and self.owner.path))
-        self.worker.shared = task.access(self.node, rank, segment)
+        segment = setup.segment_at(from_first(rank, self.owner and self.owner.path))
+        self.worker.shared = setup.access(self.node, rank, segment)
         assert self.node.evaluator is not None
         self.node.evaluator.read_in_place(segment.values)
 
 
-def example(task: Task, rank: int) -> Loop:
+def example(setup: Setup, rank: int) -> Loop:
     """The example's model and optimizer; the model travels to the others as `torch.multiprocessing` sends it."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    model = task.job.build(task.config.seed)
+    model = setup.job.build(setup.config.seed)
     model.share_memory()
     parameters = list(model.parameters())
     sent = io.BytesIO()
@@ -75,21 +75,21 @@ def example(task: Task, rank: int) -> Loop:
     for parameter, values in zip(parameters, ForkingPickler.loads(from_first(rank, sent.getvalue())), strict=True):
         parameter.data = values
         assert values.is_shared()
-    return Loop(task, rank, model, torch.optim.SGD(model.parameters(), lr=task.job.optimizer.lr))
+    return Loop(setup, rank, model, torch.optim.SGD(model.parameters(), lr=setup.job.optimizer.lr))
 
 
 def measure(rank: int, given: argparse.Namespace) -> Measured:
     config = TrainConfig(job=given.job, sync="hogwild", on="local", workers=given.workers, steps=10**9)
-    task, _ = resolve(config, AtHand(job=load(given.job, given.data)))
-    arms = {"dure": Shared(task, rank), "PyTorch's example": example(task, rank)}
+    setup, _ = resolve(config, Prebuilt(job=load(given.job, given.data)))
+    arms = {"dure": Shared(setup, rank), "PyTorch's example": example(setup, rank)}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
     dist.barrier()
-    grades = {name: Examiner(task.job).grade(arm.params.clone(), None) for name, arm in arms.items()}
+    grades = {name: Evaluator(setup.job).grade(arm.params.clone(), None) for name, arm in arms.items()}
     losses = [grade.loss for grade in grades.values()]
     if not max(losses) < 1.25 * min(losses) + 0.02:
         raise SystemExit(f"one model is better than the other ({grades}): this is no fair comparison.")
-    return Measured(task.job.source, given.steps * sum(task.batch_sizes), seconds)
+    return Measured(setup.job.source, given.steps * sum(setup.batch_sizes), seconds)
 
 
 def main() -> None:

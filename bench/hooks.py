@@ -38,9 +38,9 @@ from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.setup import Task
+from dure.run.setup import Setup
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 3
@@ -125,12 +125,12 @@ def job(model: str) -> Job:
     )
 
 
-def loop(task: Task, rank: int, name: str, register: Register) -> Loop:
+def loop(setup: Setup, rank: int, name: str, register: Register) -> Loop:
     """PowerSGD has one bucket: with several it stood still over Gloo until the time-out."""
     cap = ONE_BUCKET if "PowerSGD" in name else None
-    model = DistributedDataParallel(task.job.build(0), gradient_as_bucket_view=True, bucket_cap_mb=cap)
+    model = DistributedDataParallel(setup.job.build(0), gradient_as_bucket_view=True, bucket_cap_mb=cap)
     register(model)
-    return Loop(task, rank, model, torch.optim.SGD(model.parameters(), lr=LR))
+    return Loop(setup, rank, model, torch.optim.SGD(model.parameters(), lr=LR))
 
 
 # ---- measuring, on a host
@@ -140,8 +140,8 @@ def measure(given: argparse.Namespace, rank: int) -> None:
     """One of the two processes; the first prints what it found as a line of JSON."""
     torch.set_num_threads(1)
     config = TrainConfig(job=given.model, sync="bsp", on="local", workers=2, steps=10**9)
-    task, _ = resolve(config, AtHand(job=job(given.model)))
-    loops = {name: loop(task, rank, name, register) for name, register in arms(given.model).items()}
+    setup, _ = resolve(config, Prebuilt(job=job(given.model)))
+    loops = {name: loop(setup, rank, name, register) for name, register in arms(given.model).items()}
     for name, each in loops.items():
         print(f"{name}: {timed(partial(each.train, WARM_UP)):.1f} s to warm up", file=sys.stderr)
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}

@@ -53,9 +53,9 @@ from _side_by_side import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.setup import Task
+from dure.run.setup import Setup
 
 WAIT = timedelta(seconds=60)
 
@@ -71,14 +71,14 @@ HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
-def plain(task: Task, rank: int, optimizer: Optimizer | None = None) -> Loop:
-    model = task.job.build(task.config.seed)
-    made = torch.optim.SGD(model.parameters(), lr=task.job.optimizer.lr) if optimizer is None else optimizer(model)
-    return Loop(task, rank, model, made)
+def plain(setup: Setup, rank: int, optimizer: Optimizer | None = None) -> Loop:
+    model = setup.job.build(setup.config.seed)
+    made = torch.optim.SGD(model.parameters(), lr=setup.job.optimizer.lr) if optimizer is None else optimizer(model)
+    return Loop(setup, rank, model, made)
 
 
-def model_averager(task: Task, rank: int, period: int) -> Loop:
-    loop = plain(task, rank)
+def model_averager(setup: Setup, rank: int, period: int) -> Loop:
+    loop = plain(setup, rank)
     averager = PeriodicModelAverager(period=period)
     averager.step = 1  # from 0 it would average after the first step, and then in the middle of dure's periods
     loop.after_step = lambda: averager.average_parameters(loop.model.parameters())
@@ -88,10 +88,10 @@ def model_averager(task: Task, rank: int, period: int) -> Loop:
 class Torchft:
     """Each process is a replica group of its own; the first has the lighthouses. Close `held` at the end."""
 
-    def __init__(self, task: Task, rank: int, period: int, held: ExitStack) -> None:
+    def __init__(self, setup: Setup, rank: int, period: int, held: ExitStack) -> None:
         os.environ.setdefault("RUST_LOG", "warn")
         logging.getLogger("torchft").setLevel(logging.ERROR)
-        self.task, self.rank, self.period, self.held = task, rank, period, held
+        self.setup, self.rank, self.period, self.held = setup, rank, period, held
         self.stores: list[dist.TCPStore] = []
 
     def lighthouse(self) -> str:
@@ -100,7 +100,7 @@ class Torchft:
 
         addresses: list[Any] = [""]
         if self.rank == 0:
-            server = LighthouseServer(bind="[::]:0", min_replicas=self.task.workers)
+            server = LighthouseServer(bind="[::]:0", min_replicas=self.setup.workers)
             self.held.callback(server.shutdown)
             addresses = [server.address()]
         dist.broadcast_object_list(addresses, 0)
@@ -116,7 +116,7 @@ class Torchft:
             ProcessGroupGloo(timeout=WAIT),
             load_state_dict=None,
             state_dict=None,
-            min_replica_size=self.task.workers,
+            min_replica_size=self.setup.workers,
             use_async_quorum=False,  # as DiLoCo needs it and torchft's tests have it for LocalSGD
             init_sync=False,  # all begin with the same values
             rank=0,
@@ -133,14 +133,14 @@ class Torchft:
     def local_sgd(self) -> Loop:
         from torchft.local_sgd import LocalSGD
 
-        loop = plain(self.task, self.rank)
+        loop = plain(self.setup, self.rank)
         self.held.enter_context(LocalSGD(self.manager("local"), loop.model, loop.optimizer, self.period))
         return loop
 
     def diloco(self, name: str, inner: Optimizer | None, lr: float, momentum: float) -> Loop:
         from torchft.local_sgd import DiLoCo
 
-        loop = plain(self.task, self.rank, inner)
+        loop = plain(self.setup, self.rank, inner)
         outer = torch.optim.SGD(loop.model.parameters(), lr=lr, momentum=momentum, nesterov=True)
         method = DiLoCo(self.manager(name), [loop.model], loop.optimizer, outer, self.period, use_bucketization=True)
         self.held.enter_context(method)
@@ -156,21 +156,21 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
     """One of the processes."""
     job = load(given.job, given.data)
 
-    def task_of(sync: str) -> Task:
+    def task_of(sync: str) -> Setup:
         config = TrainConfig(job=given.job, sync=sync, on="local", workers=given.workers, steps=10**9)
-        return resolve(config, AtHand(job=job))[0]
+        return resolve(config, Prebuilt(job=job))[0]
 
     period = f"period={given.period}"
-    task = task_of(f"averaging:{period}")
+    setup = task_of(f"averaging:{period}")
     arms: dict[str, Arm] = {
-        "dure averaging": Dure(task, rank),
-        "PeriodicModelAverager": model_averager(task, rank, given.period),
+        "dure averaging": Dure(setup, rank),
+        "PeriodicModelAverager": model_averager(setup, rank, given.period),
         "dure bmuf": Dure(task_of(f"bmuf:{period},momentum=0.5"), rank),
         "dure diloco": Dure(task_of(f"diloco:{period}"), rank),
     }
     with ExitStack() as held:
         if HAS_TORCHFT:
-            torchft = Torchft(task, rank, given.period, held)
+            torchft = Torchft(setup, rank, given.period, held)
             arms["torchft LocalSGD"] = torchft.local_sgd()
             arms["torchft DiLoCo, SGD inside"] = torchft.diloco("bmuf", None, lr=1.0, momentum=0.5)
             arms["torchft DiLoCo, AdamW inside"] = torchft.diloco("diloco", adamw, lr=0.7, momentum=0.9)
@@ -180,7 +180,7 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
                 must_agree(arms, ours, theirs)
         seconds = take_turns(arms, given.steps, given.repeats)
         dist.barrier()  # the lighthouse is needed up to here
-    return Measured(job.source, given.steps * sum(task.batch_sizes), seconds)
+    return Measured(job.source, given.steps * sum(setup.batch_sizes), seconds)
 
 
 def main() -> None:

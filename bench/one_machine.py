@@ -36,9 +36,9 @@ import torch
 from dure.job.job import load_job
 from dure.planner.probe.probe import probe
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.train import run
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 WORKERS, SEEDS = 2, 3
 STAGES = ("real", "virtual", "table")
@@ -99,11 +99,13 @@ def crossed(history: Iterable[Mapping[str, Any]], target: float) -> float | None
     return None
 
 
-def trained(job: str, method: Method, seed: int, on: str, nursery: Nursery | None) -> Row:
+def trained(job: str, method: Method, seed: int, on: str, fork_server: ForkServer | None) -> Row:
     """One run: its seconds to the target, and per step."""
     goal, steps = GOALS[job], method.steps[job]
     options = {"job": job, "strategy": method.strategy, "on": on, "workers": WORKERS, "steps": steps, "seed": seed}
-    made = run(TrainConfig.of({**options, "eval_every": goal.every, **method.options}), AtHand(nursery=nursery))
+    made = run(
+        TrainConfig.of({**options, "eval_every": goal.every, **method.options}), Prebuilt(fork_server=fork_server)
+    )
     figures = made.summary()
     return {
         "to_target": crossed(made.history, goal.target),
@@ -131,14 +133,14 @@ def read(path: Path) -> list[Row]:
 
 def fill(given: argparse.Namespace, place: str) -> None:
     """Make the runs of `place` that have no row. Each seed has a probe of its own, just before its real runs."""
-    with Nursery() if place == "real" else nullcontext() as nursery:
+    with ForkServer() if place == "real" else nullcontext() as fork_server:
         for seed, job in product(range(given.seeds), given.jobs):
             file = probed(job, seed, given.rows.parent)
             for name in given.only:
                 key = {"place": place, "job": job, "method": name, "seed": seed}
                 if any(key.items() <= row.items() for row in read(given.rows)):
                     continue
-                row = key | trained(job, METHODS[name], seed, file if place == "virtual" else "local", nursery)
+                row = key | trained(job, METHODS[name], seed, file if place == "virtual" else "local", fork_server)
                 print(json.dumps({**row, "history": len(row["history"])}), flush=True)
                 with given.rows.open("a") as rows:
                     rows.write(json.dumps(row) + "\n")

@@ -4,14 +4,14 @@
 
 Three parts, medians of alternating repeats in one process:
 
-- time-outs alone: strands that sleep for prepared, exponential times, again and again;
+- time-outs alone: tasks that sleep for prepared, exponential times, again and again;
 - messages alone: how many a second the network model carries, small (one event) and bulk (sharing cards);
 - a whole timing-only run: SSP over one parameter server, with everything that a run has (admission, versions,
   shared cards, counters), against SimPy processes that wait as its workers do and do nothing else.
 
 What counts as an event: each *time-out*, a callback that the kernel dispatches at its virtual time, and each
-*hand-over*, by which one strand of control resumes another: a message that reaches its service or comes back to the
-worker that waits for it, the two sides of a transfer that have both ended, a strand that is started or is over.
+*hand-over*, by which one task of control resumes another: a message that reaches its service or comes back to the
+worker that waits for it, the two sides of a transfer that have both ended, a task that is started or is over.
 SimPy takes every one of them from its queue. Its workers go through the same pattern per step: 8 time-outs of which
 those of a transfer's two sides run at once, a call of a server's process, one that applies the update, and the
 answer. What a run does besides (admission, versions, shared cards, counters, choosing what to do next)
@@ -37,9 +37,9 @@ import simpy
 
 from dure.core.node import Operation
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import VirtualRun, Watch
+from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 from dure.runtime.virtual.kernel import Kernel
@@ -59,7 +59,7 @@ def delays(workers: int, steps: int) -> list[list[float]]:
 
 
 def ours(times: list[list[float]]) -> None:
-    """Every worker a strand that sleeps its times."""
+    """Every worker a task that sleeps its times."""
     kernel = Kernel()
 
     async def role(own: list[float]) -> None:
@@ -142,11 +142,11 @@ def ssp_run(workers: int, steps: int) -> Callable[[], tuple[int, int]]:
     config = TrainConfig(
         job="digits-mlp", strategy=strategy, on="virtual", workers=workers, steps=steps, timing_only=True
     )
-    task, _ = resolve(config, AtHand(cluster=cluster))
-    task.prepare()
+    setup, _ = resolve(config, Prebuilt(cluster=cluster))
+    setup.prepare()
 
     def run() -> tuple[int, int]:
-        totals = VirtualRun(task, cluster, Watch()).run().totals
+        totals = VirtualRun(setup, cluster, Callbacks()).run().totals
         tables = (*totals.per_worker.values(), *totals.per_shard.values())
         return totals.events, sum(row["messages"] for row in tables)
 

@@ -41,10 +41,10 @@ import dure.run.launchers.torchrun
 from dure.cli.reproduce import namespaces
 from dure.planner.probe.measure import step_seconds
 from dure.planner.probe.probe import probe
-from dure.planner.probe.synthetic_job import job_file, stand_in
+from dure.planner.probe.synthetic_job import job_file, synthetic_job
 from dure.run.train import train
-from dure.runtime.launch.fork_server import Nursery
-from dure.runtime.launch.rendezvous import Meeting, place
+from dure.runtime.launch.fork_server import ForkServer
+from dure.runtime.launch.rendezvous import Rendezvous, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 
@@ -185,19 +185,19 @@ def inside(namespace: str) -> Iterator[None]:
 def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
     """Servers start on `hosts` that have no worker, and not beside the worker that starts them."""
 
-    def start(task: Any, meeting: Meeting, stack: ExitStack) -> None:
-        for number in range(task.servers):
-            if _owner(f"server {number}", meeting) != meeting.place.rank:
+    def start(setup: Any, rendezvous: Rendezvous, stack: ExitStack) -> None:
+        for number in range(setup.servers):
+            if _owner(f"server {number}", rendezvous) != rendezvous.place.rank:
                 continue
             with inside(hosts[number]):
-                nursery = stack.enter_context(Nursery())
-            nursery.load(task.config.plain())
-            given = meeting.get(f"start server {number}")
-            nursery.start(f"server {number}", interface=addresses[number], **given)
+                fork_server = stack.enter_context(ForkServer())
+            fork_server.load(setup.config.plain())
+            given = rendezvous.get(f"start server {number}")
+            fork_server.start(f"server {number}", interface=addresses[number], **given)
 
-    def _owner(name: str, meeting: Meeting) -> int:
+    def _owner(name: str, rendezvous: Rendezvous) -> int:
         kind, number = name.split()
-        rest = meeting.place.world_size - 1
+        rest = rendezvous.place.world_size - 1
         return int(number) if kind == "worker" else 1 + int(number) % rest  # rank 0 starts its servers otherwise
 
     dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner = start, _owner
@@ -225,11 +225,11 @@ def on_host(plan: dict[str, Any]) -> None:
             keep_servers_apart(plan["server_hosts"], plan["server_addresses"])
         path = Path(plan["folder"]) / f"job{number}.py"
         path.write_text(job_file(setting.sizes, setting.compute))
-        meeting = Meeting(here, f"setting {number}")
-        meeting.exchange("ready", True)
-        compute = step_seconds(stand_in(setting.sizes, setting.compute))
+        rendezvous = Rendezvous(here, f"setting {number}")
+        rendezvous.exchange("ready", True)
+        compute = step_seconds(synthetic_job(setting.sizes, setting.compute))
         for run in range(runs):
-            meeting.exchange(f"run {run}", True)
+            rendezvous.exchange(f"run {run}", True)
             out = Path(plan["folder"]) / f"{plan['batch']} {number} {run}"
             how: dict[str, Any] = {"strategy": setting.strategy, "steps": setting.steps, "eval_every": 1_000_000}
             train(f"{path}:job", on="torchrun", trace=True, out=out, **how)
@@ -295,7 +295,7 @@ def predicted(cluster: Cluster, setting: Setting, compute: list[float], workers:
         for seed in range(RUNS_VIRTUAL):
             out = Path(folder) / str(seed)
             how: dict[str, Any] = {"strategy": setting.strategy, "steps": setting.steps, "timing_only": True}
-            train(stand_in(setting.sizes, setting.compute), on=here, out=out, seed=seed, trace=True, **how)
+            train(synthetic_job(setting.sizes, setting.compute), on=here, out=out, seed=seed, trace=True, **how)
             times.append(seconds_per_step(out / "trace.json"))
     return times
 

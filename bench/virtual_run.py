@@ -29,9 +29,9 @@ from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import VirtualRun, Watch
+from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 
@@ -63,11 +63,11 @@ def make_run(job: Job, strategy: str, workers: int, steps: int) -> Callable[[], 
     config = TrainConfig(
         job=job.name, strategy=strategy, on="virtual", workers=workers, steps=steps, eval_every=steps, batch_size=BATCH
     )
-    task, _ = resolve(config, AtHand(job=job, cluster=cluster))
-    task.prepare()
+    setup, _ = resolve(config, Prebuilt(job=job, cluster=cluster))
+    setup.prepare()
 
     def run() -> None:
-        VirtualRun(task, cluster, Watch()).run()
+        VirtualRun(setup, cluster, Callbacks()).run()
 
     return run
 

@@ -8,7 +8,7 @@ import dure
 from dure.codec import CATALOGUE, WRAPPERS
 from dure.codec.cost import MEASURED, cost_of
 from dure.core.cost import CodecCost, Line
-from dure.core.node import Coding
+from dure.core.node import CodecWork
 from dure.errors import UsageError
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
@@ -55,7 +55,9 @@ def test_values_count_and_slow_machines_take_longer() -> None:
 
 def test_a_cost_is_that_of_all_calls() -> None:
     cost = CodecCost(encode=Line(start=1.0, value=0.5), decode=Line(value=2.0))
-    assert cost.seconds([Coding("encode", 4, 3), Coding("decode", 5), Coding("combine", 9)]) == 3 * (1 + 2) + 10
+    assert (
+        cost.seconds([CodecWork("encode", 4, 3), CodecWork("decode", 5), CodecWork("combine", 9)]) == 3 * (1 + 2) + 10
+    )
 
 
 def test_whose_cost_counts() -> None:

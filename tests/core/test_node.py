@@ -1,4 +1,4 @@
-"""The loop that resumes strands, apart from any runtime."""
+"""The loop that resumes tasks, apart from any runtime."""
 
 import gc
 
@@ -23,7 +23,7 @@ def test_where_a_loop_ends_nothing_is_left_that_has_not_begun():
     assert begun.done
     assert late.done
     assert seen == ["one begins", "one is closed"]
-    assert not loop.strands
+    assert not loop.tasks
     assert not loop.ready
     del late
     gc.collect()

@@ -19,11 +19,11 @@ from dure.core.node import Address, Call, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, WORKERS, Method, check
 from dure.errors import Refused, RemoteError
 from dure.job.optimizer import OptimizerSpec
-from dure.run.driver import Hub
+from dure.run.driver import Driver
 from dure.run.process import CONTROL
 from dure.runtime.process.node import Outbox, ProcessNode
 from dure.runtime.wire import Identity
-from dure.topology.collective.compressed import Desk
+from dure.topology.collective.compressed import ChunkServer
 from dure.topology.collective.ranks import Loss
 from dure.topology.fields import CLOSED, COMMAND, PUSHED, REPORT
 from dure.topology.gossip.peer import Peer
@@ -36,7 +36,19 @@ from dure.topology.parameter_server.shard import Shard
 from dure.topology.shared_memory.segment import SharedShard
 from dure.user_loop.host import ShardHost
 
-SERVICES = [Hub, Outbox, ClockService, ClockedShard, Desk, Coordinator, Peer, Loss, Shard, RowShard, SharedShard]
+SERVICES = [
+    Driver,
+    Outbox,
+    ClockService,
+    ClockedShard,
+    ChunkServer,
+    Coordinator,
+    Peer,
+    Loss,
+    Shard,
+    RowShard,
+    SharedShard,
+]
 SERVICES += [ShardHost]
 
 
@@ -54,7 +66,7 @@ def test_a_call_as_it_should_be_passes():
     check("shard", PUSH, Call("worker 12", "push", {"worker": 12, "seq": 0, "base": 2}, ()))
 
 
-@pytest.mark.parametrize("caller", ["hub", "server 0", "worker", "worker x", "worker -1", "workers 1", ""])
+@pytest.mark.parametrize("caller", ["driver", "server 0", "worker", "worker x", "worker -1", "workers 1", ""])
 def test_a_caller_of_another_role_is_refused(caller):
     assert "may not call push of shard: it is for worker" in refusal(PUSH, {"worker": 1, "seq": 3}, caller)
 
@@ -87,7 +99,7 @@ def test_a_field_that_is_missing_or_wrong_is_named(fields, says):
         (protocol.FINITE, [1, 1.5], [10**400, float("inf"), float("nan")]),
         (protocol.TRUTH, [True, False], [0, 1, None]),
         (protocol.TEXT, ["", "x" * 10_000], ["x" * 10_001, 3, None]),
-        (protocol.NODE, ["worker 1", "server 0"], ["hub", "worker", "worker 1 2", "worker \u0663", 3]),
+        (protocol.NODE, ["worker 1", "server 0"], ["driver", "worker", "worker 1 2", "worker \u0663", 3]),
         (protocol.PORT, [1, 65535], [0, 65536, "80", 80.0]),
         (protocol.PLACE, [["127.0.0.1", 80]], [["127.0.0.1"], ["127.0.0.1", 0], "127.0.0.1", [1, 80]]),
         (protocol.RATE, [None, 0.1, [0.1, 1]], ["0.1", [None], True, float("inf"), [float("nan")]]),
@@ -117,7 +129,7 @@ def test_every_service_says_who_may_call_each_of_its_methods(service):
     assert all(method.callers for name, method in service.protocol.items() if name != "fetch" or service is not Outbox)
 
 
-def test_the_hub_alone_commands_processes():
+def test_the_driver_alone_commands_processes():
     assert all(method.callers == DRIVER for method in CONTROL.values())
 
 

@@ -45,11 +45,11 @@ def test_the_place_is_told_from_where_the_user_is(tmp_path, monkeypatch):
 
 
 def test_what_dure_says_on_purpose_and_what_it_does_wrong_passes():
-    with pytest.raises(DataError, match="as it is"), user_code.blamed("it raised"):
+    with pytest.raises(DataError, match="as it is"), user_code.explain_user_errors("it raised"):
         raise DataError("as it is")
-    with pytest.raises(TypeError), user_code.blamed("it raised", DureError, only=True):
+    with pytest.raises(TypeError), user_code.explain_user_errors("it raised", DureError, only=True):
         user_code.split(3)  # type: ignore[arg-type]
-    with pytest.raises(DureError) as caught, user_code.blamed("it raised", DureError, only=True):
+    with pytest.raises(DureError) as caught, user_code.explain_user_errors("it raised", DureError, only=True):
         sorted([1, "a"])
     assert type(caught.value) is DureError
     assert str(caught.value).startswith("it raised TypeError: '<' not supported")
@@ -57,7 +57,7 @@ def test_what_dure_says_on_purpose_and_what_it_does_wrong_passes():
 
 
 def test_a_long_text_is_cut():
-    with pytest.raises(UsageError) as caught, user_code.blamed("it raised"):
+    with pytest.raises(UsageError) as caught, user_code.explain_user_errors("it raised"):
         raise ValueError("word\n" * 1000)
     assert len(str(caught.value)) < 700
     assert "\n" not in str(caught.value)

@@ -198,8 +198,8 @@ def test_a_model_of_another_size_is_named_where_an_older_version_wrote_no_origin
 
 def test_a_worker_whose_connection_is_closed_says_why_it_ended():
     def act(trial):
-        if trial.hub.steps("worker 1") > 5:
-            trial.hub.node.wire.evict("worker 1", 0, "a test has closed its connection")
+        if trial.driver.steps("worker 1") > 5:
+            trial.driver.node.wire.evict("worker 1", 0, "a test has closed its connection")
 
     trial = Trial(configured("waits_now_and_then", "bsp", workers=2, steps=4000))
     with pytest.raises(DureError, match="a test has closed its connection"):

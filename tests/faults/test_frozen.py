@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from support.runs import resolved
 
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event
 from dure.runtime.virtual.compute import Constant, ShiftedExponential
 
@@ -20,10 +20,10 @@ def run(strategy, *, pause=None, evict_seconds=5.0, compute=STEADY, **options):
     """A run of three workers and its last segment; worker 1 stands still for `pause` seconds from second 2 on."""
     events = (Event(at=2.0, kind="pause", worker=1, **{"for": pause}),) if pause else ()
     cluster = Cluster.uniform(3, compute=compute, events=events)
-    task, cluster = resolved(
+    setup, cluster = resolved(
         "digits-mlp", strategy, cluster, on="virtual", **{"steps": STEPS, "eval_every": 5} | options
     )
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     segment.clock._patience.seconds = evict_seconds
     for shard in segment.shards:
         shard.log = []
@@ -50,7 +50,7 @@ def test_a_worker_that_stands_still_is_left_behind_refused_and_taken_in_again(st
     assert mine == sorted(mine), "an update of the incarnation before was taken"
     assert first.refused == 1, "its first push after the pause is refused"
     assert segment.workers[1].clock == STEPS
-    period = segment.task.period
+    period = segment.setup.period
     assert len(mine) * period <= segment.workers[1].clock - segment.workers[1].entered <= (len(mine) + 1) * period
     assert outcome.history[-1]["accuracy"] > 0.9
 

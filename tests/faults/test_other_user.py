@@ -19,7 +19,7 @@ import torch
 from support.raw_caller import frame
 from support.real_runs import Trial, configured
 
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.wire.frame import Kind
 from dure.runtime.wire.proof import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
 from dure.runtime.wire.unix_socket import nearby_name
@@ -59,12 +59,14 @@ class Action:
 def actions(folder):
     return {
         "poisonous push": Action("server 0", "worker 0", "shard", "push", PUSH, POISON),
-        "save by the hub": Action("server 0", "hub", "process", "save", {"draft": str(folder)}),
+        "save by the driver": Action("server 0", "driver", "process", "save", {"draft": str(folder)}),
         "high incarnation": Action("server 0", "worker 0", "shard", "status", incarnation=1000),
-        "high incarnation at the hub": Action("hub", "worker 0", "hub", "slowest", incarnation=1000),
-        "failed": Action("hub", "worker 0", "hub", "failed", {"kind": "UsageError", "message": "forged", "refused": 0}),
-        "done": Action("hub", "worker 0", "hub", "done", {"steps": 1}, POISON),
-        "a field missing": Action("hub", "worker 0", "hub", "progress"),
+        "high incarnation at the driver": Action("driver", "worker 0", "driver", "slowest", incarnation=1000),
+        "failed": Action(
+            "driver", "worker 0", "driver", "failed", {"kind": "UsageError", "message": "forged", "refused": 0}
+        ),
+        "done": Action("driver", "worker 0", "driver", "done", {"steps": 1}, POISON),
+        "a field missing": Action("driver", "worker 0", "driver", "progress"),
     }
 
 
@@ -91,7 +93,7 @@ def attack(run, ports, store, folder):
         data = proof + action.frames(run, wrong.seals()[0])
         found[f"{what}, with another key"] = heard(socket.create_connection(address), data)
     with socket.socket(socket.AF_UNIX) as near:
-        near.connect(nearby_name(ports["hub"]))
+        near.connect(nearby_name(ports["driver"]))
         found["unix socket"] = heard(near, actions(folder)["failed"].frames(run, None))
     if store is not None:
         try:
@@ -162,7 +164,7 @@ def listening(pids):
 class Observed:
     """A real run of a strategy, undisturbed or attacked, and what was seen of it from outside."""
 
-    def __init__(self, strategy, nursery, folder, *, attacked):
+    def __init__(self, strategy, fork_server, folder, *, attacked):
         folder.mkdir()
         options = {"workers": 2, "steps": 20, "checkpoint_every": 10, "out": folder / "run"}
         self.trial = Trial(configured("digits-mlp", strategy, **options))
@@ -170,10 +172,10 @@ class Observed:
         self.addresses, self.shown = [], b""
         self._attacked, self._victim = attacked, folder / "victim"
         self._victim.mkdir(mode=0o700)
-        self.outcome = self.trial.run(self._look, nursery=nursery)
+        self.outcome = self.trial.run(self._look, fork_server=fork_server)
 
     def _look(self, trial):
-        hub = trial.hub
+        driver = trial.driver
         if self.addresses:
             return
         pids = [os.getpid(), *trial.pids()]
@@ -182,11 +184,11 @@ class Observed:
             self.shown += Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         if not self._attacked:
             return
-        ports = {"hub": hub.address[1], **{name: port for name, (_, port) in hub.places.items()}}
-        store = hub.store and hub.store.place[0]
-        attacker = self.attacker = Attacker(hub.run_name, ports, store, self._victim)
-        all_finished = hub._all_finished
-        hub._all_finished = lambda: attacker.ended() and all_finished()
+        ports = {"driver": driver.address[1], **{name: port for name, (_, port) in driver.places.items()}}
+        store = driver.store and driver.store.place[0]
+        attacker = self.attacker = Attacker(driver.run_name, ports, store, self._victim)
+        all_finished = driver._all_finished
+        driver._all_finished = lambda: attacker.ended() and all_finished()
 
     @property
     def saved(self):
@@ -194,32 +196,40 @@ class Observed:
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as nursery:
-        yield nursery
+def fork_server():
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module", params=["bsp ps", "bsp"])
-def runs(request, nursery, tmp_path_factory):
+def runs(request, fork_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    calm = Observed(request.param, nursery, folder / "calm", attacked=False)
+    calm = Observed(request.param, fork_server, folder / "calm", attacked=False)
     attacked = os.geteuid() == 0
-    return calm, Observed(request.param, nursery, folder / "attacked", attacked=attacked) if attacked else calm
+    return calm, Observed(request.param, fork_server, folder / "attacked", attacked=attacked) if attacked else calm
 
 
 @needs_root
 def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
     found = runs[1].attacker.found
-    ports = runs[1].trial.hub.places
+    ports = runs[1].trial.driver.places
     assert found["unix socket"] == b"", "the system tells that its user is another"
-    hub = runs[1].trial.hub
-    names = [hub.run_name, "hub", "worker", "server", "digits", "shard", *(str(port) for _, port in ports.values())]
+    driver = runs[1].trial.driver
+    names = [
+        driver.run_name,
+        "driver",
+        "worker",
+        "server",
+        "digits",
+        "shard",
+        *(str(port) for _, port in ports.values()),
+    ]
     calls = {what: said for what, said in found.items() if what.endswith("key")}
     assert len(calls) == 14
     for what, said in calls.items():
         assert REFUSAL in said, (what, said)
         assert not any(name.encode() in said.replace(REFUSAL, b"") for name in names), (what, said)
-    assert hub.node.wire.damaged + hub.node.wire.refused >= 2 * 4
+    assert driver.node.wire.damaged + driver.node.wire.refused >= 2 * 4
 
 
 @needs_root
@@ -234,7 +244,7 @@ def test_an_attacked_run_has_the_result_of_an_undisturbed_one(runs):
 @needs_root
 def test_the_store_of_the_collectives_is_out_of_reach(runs):
     reached = runs[1].attacker.found.get("store", b"")
-    assert bool(reached) == runs[1].trial.task.uses_engine
+    assert bool(reached) == runs[1].trial.setup.uses_engine
     assert reached in (b"", b"Permission denied", b"No such file or directory")
 
 
@@ -246,11 +256,11 @@ def test_nothing_listens_but_on_the_loopback(runs):
 
 def test_the_key_is_in_no_argument_no_variable_and_no_file(runs, capfd):
     run = runs[0]
-    key = run.trial.hub.credentials.key
+    key = run.trial.driver.credentials.key
     written = [path.read_bytes() for path in run.trial.config.out.rglob("*") if path.is_file()]
     assert run.shown
     assert written
     for text in (run.shown, *written, *(said.encode() for said in capfd.readouterr())):
         assert key not in text
         assert key.hex().encode() not in text
-    assert key.hex() not in repr(run.trial.hub.credentials)
+    assert key.hex() not in repr(run.trial.driver.credentials)

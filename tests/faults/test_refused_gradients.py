@@ -12,7 +12,7 @@ import dure
 from dure.cli.main import main
 from dure.core.finite import all_finite
 from dure.errors import DureError
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 LOCAL = ["downpour ps", "hogwild", "bsp"]
 SOAK = [
@@ -45,14 +45,14 @@ NEEDED = (*TOGETHER, "averaging:period=4")
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
-def local(nursery, job, strategy, **options):
+def local(fork_server, job, strategy, **options):
     trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60} | options))
-    return trial, trial.run(nursery=nursery)
+    return trial, trial.run(fork_server=fork_server)
 
 
 def virtual(job, strategy, **options):
@@ -66,30 +66,30 @@ def virtual(job, strategy, **options):
 
 
 @pytest.mark.parametrize("strategy", LOCAL)
-def test_one_nan_is_refused_and_its_worker_goes_on(strategy, nursery):
-    trial, outcome = local(nursery, "one_nan", strategy)
+def test_one_nan_is_refused_and_its_worker_goes_on(strategy, fork_server):
+    trial, outcome = local(fork_server, "one_nan", strategy)
     lost = 2 if strategy == "bsp" else 1
     assert outcome.totals.counts["updates_refused"] == lost
     assert outcome.totals.counts["updates_applied"] == 120 - lost
-    assert {said["done"] for said in trial.hub.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.finished.values()} == {60}
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == {}
     assert all_finite(outcome.params)
 
 
 @pytest.mark.parametrize("strategy", LOCAL)
-def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, nursery):
+def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, fork_server):
     why = r"the gradients of worker 1 hold NaN or infinity in 3 steps in a row, the last of them step 2"
     if strategy == "bsp":
         with pytest.raises(DureError, match=why):
-            local(nursery, "one_worker_of_nan", strategy)
+            local(fork_server, "one_worker_of_nan", strategy)
         return
-    trial, outcome = local(nursery, "one_worker_of_nan", strategy)
+    trial, outcome = local(fork_server, "one_worker_of_nan", strategy)
     assert list(outcome.notes["deaths"]) == list(outcome.notes["unfinished"]) == ["worker 1"]
     assert outcome.notes["deaths"]["worker 1"].startswith(why)
     counts = outcome.totals.counts
     assert (counts["updates_applied"], counts["updates_refused"]) == (60, 3)
     assert all_finite(outcome.params)
-    assert trial.hub.finished["worker 0"]["done"] == 60
+    assert trial.driver.finished["worker 0"]["done"] == 60
 
 
 @pytest.mark.parametrize("strategy", VIRTUAL)

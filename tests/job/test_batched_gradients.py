@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from dure.job.batched_gradients import Dense, find_fault
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.models.mlp import mlp
 
 
@@ -29,7 +29,7 @@ class Wrapped:
 
 
 def fault_of(spoil):
-    exact = Evaluator(SimpleNamespace(model=lambda: mlp(12, 8, 3), loss=cross_entropy), exact=True)
+    exact = GradientEngine(SimpleNamespace(model=lambda: mlp(12, 8, 3), loss=cross_entropy), exact=True)
     generator = torch.Generator().manual_seed(0)
     work = GradientWork(
         rank=0,
@@ -109,6 +109,6 @@ def test_a_right_way_has_none():
     ],
 )
 def test_what_is_no_dense_chain(model, inputs):
-    exact = Evaluator(SimpleNamespace(model=model, loss=cross_entropy), exact=True)
+    exact = GradientEngine(SimpleNamespace(model=model, loss=cross_entropy), exact=True)
     work = GradientWork(0, 0, exact.initial_values(0), torch.zeros(inputs), torch.zeros(7, dtype=torch.long), 0, 1.0)
     assert Dense.of(exact.replica, cross_entropy, work, 1) is None

@@ -12,7 +12,7 @@ import torch
 
 import dure
 from dure import Data, Job
-from dure.job.evaluation import SAMPLES, Examiner
+from dure.job.evaluation import SAMPLES, Evaluator
 
 TOTAL = 5000
 
@@ -37,7 +37,7 @@ def numbered(test: bool = False) -> Job:
 
 
 def mean_number(job: Job, samples: int | None = None) -> float:
-    return Examiner(job, samples).grade(torch.ones(1)).loss
+    return Evaluator(job, samples).grade(torch.ones(1)).loss
 
 
 def test_a_test_set_counts_whole_and_a_training_set_by_a_fixed_choice() -> None:
@@ -54,7 +54,7 @@ def test_a_test_set_counts_whole_and_a_training_set_by_a_fixed_choice() -> None:
 
 def test_an_accuracy_that_is_a_tensor_becomes_a_number() -> None:
     job = replace(numbered(), accuracy=lambda outputs, targets: (targets == 0).float().mean())
-    assert Examiner(job, 10).grade(torch.ones(1)).accuracy == 1.0
+    assert Evaluator(job, 10).grade(torch.ones(1)).accuracy == 1.0
     run = dure.train(job, sync="bsp", on="virtual", workers=2, steps=2)
     assert json.loads(json.dumps(run.summary()))["accuracy"] == 1.0
 
@@ -64,7 +64,7 @@ def test_sorted_labels_are_all_there() -> None:
     job = replace(numbered(), train=Data(labels.float()[:, None], labels))
     seen: list[int] = []
     job.loss = lambda outputs, targets: (seen.extend(targets.tolist()), outputs.mean())[1]
-    Examiner(job).grade(torch.ones(1))
+    Evaluator(job).grade(torch.ones(1))
     assert len(seen) == SAMPLES
     assert min(seen.count(label) for label in range(10)) > 60
 

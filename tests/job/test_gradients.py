@@ -13,7 +13,7 @@ from torch.nn import functional
 from dure.core.node import Ghost
 from dure.errors import UsageError
 from dure.job.gradient import Gradient, GradientWork
-from dure.job.gradients import LEAST_PENDING, MOST_BYTES, Evaluator
+from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 
@@ -97,7 +97,7 @@ def how(evaluator):
 def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
     make = {**CHAINS, **OTHERS}[name]
     job = job_of(lambda: make().to(dtype))
-    evaluator, exact = Evaluator(job), Evaluator(job, exact=True)
+    evaluator, exact = GradientEngine(job), GradientEngine(job, exact=True)
     works = works_for(evaluator, 20)
     together, alone = evaluator.evaluate(works), exact.evaluate(works)
     assert how(evaluator).startswith("stacked: batched products" if name in CHAINS else "stacked: vmap")
@@ -113,7 +113,7 @@ def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
 
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
 def test_bits_do_not_depend_on_the_company(name):
-    evaluator = Evaluator(job_of({**CHAINS, **OTHERS}[name]))
+    evaluator = GradientEngine(job_of({**CHAINS, **OTHERS}[name]))
     works = works_for(evaluator, 45)
     results = evaluator.evaluate(works)
     assert how(evaluator).startswith("stacked")
@@ -127,7 +127,7 @@ def test_bits_do_not_depend_on_the_company(name):
 
 def test_results_come_in_order_whatever_the_shapes():
     job = job_of(lambda: mlp(12, 8, 3))
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     long, short = works_for(evaluator, 4), works_for(evaluator, 4, inputs=(2, 12), seed=1)
     mixed = [work for pair in zip(long, short, strict=True) for work in pair]
     for work, result in zip(mixed, evaluator.evaluate(mixed), strict=True):
@@ -138,7 +138,7 @@ def test_results_come_in_order_whatever_the_shapes():
 
 
 def test_lent_values_are_untouched_and_results_are_owned():
-    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
     works = works_for(evaluator, 5)
     before = [work.values.clone() for work in works]
     first = evaluator.evaluate(works)
@@ -154,7 +154,7 @@ def test_lent_values_are_untouched_and_results_are_owned():
 
 def test_values_may_be_a_slice_of_something_larger():
     job = job_of(lambda: wide())
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     (work,) = works_for(evaluator, 1)
     shifted = torch.cat([torch.full((3,), 9.0), work.values])[3:]
     (result,) = evaluator.evaluate([dataclasses.replace(work, values=shifted)])
@@ -172,7 +172,7 @@ def test_values_may_be_a_slice_of_something_larger():
 )
 def test_any_loss_that_vmap_takes_or_refuses(loss):
     job = job_of(lambda: mlp(12, 8, 3), loss)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     for work, result in zip(works := works_for(evaluator, 20), evaluator.evaluate(works), strict=True):
         values, number = plain_gradient(job, work)
         torch.testing.assert_close(result.values, values)
@@ -181,7 +181,7 @@ def test_any_loss_that_vmap_takes_or_refuses(loss):
 
 def test_labels_that_do_not_count():
     job = job_of(lambda: mlp(12, 8, 3))
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     works = works_for(evaluator, 3)
     works[1].targets[2:5] = -100
     values, loss = plain_gradient(job, works[1])
@@ -191,7 +191,7 @@ def test_labels_that_do_not_count():
 
 
 def test_a_loss_that_is_not_finite_is_passed_on():
-    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
     works = works_for(evaluator, 4)
     expected = evaluator.evaluate(works)
     works[1].values = torch.full_like(works[1].values, torch.nan)
@@ -201,7 +201,9 @@ def test_a_loss_that_is_not_finite_is_passed_on():
 
 
 def test_a_loss_per_sample_is_refused():
-    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3), lambda o, t: functional.cross_entropy(o, t, reduction="none")))
+    evaluator = GradientEngine(
+        job_of(lambda: mlp(12, 8, 3), lambda o, t: functional.cross_entropy(o, t, reduction="none"))
+    )
     with pytest.raises(UsageError, match=r"must be one number.*got shape \(7,\)"):
         evaluator.evaluate(works_for(evaluator, 1))
 
@@ -210,7 +212,7 @@ def test_a_loss_per_sample_is_refused():
 
 
 def test_vmap_waits_for_company_and_chains_do_not():
-    chain, other = Evaluator(job_of(lambda: mlp(12, 8, 3))), Evaluator(job_of(Residual))
+    chain, other = GradientEngine(job_of(lambda: mlp(12, 8, 3))), GradientEngine(job_of(Residual))
     assert chain.batches(works_for(chain, 2))
     assert not other.batches(works_for(other, LEAST_PENDING - 1))
     assert other.batches(works_for(other, LEAST_PENDING))
@@ -226,7 +228,7 @@ def test_vmap_waits_for_company_and_chains_do_not():
 )
 def test_what_is_computed_one_at_a_time(model, why):
     job = job_of(model)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     works = works_for(evaluator, 20)
     assert not evaluator.batches(works)
     assert why in evaluator.rule["one_at_a_time"]
@@ -240,7 +242,7 @@ def test_hooks_are_not_skipped():
         return module
 
     job = job_of(model)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     works = works_for(evaluator, 2)
     torch.testing.assert_close(evaluator.evaluate(works)[1].values, plain_gradient(job, works[1])[0])
     assert "hooks" in evaluator.rule["one_at_a_time"]
@@ -248,7 +250,7 @@ def test_hooks_are_not_skipped():
 
 def test_a_model_too_large_to_stack():
     features = MOST_BYTES // LEAST_PENDING // 4 + 1
-    evaluator = Evaluator(
+    evaluator = GradientEngine(
         job_of(lambda: nn.Sequential(nn.Linear(features, 1)), lambda o, t: (o.sum(1) - t).square().mean())
     )
     works = works_for(evaluator, 2, inputs=(1, features))
@@ -257,7 +259,7 @@ def test_a_model_too_large_to_stack():
 
 
 def test_large_batches_are_cut_evenly():
-    evaluator = Evaluator(job_of(lambda: mlp(9000, 2, 3)))
+    evaluator = GradientEngine(job_of(lambda: mlp(9000, 2, 3)))
     works = works_for(evaluator, 40, inputs=(20, 9000))
     results = evaluator.evaluate(works)
     most = MOST_BYTES // (20 * 9000 * 4)
@@ -279,7 +281,7 @@ class DrawsItself(nn.Module):
 
 
 def test_what_vmap_refuses_is_noted():
-    evaluator = Evaluator(job_of(DrawsItself))
+    evaluator = GradientEngine(job_of(DrawsItself))
     works = works_for(evaluator, LEAST_PENDING)
     assert not evaluator.batches(works)
     assert "vmap" in how(evaluator)
@@ -293,7 +295,7 @@ def test_what_vmap_refuses_is_noted():
     "model", [lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3)), DrawsItself]
 )
 def test_random_layers_draw_by_seed_rank_and_step(model):
-    evaluator = Evaluator(job_of(model))
+    evaluator = GradientEngine(job_of(model))
     (work,) = works_for(evaluator, 1)
     (first,) = evaluator.evaluate([work])
     torch.rand(3)
@@ -308,7 +310,7 @@ def test_global_randomness_is_left_as_it_was():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    evaluator = Evaluator(job_of(lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3))))
+    evaluator = GradientEngine(job_of(lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3))))
     evaluator.initial_values(4)
     works = [dataclasses.replace(work) for work in works_for(evaluator, 2)]
     evaluator.evaluate(works)
@@ -316,7 +318,7 @@ def test_global_randomness_is_left_as_it_was():
 
 
 def test_initial_values_follow_the_seed():
-    evaluator = Evaluator(job_of(lambda: mlp(12, 8, 3)))
+    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
     assert torch.equal(evaluator.initial_values(3), evaluator.initial_values(3))
     assert not torch.equal(evaluator.initial_values(3), evaluator.initial_values(4))
 
@@ -329,7 +331,7 @@ def test_each_worker_has_its_own_batch_norm():
         return nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
     job = job_of(model)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     works = works_for(evaluator, 2)
     modules = [Replica(model()) for _ in works]
     for _ in range(3):
@@ -355,7 +357,7 @@ def test_tied_weights():
         return module
 
     job = job_of(model)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     works = works_for(evaluator, LEAST_PENDING)
     assert works[0].values.numel() == 12 * 12 + 12 + 12 + 39
     for work, result in zip(works, evaluator.evaluate(works), strict=True):
@@ -369,7 +371,7 @@ def test_a_frozen_layer_has_no_gradient_and_keeps_its_values():
         module[1].weight.requires_grad_(False)
         return module
 
-    evaluator, exact = Evaluator(job_of(model)), Evaluator(job_of(model), exact=True)
+    evaluator, exact = GradientEngine(job_of(model)), GradientEngine(job_of(model), exact=True)
     works = works_for(evaluator, LEAST_PENDING)
     for one, other in zip(evaluator.evaluate(works), exact.evaluate(works), strict=True):
         torch.testing.assert_close(one.values, other.values)
@@ -385,7 +387,7 @@ def test_an_unused_parameter_has_the_gradient_zero():
         def forward(self, inputs):
             return self.used(inputs)
 
-    evaluator = Evaluator(job_of(Unused))
+    evaluator = GradientEngine(job_of(Unused))
     for count in (1, LEAST_PENDING):
         result = evaluator.evaluate(works_for(evaluator, count))[0]
         assert not result.values[39:].any()
@@ -397,7 +399,7 @@ def test_sparse_gradients():
         return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
 
     job = job_of(model)
-    evaluator = Evaluator(job)
+    evaluator = GradientEngine(job)
     work = dataclasses.replace(
         works_for(evaluator, 1, inputs=(2, 2))[0], inputs=torch.tensor([[1, 1], [2, 8]]), targets=torch.tensor([0, 2])
     )

@@ -15,12 +15,12 @@ from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.data.samples import Samples
 from dure.job.job import Job
-from dure.job.validation import try_out, try_to_count
+from dure.job.validation import try_to_count, validate_job
 from dure.run.config import TrainConfig
 from dure.run.outcome import summary
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import VirtualRun, Watch
+from dure.run.virtual import Callbacks, VirtualRun
 
 HERE = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
 
@@ -49,7 +49,7 @@ def job(model=Net, loss=functional.cross_entropy, train=None, **more):
 def refused(wrong, match, *, place=False):
     """The sentence about `wrong`, which names the job, says `match`, and ends with where in this file it happened."""
     with pytest.raises(UsageError, match=match) as caught:
-        try_out(wrong, "mine.py:job", rows=4)
+        validate_job(wrong, "mine.py:job", rows=4)
     said = str(caught.value)
     assert said.startswith("mine.py:job: ")
     assert "\n" not in said
@@ -78,7 +78,7 @@ def test_a_loss_is_one_number_with_a_gradient(loss, said):
 
 
 def test_a_loss_of_one_number_in_a_row_is_one_number():
-    try_out(job(loss=lambda outputs, targets: none(outputs, targets).mean().reshape(1)), "mine", rows=4)
+    validate_job(job(loss=lambda outputs, targets: none(outputs, targets).mean().reshape(1)), "mine", rows=4)
 
 
 def test_model_and_data_must_fit():
@@ -128,7 +128,7 @@ def test_the_test_data_and_the_accuracy_are_tried_too():
     refused(
         job(accuracy=lambda outputs, targets: outputs.argmax(1) == targets), "accuracy must be one number.* got tensor"
     )
-    try_out(job(accuracy=lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()), "mine", rows=4)
+    validate_job(job(accuracy=lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()), "mine", rows=4)
     refused(job(accuracy=lambda outputs, targets: len(targets)), r"from 0 to 1; got \d+\. Write .*mean\(\)")
     refused(job(accuracy=lambda outputs, targets: torch.tensor(50.0)), "from 0 to 1; got 50")
 
@@ -146,10 +146,10 @@ def test_a_model_is_examined_as_a_run_examines_it():
 def test_a_trial_draws_nothing_and_needs_no_more_than_it_is_given():
     before = torch.get_rng_state()
     few = job(train=data(rows=3))
-    try_out(few, "mine", rows=4)
+    validate_job(few, "mine", rows=4)
     assert torch.equal(torch.get_rng_state(), before)
     with torch.no_grad():
-        try_out(few, "mine", rows=4)
+        validate_job(few, "mine", rows=4)
 
 
 def test_what_a_job_draws_elsewhere_in_the_trial_it_draws_again():
@@ -158,10 +158,10 @@ def test_what_a_job_draws_elsewhere_in_the_trial_it_draws_again():
         return functional.cross_entropy(outputs, targets)
 
     drawn: list[tuple[float, float]] = []
-    try_out(job(loss=loss), "mine", rows=4)
+    validate_job(job(loss=loss), "mine", rows=4)
     assert drawn[0] == (random.random(), np.random.rand())
     with pytest.raises(UsageError):
-        try_out(job(loss=lambda outputs, targets: random.random() + np.random.rand()), "mine", rows=4)
+        validate_job(job(loss=lambda outputs, targets: random.random() + np.random.rand()), "mine", rows=4)
     assert drawn[1] == (random.random(), np.random.rand())
 
 
@@ -180,10 +180,10 @@ def test_a_run_tries_its_extreme_batches_before_anything_else_and_is_the_run_wit
     options = {"sync": "bsp", "on": "virtual", "workers": 2, "batch_sizes": (3, 5), "seed": 1}
     tried = dure.train(counting(seen), **options)
     assert seen[:3] == [(5, True), (3, True), (5, False)]
-    task, cluster = resolve(TrainConfig.of({**options, "job": "mine"}), AtHand(counting(unseen)))
-    untried = VirtualRun(task, cluster, Watch()).run()
+    setup, cluster = resolve(TrainConfig.of({**options, "job": "mine"}), Prebuilt(counting(unseen)))
+    untried = VirtualRun(setup, cluster, Callbacks()).run()
     assert seen[3:] == unseen
-    assert summary(task, untried, "virtual")["params_sha256"] == tried.summary()["params_sha256"]
+    assert summary(setup, untried, "virtual")["params_sha256"] == tried.summary()["params_sha256"]
     assert untried.history == tried.history
 
 

@@ -9,7 +9,7 @@ import torch
 from support import dyadic_jobs
 from support.runs import local, virtual
 
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 
@@ -74,11 +74,11 @@ def test_bsp_over_any_collective_is_bsp_in_every_bit():
     options: dict[str, Any] = {"workers": 4, "steps": 4}
     expected = virtual(dyadic_jobs.dyadic(), "bsp collective", **options)
     bytes_sent: dict[str, int] = {}
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         for algorithm in SENT:
             strategy = f"bsp collective:algorithm={algorithm}"
             modelled = virtual(dyadic_jobs.dyadic(), strategy, **options)
-            real = local(f"{dyadic_jobs.__file__}:dyadic", strategy, nursery=nursery, **options)
+            real = local(f"{dyadic_jobs.__file__}:dyadic", strategy, fork_server=fork_server, **options)
             assert torch.equal(modelled.params, expected.params)
             assert torch.equal(real.params, expected.params)
             assert real.summary["bytes_sent"] == modelled.summary["bytes_sent"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.job.job import Job, load_job
 from dure.run.strategy import Strategy
-from dure.run.virtual import VirtualRun, Watch
+from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
 from dure.sync.ssp import SSP
@@ -279,10 +279,10 @@ class WatchedSSP(SSP):
 
 def watch_ssp(bound: float, cluster: Cluster, steps: int) -> tuple[Watched, VirtualRun]:
     watched = Watched(bound)
-    task, _ = resolved("quadratic", "ssp ps:shards=2", cluster, on="virtual", steps=steps, trace=True, out="unused")
+    setup, _ = resolved("quadratic", "ssp ps:shards=2", cluster, on="virtual", steps=steps, trace=True, out="unused")
     strategy = Strategy(WatchedSSP(bound=bound, watched=watched), ParameterServer(shards=2))
-    object.__setattr__(task, "strategy", strategy)
-    run = VirtualRun(task, cluster, Watch())
+    object.__setattr__(setup, "strategy", strategy)
+    run = VirtualRun(setup, cluster, Callbacks())
     run.run()
     return watched, run
 

@@ -15,7 +15,7 @@ from support.runs import local, virtual
 import dure
 from dure.job.data.structure import called
 from dure.job.optimizer import OptimizerSpec
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 OPTIONS: dict[str, Any] = {"workers": 3, "batch_sizes": (2, 5, 9), "steps": 12, "eval_every": 4}
 
@@ -39,9 +39,10 @@ def test_many_workers_are_computed_together_in_every_form():
 
 
 def test_every_form_gives_the_same_run_on_processes():
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         expected, *others = (
-            local(f"{input_jobs.__file__}:{name}", "bsp collective", nursery=nursery, **OPTIONS) for name in FORMS
+            local(f"{input_jobs.__file__}:{name}", "bsp collective", fork_server=fork_server, **OPTIONS)
+            for name in FORMS
         )
     for run in others:
         assert torch.equal(run.params, expected.params)
@@ -82,7 +83,7 @@ def test_a_hybrid_asks_a_job_for_the_rows_of_a_mapping():
     job = replace(input_jobs.named(), rows=lambda inputs: {"table.weight": inputs["ids"]}, optimizer=OptimizerSpec())
     hybrid, around = (virtual(job, f"bsp {topology}", **OPTIONS) for topology in ("hybrid:servers=all", "collective"))
     assert float((hybrid.params - around.params).abs().max()) < 1e-6
-    assert "table.weight" in {table.name for table in hybrid.task.plan.tables}
+    assert "table.weight" in {table.name for table in hybrid.setup.plan.tables}
     samples = replace(job, train=input_jobs.dataset().train)
     assert torch.equal(virtual(samples, "bsp hybrid:servers=all", **OPTIONS).params, hybrid.params)
 

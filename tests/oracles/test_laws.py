@@ -14,7 +14,7 @@ from support.runs import local, virtual
 from dure.errors import DureError
 from dure.run.strategy import REMEDY, catalogue
 from dure.run.train import train
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import LogNormal
 
@@ -34,9 +34,9 @@ def steps_of(run: Any, rank: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def nursery():
+def fork_server():
     """One for all runs."""
-    with Nursery() as one:
+    with ForkServer() as one:
         yield one
 
 
@@ -54,8 +54,8 @@ def test_it_learns_though_one_worker_is_slow(law):
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_it_learns_on_processes(law, nursery):
-    run = local("digits-mlp", law.strategy, nursery=nursery, workers=2, steps=law.steps, **law.options)
+def test_it_learns_on_processes(law, fork_server):
+    run = local("digits-mlp", law.strategy, fork_server=fork_server, workers=2, steps=law.steps, **law.options)
     assert run.outcome.history[-1]["accuracy"] >= law.accuracy
     assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
 
@@ -128,7 +128,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
 
 
 @pytest.mark.parametrize("law", SURVIVORS, ids=str)
-def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, nursery, tmp_path):
+def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
     trial = Trial(configured("digits_at_a_pace", law.strategy, workers=3, steps=200, data=tmp_path, **law.options))
     pace = tmp_path / "pace"
@@ -136,22 +136,22 @@ def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, nursery, tm
     happened: list[str] = []
 
     def act(trial: Trial) -> None:
-        hub = trial.hub
-        if not happened and hub.steps("worker 1") > 20:
+        driver = trial.driver
+        if not happened and driver.steps("worker 1") > 20:
             happened.append("kill")
             swap(pace, "0.1")
             trial.kill("worker 1")
-        elif happened == ["kill"] and "worker 1" in hub.dead and "worker 1" in trial.nursery.exited:
+        elif happened == ["kill"] and "worker 1" in driver.dead and "worker 1" in trial.fork_server.exited:
             happened.append("start")
-            hub.start("worker 1")
-        elif happened == ["kill", "start"] and hub.progress.get("worker 1", {"done": 0})["done"]:
+            driver.start("worker 1")
+        elif happened == ["kill", "start"] and driver.progress.get("worker 1", {"done": 0})["done"]:
             happened.append("step")
             pace.unlink()
 
-    outcome = trial.run(act, nursery=nursery)
+    outcome = trial.run(act, fork_server=fork_server)
     assert outcome.totals.failures_survived == 1
-    assert {"worker 0", "worker 2"} <= trial.hub.finished.keys()
-    assert trial.hub.finished["worker 1"]["done"] > 0, "the newcomer took no part"
+    assert {"worker 0", "worker 2"} <= trial.driver.finished.keys()
+    assert trial.driver.finished["worker 1"]["done"] > 0, "the newcomer took no part"
     assert outcome.history[-1]["loss"] < 2.5
 
 
@@ -163,14 +163,14 @@ def swap(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("law", DEPENDENTS, ids=str)
-def test_a_killed_process_ends_a_run_that_needs_everybody(law, nursery):
+def test_a_killed_process_ends_a_run_that_needs_everybody(law, fork_server):
     trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))
     killed = []
 
     def act(trial: Trial) -> None:
-        if not killed and trial.hub.steps("worker 1") > 20:
+        if not killed and trial.driver.steps("worker 1") > 20:
             killed.append("worker 1")
             trial.kill("worker 1")
 
     with pytest.raises(DureError, match=r"worker 1 died: killed by signal 9 \(SIGKILL\).*--resume"):
-        trial.run(act, nursery=nursery)
+        trial.run(act, fork_server=fork_server)

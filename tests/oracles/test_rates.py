@@ -15,7 +15,7 @@ from support.runs import local, virtual
 
 import dure
 from dure.errors import UsageError
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 SIZES = (3, 5, 8)
 TOGETHER: dict[str, Any] = {"workers": 3, "batch_sizes": SIZES, "steps": 12}
@@ -42,9 +42,9 @@ REAL = [(rate_jobs, "adam", "collective"), (rate_jobs, "momentum", "ps:shards=2"
 
 
 def test_bsp_is_pytorch_on_processes():
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         for file, name, topology in REAL:
-            run = local(f"{file.__file__}:{name}", f"bsp {topology}", nursery=nursery, **TOGETHER)
+            run = local(f"{file.__file__}:{name}", f"bsp {topology}", fork_server=fork_server, **TOGETHER)
             assert float((run.params - pytorch(getattr(file, name)(), 12, SIZES)).abs().max()) < 1e-12
 
 
@@ -120,8 +120,8 @@ def test_what_a_resumed_run_still_has_to_push_keeps_its_rate(strategy, schedule,
 
 def test_momentum_compensation_sees_every_group():
     job = made("momentum", groups=lambda name, parameter: {"momentum": 0.4} if parameter.dim() < 2 else {})
-    task = virtual(job, "downpour+momentum-compensation ps:shards=1", workers=2, steps=2).task
-    momenta = [piece.overrides["momentum"] for piece in task._server_segments(task.ranges[0])]
+    setup = virtual(job, "downpour+momentum-compensation ps:shards=1", workers=2, steps=2).setup
+    momenta = [piece.overrides["momentum"] for piece in setup._server_segments(setup.ranges[0])]
     assert momenta == [pytest.approx(-0.1)] * len(momenta)
     assert momenta
 

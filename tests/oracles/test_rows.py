@@ -12,9 +12,9 @@ from support import telling_jobs
 from support.runs import Finished, local, resolved, virtual
 from support.telling_jobs import gradients_by_worker, square, tally
 
-from dure.job.evaluation import Examiner
-from dure.run.virtual import VirtualRun, Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.job.evaluation import Evaluator
+from dure.run.virtual import Callbacks, VirtualRun
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -76,7 +76,7 @@ def members(strategy: str) -> int:
 
 
 def loss_of(run: Finished) -> float:
-    return Examiner(run.task.job).grade(run.params, None).loss
+    return Evaluator(run.setup.job).grade(run.params, None).loss
 
 
 def triples(run: Finished) -> list[tuple[int, int, float]]:
@@ -127,12 +127,12 @@ def test_a_crash_leaves_rows_what_they_say(strategy):
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, *ONE_BY_ONE, *SEVERAL])
 def test_a_resumed_run_has_the_rows_of_the_whole_one(strategy, tmp_path):
     options: dict[str, Any] = {"steps": STEPS, "eval_every": 2, "checkpoint_every": 6, "out": tmp_path}
-    task, cluster = resolved(square(), strategy, uneven(), on="virtual", **options)
+    setup, cluster = resolved(square(), strategy, uneven(), on="virtual", **options)
     states: list[Any] = []
-    whole = VirtualRun(task, cluster, Watch(checkpoint=lambda _, state: states.append(deepcopy(state)))).run()
+    whole = VirtualRun(setup, cluster, Callbacks(checkpoint=lambda _, state: states.append(deepcopy(state)))).run()
     assert len(states) == 1
     assert len(states[0]["run"].plain["history"]) < len(whole.history)
-    assert VirtualRun(task, cluster, Watch()).run(states[0]).history == whole.history
+    assert VirtualRun(setup, cluster, Callbacks()).run(states[0]).history == whole.history
     if strategy in SYNCHRONOUS:
         assert [(row["step"], row["loss"]) for row in whole.history] == [(step, told(step)) for step in (2, 4, 6, 8)]
 
@@ -180,14 +180,14 @@ def test_one_slow_worker_and_any_rhythm_of_evaluation_give_one_summary():
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
-def real(job: str, strategy: str, nursery: Nursery) -> Finished:
+def real(job: str, strategy: str, fork_server: ForkServer) -> Finished:
     name = f"{Path(telling_jobs.__file__)}:{job}"
-    return local(name, strategy, nursery=nursery, workers=2, steps=STEPS, eval_every=2)
+    return local(name, strategy, fork_server=fork_server, workers=2, steps=STEPS, eval_every=2)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def real(job: str, strategy: str, nursery: Nursery) -> Finished:
         "backup:backups=0",
     ],
 )
-def test_rows_of_processes_are_those_of_virtual_time(strategy, nursery):
-    run = real("square_of_two", strategy, nursery)
+def test_rows_of_processes_are_those_of_virtual_time(strategy, fork_server):
+    run = real("square_of_two", strategy, fork_server)
     assert triples(run) == [(step, 2 * step, told(step)) for step in (2, 4, 6, 8)]
     assert triples(run) == triples(virtual(square(2), strategy, uneven(workers=2), steps=STEPS, eval_every=2))
 
@@ -211,8 +211,8 @@ def test_rows_of_processes_are_those_of_virtual_time(strategy, nursery):
     ("strategy", "divisor"),
     [("downpour:n_push=3 ps", 1), ("k-async:k=1", 1), ("ad-psgd", 2), ("hogbatch:batch=3,scale=sum", 1)],
 )
-def test_updates_on_processes_are_the_gradients_in_the_model(strategy, divisor, nursery):
-    run = real("tally_of_two", strategy, nursery)
+def test_updates_on_processes_are_the_gradients_in_the_model(strategy, divisor, fork_server):
+    run = real("tally_of_two", strategy, fork_server)
     for row in run.rows if strategy != "ad-psgd" else run.rows[-1:]:  # there, models are read while two are averaged
         found = gradients_by_worker(row["loss"], 2, divisor)
         assert row["updates"] == sum(found)

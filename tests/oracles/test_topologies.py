@@ -6,9 +6,9 @@ import pytest
 from support import sparse_jobs
 from support.runs import local
 
-from dure.job.evaluation import Examiner
+from dure.job.evaluation import Evaluator
 from dure.run.strategy import catalogue
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 SPARSE = f"{sparse_jobs.__file__}:sparse"
 RUNS = {
@@ -21,8 +21,8 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -31,10 +31,10 @@ def test_every_topology_is_here():
 
 
 @pytest.mark.parametrize("topology", RUNS)
-def test_a_run_on_processes(topology, nursery):
+def test_a_run_on_processes(topology, fork_server):
     job, strategy = RUNS[topology]
-    run = local(job, strategy, workers=2, steps=40, eval_every=10, nursery=nursery)
-    untrained = Examiner(run.task.job).grade(run.task.replica.params)
+    run = local(job, strategy, workers=2, steps=40, eval_every=10, fork_server=fork_server)
+    untrained = Evaluator(run.setup.job).grade(run.setup.replica.params)
     assert run.rows[-1]["loss"] < 0.97 * untrained.loss
     assert run.rows[-1]["step"] == 40
-    assert run.summary["samples"] == 2 * 40 * run.task.job.batch_size
+    assert run.summary["samples"] == 2 * 40 * run.setup.job.batch_size

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.planner.probe import synthetic_job as module
 from dure.planner.probe.measure import STEPS, step_seconds
-from dure.planner.probe.synthetic_job import SLOPE, stand_in
+from dure.planner.probe.synthetic_job import SLOPE, synthetic_job
 
 
 def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkeypatch):
     slept = []
     monkeypatch.setattr(module.time, "sleep", slept.append)
-    job = stand_in([300, 100], 0.9)
+    job = synthetic_job([300, 100], 0.9)
     net = job.build()
     filled = []
     for index, layer in enumerate(net.layers):
@@ -26,14 +26,14 @@ def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkey
 
 def test_an_evaluation_takes_no_time(monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda seconds: 1 / 0)
-    net = stand_in([4], 5.0).build()
+    net = synthetic_job([4], 5.0).build()
     with torch.no_grad():
         net(torch.zeros(3, 1))
 
 
 def test_steps_are_timed_one_by_one_and_the_first_is_left_out(monkeypatch):
     asked = []
-    one = Evaluator.one
-    monkeypatch.setattr(Evaluator, "one", lambda self, work: asked.append(work.step) or one(self, work))
-    assert len(step_seconds(stand_in([8], 0.0))) == STEPS
+    one = GradientEngine.one
+    monkeypatch.setattr(GradientEngine, "one", lambda self, work: asked.append(work.step) or one(self, work))
+    assert len(step_seconds(synthetic_job([8], 0.0))) == STEPS
     assert asked == list(range(STEPS + 1))

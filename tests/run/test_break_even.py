@@ -72,25 +72,25 @@ def test_without_a_codec_or_others_there_is_nothing_to_say() -> None:
 
 def test_a_worker_of_which_only_steps_are_known_counts_for_nothing() -> None:
     config = TrainConfig.of({"job": "digits-mlp", "sync": "ssp", "codec": "fp16", "on": "virtual", "workers": 3})
-    task, cluster = resolve(config)
+    setup, cluster = resolve(config)
     told = {"steps": 10, "bytes_sent": 10 * 2 * NUMEL, "bytes_received": 10 * 4 * NUMEL}
     totals = Totals(per_worker={"worker 0": told, "worker 1": {"steps": 4}, "worker 2": dict(told)})
     totals.time["compute"] = 0.2
-    found = payoff(task, totals, cluster)
+    found = payoff(setup, totals, cluster)
     assert (found["compute"], found["bytes"], found["bytes_fp32"]) == pytest.approx((0.01, 12 * NUMEL, 16 * NUMEL))
-    assert payoff(task, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
+    assert payoff(setup, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
 
 
 def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
     """A checkpoint has them in another one: 10 before 2."""
     config = TrainConfig.of({"job": "digits-mlp", "sync": "ssp", "codec": "fp16", "on": "virtual", "workers": 17})
-    task, cluster = resolve(config)
+    setup, cluster = resolve(config)
     sizes = [10 + rank % 4 for rank in range(17)]
     rows = {
         f"worker {rank}": {"steps": steps, "bytes_sent": 1001 * rank, "bytes_received": 7 * rank * rank}
         for rank, steps in enumerate(sizes)
     }
-    found = [payoff(task, Totals(per_worker=dict(order)), cluster) for order in (rows.items(), sorted(rows.items()))]
+    found = [payoff(setup, Totals(per_worker=dict(order)), cluster) for order in (rows.items(), sorted(rows.items()))]
     assert found[0] == found[1]
 
 

@@ -14,25 +14,25 @@ from support.real_runs import Killer, Notes, Trial, configured, descendants, des
 from support.soak import soaked
 
 from dure.errors import DureError
-from dure.run.process import Terms
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.process import FaultSettings
+from dure.runtime.launch.fork_server import ForkServer
 
 LATEST = 60.0
 """Seconds that anything here may take on a machine that does other things as well."""
 
 
 @pytest.fixture(scope="module")
-def nursery():
+def fork_server():
     """One for all runs but those that need their own: it is up in seconds, a run in a fraction of one."""
-    with Nursery() as one:
+    with ForkServer() as one:
         yield one
 
 
 @pytest.fixture
-def run(nursery):
+def run(fork_server):
     def once(job, strategy, act=lambda trial: None, terms=None, *, own=False, **options):
         trial = Trial(configured(job, strategy, **options), terms)
-        return trial, trial.run(act, nursery=None if own else nursery)
+        return trial, trial.run(act, fork_server=None if own else fork_server)
 
     return once
 
@@ -52,12 +52,12 @@ def when(condition, action):
 
 def check_exactly_once(trial, notes, outcome, kills):
     """Every acknowledged update is in every log once; each death may have left one that nobody has heard of."""
-    for log in trial.hub.logs:
+    for log in trial.driver.logs:
         applied = set(log)
         assert len(applied) == len(log), "an update was applied twice"
         assert notes.acknowledged <= applied, "an acknowledged update is lost"
         assert len(applied - notes.acknowledged) <= kills
-    assert outcome.params.equal(notes.replay(trial.task, trial.hub.logs))
+    assert outcome.params.equal(notes.replay(trial.setup, trial.driver.logs))
 
 
 # ---- workers that die
@@ -76,14 +76,14 @@ def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strat
     assert outcome.totals.failures_survived == 10
     check_exactly_once(trial, notes, outcome, kills=10)
     if strategy == "ssp:bound=3 ps:shards=3":
-        assert trial.hub.logs[0] == trial.hub.logs[1] == trial.hub.logs[2]
-    assert {name for name, _ in trial.hub.finished.items()} == {f"worker {rank}" for rank in range(4)}
+        assert trial.driver.logs[0] == trial.driver.logs[1] == trial.driver.logs[2]
+    assert {name for name, _ in trial.driver.finished.items()} == {f"worker {rank}" for rank in range(4)}
     assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros
 
 
 def test_bsp_shrinks_when_a_worker_is_killed(run):
-    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
-    on = when(lambda trial: kill.happened and trial.hub.steps("worker 0") > 100, lambda trial: None)
+    kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
+    on = when(lambda trial: kill.happened and trial.driver.steps("worker 0") > 100, lambda trial: None)
 
     def act(trial):
         kill(trial)
@@ -93,9 +93,9 @@ def test_bsp_shrinks_when_a_worker_is_killed(run):
     assert on.happened[0] - kill.happened[0] < 4.9, "the others waited for the dead"
     assert outcome.totals.failures_survived == 1
     assert outcome.notes["deaths"] == {"worker 1": "killed by signal 9 (SIGKILL)"}
-    assert [trial.hub.finished[f"worker {rank}"]["steps"] for rank in (0, 2)] == [300, 300]
-    log = trial.hub.logs[0]
-    assert trial.hub.logs[1] == log
+    assert [trial.driver.finished[f"worker {rank}"]["steps"] for rank in (0, 2)] == [300, 300]
+    log = trial.driver.logs[0]
+    assert trial.driver.logs[1] == log
     done = sum(worker == 1 for worker, _, _ in log)
     assert 10 <= done < 300
     assert len(log) == 600 + done
@@ -103,7 +103,7 @@ def test_bsp_shrinks_when_a_worker_is_killed(run):
 
 
 def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
-    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
+    kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
     with pytest.raises(DureError) as caught:
         run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
@@ -113,7 +113,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
 
 
 def test_a_server_that_dies_ends_the_run_with_one_sentence(run):
-    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
+    kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
     with pytest.raises(
         DureError, match=r"^server 1 died: killed by signal 9 \(SIGKILL\); its part of the model is gone"
     ):
@@ -133,7 +133,7 @@ def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(run, j
     trial, outcome = run(job, "bsp ps", workers=3, steps=60, data=tmp_path)
     assert outcome.totals.failures_survived == 1
     assert list(outcome.notes["deaths"].values()) == [cause]
-    assert sorted(said["steps"] for said in trial.hub.finished.values()) == [60, 60]
+    assert sorted(said["steps"] for said in trial.driver.finished.values()) == [60, 60]
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_
         run("raises", "bsp", workers=2, steps=60, checkpoint_every=5, out=tmp_path)
 
 
-def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(nursery):
-    kill = when(lambda trial: "worker 1" in trial.nursery.pids, lambda trial: trial.kill("worker 1"))
+def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
+    kill = when(lambda trial: "worker 1" in trial.fork_server.pids, lambda trial: trial.kill("worker 1"))
     trial = Trial(configured("small", "bsp ps", workers=3, steps=30))
-    outcome = trial.run(kill, always=True, nursery=nursery)
+    outcome = trial.run(kill, always=True, fork_server=fork_server)
     assert kill.happened
     assert outcome.totals.failures_survived == 1
-    assert len(trial.hub.finished) == 2
+    assert len(trial.driver.finished) == 2
 
 
 # ---- workers that come
@@ -167,14 +167,14 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(nursery):
 
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
 def test_a_worker_that_comes_late_takes_part(run, strategy):
-    come = when(lambda trial: trial.hub.steps("worker 0") > 20, lambda trial: trial.hub.start("worker 2"))
-    terms = Terms(absent=(2,), log=True)
+    come = when(lambda trial: trial.driver.steps("worker 0") > 20, lambda trial: trial.driver.start("worker 2"))
+    terms = FaultSettings(absent=(2,), log=True)
     trial, outcome = run("waits_now_and_then", strategy, come, terms, workers=3, steps=300)
-    done = sum(worker == 2 for worker, _, _ in trial.hub.logs[0])
+    done = sum(worker == 2 for worker, _, _ in trial.driver.logs[0])
     assert 0 < done < 280
     assert outcome.totals.per_worker["worker 2"]["steps"] == done
-    assert trial.hub.finished["worker 2"]["steps"] == 300  # it entered where the slowest was
-    assert trial.hub.logs[0] == trial.hub.logs[1]
+    assert trial.driver.finished["worker 2"]["steps"] == 300  # it entered where the slowest was
+    assert trial.driver.logs[0] == trial.driver.logs[1]
     assert outcome.totals.failures_survived == 0
 
 
@@ -187,34 +187,37 @@ def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy
 
     def act(trial):
         freeze(trial)
-        if not noticed and "worker 1" in trial.hub.evicted:
+        if not noticed and "worker 1" in trial.driver.evicted:
             noticed.append(time.monotonic())
-            trial.steps_then = trial.hub.steps("worker 0")
-        if noticed and not back and trial.hub.steps("worker 0") > trial.steps_then + 30:
+            trial.steps_then = trial.driver.steps("worker 0")
+        if noticed and not back and trial.driver.steps("worker 0") > trial.steps_then + 30:
             back.append(time.monotonic())
-            trial.nursery.signal("worker 1", signal.SIGCONT)
+            trial.fork_server.signal("worker 1", signal.SIGCONT)
 
     freeze = when(
-        lambda trial: trial.hub.steps("worker 1") > 20, lambda trial: trial.nursery.signal("worker 1", signal.SIGSTOP)
+        lambda trial: trial.driver.steps("worker 1") > 20,
+        lambda trial: trial.fork_server.signal("worker 1", signal.SIGSTOP),
     )
-    trial, outcome = run("waits_now_and_then", strategy, act, Terms(evict_seconds=1.0, log=True), workers=3, steps=400)
+    trial, outcome = run(
+        "waits_now_and_then", strategy, act, FaultSettings(evict_seconds=1.0, log=True), workers=3, steps=400
+    )
     assert 0.9 < noticed[0] - freeze.happened[0] < 2.0
     assert outcome.totals.failures_survived == 1
-    mine = [incarnation for worker, incarnation, _ in trial.hub.logs[0] if worker == 1]
+    mine = [incarnation for worker, incarnation, _ in trial.driver.logs[0] if worker == 1]
     assert set(mine) == {0, 1}
     assert mine == sorted(mine), "an update of the incarnation before was taken"
-    assert trial.hub.finished["worker 1"]["steps"] == 400
-    assert trial.hub.finished["worker 1"]["done"] >= len(mine)
-    assert [status["refused"] + trial.hub.clock["refused"] for status in trial.hub.statuses] <= [1, 1]
-    assert trial.hub.logs[0] == trial.hub.logs[1]
-    assert trial.hub.clock["lost"] == [1]
+    assert trial.driver.finished["worker 1"]["steps"] == 400
+    assert trial.driver.finished["worker 1"]["done"] >= len(mine)
+    assert [status["refused"] + trial.driver.clock["refused"] for status in trial.driver.statuses] <= [1, 1]
+    assert trial.driver.logs[0] == trial.driver.logs[1]
+    assert trial.driver.clock["lost"] == [1]
 
 
 def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
-    terms = Terms(evict_seconds=1.0, log=True)
+    terms = FaultSettings(evict_seconds=1.0, log=True)
     trial, outcome = run("one_holds_the_lock", "bsp ps", terms=terms, workers=3, steps=100, data=tmp_path)
     assert outcome.totals.failures_survived == 1
-    assert len(trial.hub.finished) == 2
+    assert len(trial.driver.finished) == 2
     assert gone_within(trial.pids()[1:], 5)
 
 
@@ -277,8 +280,10 @@ def test_no_end_of_the_launcher_leaves_processes_behind():
     assert "Traceback" not in "".join(said.values())
 
 
-def test_the_end_of_the_nursery_ends_the_run_and_its_processes():
-    kill = when(lambda trial: trial.hub.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL))
+def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
+    kill = when(
+        lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL)
+    )
     trial = Trial(configured("waits_now_and_then", "ssp ps", workers=2, steps=100_000))
     with pytest.raises(DureError, match="the process that starts the others was killed by signal 9"):
         trial.run(kill)
@@ -362,19 +367,19 @@ def test_runs_leave_no_descriptors_threads_or_zombies_behind(run):
 
 
 def belongings():
-    """What this process has, once the nursery alone is left of what it has started."""
+    """What this process has, once the fork server alone is left of what it has started."""
     deadline = time.monotonic() + 5
     while len(descendants(os.getpid())) > 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     return {
         "descriptors": descriptors(),
         "threads": threading.active_count(),
-        "threads of native code": tasks(),
+        "threads of native code": setups(),
         "children": len(descendants(os.getpid())),
     }
 
 
-def tasks():
+def setups():
     """Threads of this process, those of native code among them."""
     return len(os.listdir("/proc/self/task"))
 
@@ -388,7 +393,7 @@ def tasks():
 )
 def test_runs_of_other_shapes(run, strategy, workers):
     trial, outcome = run("digits-mlp", strategy, workers=workers, steps=30)
-    assert len(trial.hub.finished) == workers
+    assert len(trial.driver.finished) == workers
     assert outcome.totals.counts["samples"] == 30 * workers * 32
     assert outcome.history[-1]["accuracy"] > 0.8
 
@@ -396,15 +401,15 @@ def test_runs_of_other_shapes(run, strategy, workers):
 @pytest.mark.parametrize("strategy", ["k-async:k=2 ps", "k-async:k=2 ps:shards=2"])
 def test_a_worker_for_which_no_group_is_left_ends_in_order(run, strategy):
     trial, _ = run("digits-mlp", strategy, workers=3, steps=7)
-    assert len(trial.hub.finished) == 3
-    assert not trial.hub.dead
+    assert len(trial.driver.finished) == 3
+    assert not trial.driver.dead
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
 def test_a_run_ends_by_its_seconds(run, strategy):
     trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.5)
     assert 1.5 <= outcome.totals.seconds < 4.0
-    steps = [said["steps"] for said in trial.hub.finished.values()]
+    steps = [said["steps"] for said in trial.driver.finished.values()]
     assert len(steps) == 3
     assert min(steps) > 3
     if strategy != "ssp ps":

@@ -11,7 +11,7 @@ from support.real_runs import Trial, configured
 
 from dure.core.folder_names import LATEST
 from dure.run import checkpoint
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interrupted, Interruption
 
 FAR = 10**6
@@ -19,8 +19,8 @@ FAR = 10**6
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -32,21 +32,21 @@ class Terminate:
         self.at = 0.0
 
     def __call__(self, trial):
-        hub = trial.hub
-        if not self.at and all(hub.steps(name) >= self.after for name in hub._workers):
+        driver = trial.driver
+        if not self.at and all(driver.steps(name) >= self.after for name in driver._workers):
             self.at = time.monotonic()
             signal.raise_signal(signal.SIGTERM)
         elif self.at and self.then is not None and time.monotonic() > self.at + self.then:
             signal.raise_signal(signal.SIGTERM)
 
 
-def interrupted(nursery, strategy, act, **options):
+def interrupted(fork_server, strategy, act, **options):
     """The trial of a run that `act` ends; how many seconds that took."""
     options = {"workers": 2, "steps": 100_000, "checkpoint_every": FAR} | options
     trial = Trial(configured("waits_now_and_then", strategy, **options))
     interruption = Interruption()
     with pytest.raises(Interrupted) as caught, interruption.heard():
-        trial.run(act, nursery=nursery, interruption=interruption)
+        trial.run(act, fork_server=fork_server, interruption=interruption)
     assert caught.value.number == signal.SIGTERM
     assert act.at, "no signal was sent"
     return trial, time.monotonic() - act.at
@@ -60,67 +60,67 @@ def interrupted(nursery, strategy, act, **options):
         *(pytest.param(text, marks=pytest.mark.soak) for text in ("bsp ps:shards=2", "averaging:period=8", "ad-psgd")),
     ],
 )
-def test_sigterm_leaves_a_checkpoint_of_all_processes(strategy, nursery, tmp_path):
-    trial, seconds = interrupted(nursery, strategy, Terminate(), out=tmp_path)
+def test_sigterm_leaves_a_checkpoint_of_all_processes(strategy, fork_server, tmp_path):
+    trial, seconds = interrupted(fork_server, strategy, Terminate(), out=tmp_path)
     assert seconds < 10
     left = checkpoint.load(tmp_path / "checkpoints")
     assert 10 <= left.step < FAR
     assert left.parts.keys() >= {"run", "worker-0", "worker-1"}
     clocks = {left.parts[f"worker-{rank}"].plain["clock"] for rank in range(2)}
     assert min(clocks) >= 10
-    assert not trial.task.lockstep or clocks == {left.step}
+    assert not trial.setup.lockstep or clocks == {left.step}
 
 
-def test_a_run_that_is_resumed_after_sigterm_ends_as_if_undisturbed(nursery, tmp_path):
+def test_a_run_that_is_resumed_after_sigterm_ends_as_if_undisturbed(fork_server, tmp_path):
     options = {"workers": 2, "steps": 600, "checkpoint_every": FAR}
-    whole = Trial(configured("digits-mlp", "bsp", **options, out=tmp_path / "whole")).run(nursery=nursery)
+    whole = Trial(configured("digits-mlp", "bsp", **options, out=tmp_path / "whole")).run(fork_server=fork_server)
     options["out"] = tmp_path / "parts"
     trial = Trial(configured("digits-mlp", "bsp", **options))
     interruption = Interruption()
     with pytest.raises(Interrupted), interruption.heard():
-        trial.run(Terminate(), nursery=nursery, interruption=interruption)
+        trial.run(Terminate(), fork_server=fork_server, interruption=interruption)
     assert checkpoint.load(tmp_path / "parts" / "checkpoints").step < 600
-    rest = Trial(configured("digits-mlp", "bsp", **options, resume=tmp_path / "parts")).run(nursery=nursery)
+    rest = Trial(configured("digits-mlp", "bsp", **options, resume=tmp_path / "parts")).run(fork_server=fork_server)
     assert rest.totals.steps == 600
     assert torch.equal(rest.params, whole.params)
 
 
 @pytest.mark.soak
-def test_a_second_sigterm_ends_the_run_without_a_checkpoint(nursery, tmp_path):
+def test_a_second_sigterm_ends_the_run_without_a_checkpoint(fork_server, tmp_path):
     stopped = Terminate(then=1.2)
 
     def act(trial):
         if not stopped.at:
             stopped(trial)
             if stopped.at:
-                trial.nursery.signal("worker 1", signal.SIGSTOP)  # so that no checkpoint comes about
+                trial.fork_server.signal("worker 1", signal.SIGSTOP)  # so that no checkpoint comes about
         else:
             stopped(trial)
 
     act.at = 1.0
-    _, _ = interrupted(nursery, "bsp", act, out=tmp_path, grace=60)
+    _, _ = interrupted(fork_server, "bsp", act, out=tmp_path, grace=60)
     assert 1.2 <= time.monotonic() - stopped.at < 10
     assert not (tmp_path / "checkpoints" / LATEST).exists()
 
 
-def test_a_run_that_cannot_write_its_checkpoint_ends_after_the_grace(nursery, tmp_path, caplog):
+def test_a_run_that_cannot_write_its_checkpoint_ends_after_the_grace(fork_server, tmp_path, caplog):
     stopped = Terminate()
 
     def act(trial):
         if not stopped.at:
             stopped(trial)
             if stopped.at:
-                trial.nursery.signal("worker 1", signal.SIGSTOP)
+                trial.fork_server.signal("worker 1", signal.SIGSTOP)
 
     act.at = 1.0
-    interrupted(nursery, "ssp ps", act, out=tmp_path, grace=1)
+    interrupted(fork_server, "ssp ps", act, out=tmp_path, grace=1)
     assert 1 <= time.monotonic() - stopped.at < 10
     assert "no checkpoint was written within 1 s; --grace gives a run more time" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"grace": 0}, marks=pytest.mark.soak)])
-def test_sigterm_ends_a_run_without_checkpoints_at_once(options, nursery, tmp_path):
+def test_sigterm_ends_a_run_without_checkpoints_at_once(options, fork_server, tmp_path):
     act = Terminate()
     given = {"out": tmp_path, "grace": 0} if options else {"out": None, "checkpoint_every": None}
-    _, seconds = interrupted(nursery, "bsp", act, **given)
+    _, seconds = interrupted(fork_server, "bsp", act, **given)
     assert seconds < 5

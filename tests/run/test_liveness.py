@@ -16,9 +16,9 @@ from support.real_runs import JOBS, Trial, configured, is_running
 
 from dure.errors import DureError, UsageError
 from dure.run.config import TrainConfig
-from dure.run.process import Terms
-from dure.run.virtual import Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.process import FaultSettings
+from dure.run.virtual import Callbacks
+from dure.runtime.launch.fork_server import ForkServer
 
 SOON = {"warn_after": 0.4, "frozen_after": 1.0}
 LATEST = 12.0
@@ -26,8 +26,8 @@ LATEST = 12.0
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -39,20 +39,20 @@ class Stop:
         self.at = self.continued = 0.0
 
     def __call__(self, trial):
-        hub = trial.hub
-        if not self.at and all(hub.steps(name) >= self.after for name in hub._workers):
+        driver = trial.driver
+        if not self.at and all(driver.steps(name) >= self.after for name in driver._workers):
             self.at = time.monotonic()
-            trial.nursery.signal(self.name, signal.SIGSTOP)
+            trial.fork_server.signal(self.name, signal.SIGSTOP)
         elif self.at and not self.continued and self.until(trial):
             self.continued = time.monotonic()
-            trial.nursery.signal(self.name, signal.SIGCONT)
+            trial.fork_server.signal(self.name, signal.SIGCONT)
 
 
-def run(nursery, strategy, act, *, job="waits_now_and_then", terms=None, **options):
+def run(fork_server, strategy, act, *, job="waits_now_and_then", terms=None, **options):
     """A run of two workers; its trial, its outcome, and the texts that the progress line has shown."""
     notices = []
     trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60, **SOON} | options), terms)
-    outcome = trial.run(act, nursery=nursery, watch=Watch(notice=notices.append))
+    outcome = trial.run(act, fork_server=fork_server, watch=Callbacks(notice=notices.append))
     return trial, outcome, notices
 
 
@@ -72,10 +72,10 @@ SOAK = pytest.mark.soak
         pytest.param("lbfgs ps", marks=SOAK),
     ],
 )
-def test_methods_that_can_go_on_evict_a_frozen_worker(strategy, nursery, caplog):
+def test_methods_that_can_go_on_evict_a_frozen_worker(strategy, fork_server, caplog):
     stop = Stop("worker 1", after=1 if "lbfgs" in strategy else 10)
     job = "quadratic" if "lbfgs" in strategy else "waits_now_and_then"
-    _, outcome, notices = run(nursery, strategy, stop, job=job, steps=400)
+    _, outcome, notices = run(fork_server, strategy, stop, job=job, steps=400)
     assert stop.at, "nothing was stopped"
     assert time.monotonic() - stop.at < LATEST
     assert "worker 1 frozen" in notices
@@ -87,11 +87,11 @@ def test_methods_that_can_go_on_evict_a_frozen_worker(strategy, nursery, caplog)
     assert outcome.totals.failures_survived == 1
 
 
-def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(nursery, tmp_path):
+def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(fork_server, tmp_path):
     """A worker that stops for a checkpoint waits for its averaging: not with a neighbor that has been given up."""
     stop = Stop("worker 1", after=30)
     options = {"workers": 3, "steps": 300, "out": tmp_path / "run", "checkpoint_every": 20}
-    _, outcome, _ = run(nursery, "ad-psgd gossip:graph=complete", stop, **options)
+    _, outcome, _ = run(fork_server, "ad-psgd gossip:graph=complete", stop, **options)
     assert stop.at
     assert time.monotonic() - stop.at < LATEST
     assert outcome.notes["evicted"] == {"worker 1": "frozen: no heartbeat for 1 s"}
@@ -99,54 +99,54 @@ def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(nursery, tmp_pat
 
 
 @SOAK
-def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(nursery):
-    stop = Stop("worker 1", until=lambda trial: "worker 1" in trial.hub.evicted)
-    trial, outcome, _ = run(nursery, "downpour ps", stop, terms=Terms(log=True), steps=1500)
+def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(fork_server):
+    stop = Stop("worker 1", until=lambda trial: "worker 1" in trial.driver.evicted)
+    trial, outcome, _ = run(fork_server, "downpour ps", stop, terms=FaultSettings(log=True), steps=1500)
     assert stop.continued, "it was never evicted"
     assert outcome.notes["unfinished"] == outcome.notes["evicted"] == {}
-    assert trial.hub.finished["worker 1"]["steps"] == 1500
-    mine = [incarnation for worker, incarnation, _ in trial.hub.logs[0] if worker == 1]
+    assert trial.driver.finished["worker 1"]["steps"] == 1500
+    mine = [incarnation for worker, incarnation, _ in trial.driver.logs[0] if worker == 1]
     assert mine == sorted(mine), "an update of the incarnation before was taken"
     assert set(mine) == {0, 1}
 
 
 @pytest.mark.parametrize("strategy", ["bsp", pytest.param("bsp collective:algorithm=ring", marks=SOAK)])
-def test_a_frozen_rank_of_a_collective_ends_the_run_which_names_it(strategy, nursery):
+def test_a_frozen_rank_of_a_collective_ends_the_run_which_names_it(strategy, fork_server):
     stop = Stop("worker 1")
     with pytest.raises(DureError, match=r"^worker 1 died: frozen: no heartbeat for 1 s; bsp .* needs everybody"):
-        run(nursery, strategy, stop, steps=100_000)
+        run(fork_server, strategy, stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 
 
 @SOAK
-def test_a_run_whose_only_worker_is_frozen_ends(nursery):
+def test_a_run_whose_only_worker_is_frozen_ends(fork_server):
     with pytest.raises(DureError, match=r"^no worker is left; the last of them, worker 0, is frozen"):
-        run(nursery, "downpour ps", Stop("worker 0"), workers=1, steps=100_000)
+        run(fork_server, "downpour ps", Stop("worker 0"), workers=1, steps=100_000)
 
 
 @SOAK
-def test_a_frozen_holder_of_a_lock_is_killed_which_releases_it(nursery):
+def test_a_frozen_holder_of_a_lock_is_killed_which_releases_it(fork_server):
     stop = Stop("worker 1", after=3)
-    trial, outcome, _ = run(nursery, "asysvrg:lock=write", stop, job="quadratic", steps=2000, terms=Terms())
+    trial, outcome, _ = run(fork_server, "asysvrg:lock=write", stop, job="quadratic", steps=2000, terms=FaultSettings())
     assert outcome.notes["unfinished"] == {"worker 1": "frozen: no heartbeat for 1 s"}
-    assert not is_running(trial.nursery.pids["worker 1"])
+    assert not is_running(trial.fork_server.pids["worker 1"])
 
 
 # ---- frozen servers, and the fork server
 
 
-def test_a_frozen_server_ends_the_run_which_names_it(nursery):
+def test_a_frozen_server_ends_the_run_which_names_it(fork_server):
     stop = Stop("server 1")
     with pytest.raises(DureError, match=r"^server 1 died: frozen: no heartbeat for 1 s; its part of the model is"):
-        run(nursery, "ssp ps:shards=2", stop, steps=100_000)
+        run(fork_server, "ssp ps:shards=2", stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 
 
 @SOAK
-def test_a_frozen_server_is_started_again_from_the_last_checkpoint(nursery, tmp_path):
+def test_a_frozen_server_is_started_again_from_the_last_checkpoint(fork_server, tmp_path):
     stop = Stop("server 1", after=120)
     options = {"out": tmp_path / "run", "checkpoint_every": 50, "steps": 300}
-    trial, outcome, _ = run(nursery, "downpour ps:shards=2", stop, **options)
+    trial, outcome, _ = run(fork_server, "downpour ps:shards=2", stop, **options)
     assert stop.at
     assert outcome.notes["deaths"] == {"server 1": "frozen: no heartbeat for 1 s"}
     assert outcome.notes["unfinished"] == {}
@@ -155,7 +155,7 @@ def test_a_frozen_server_is_started_again_from_the_last_checkpoint(nursery, tmp_
 
 @SOAK
 def test_a_fork_server_that_is_frozen_at_start_ends_the_run():
-    with Nursery() as own:
+    with ForkServer() as own:
         os.kill(own._process.pid, signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(DureError, match=r"^the process that starts the others is frozen: no heartbeat for 1 s"):
@@ -165,15 +165,15 @@ def test_a_fork_server_that_is_frozen_at_start_ends_the_run():
 
 
 @SOAK
-def test_a_worker_that_is_frozen_at_start_is_not_waited_for(nursery):
+def test_a_worker_that_is_frozen_at_start_is_not_waited_for(fork_server):
     def act(trial):
-        if "worker 1" in trial.nursery.pids and "worker 1" not in trial.hub.ready:
-            trial.nursery.signal("worker 1", signal.SIGSTOP)
+        if "worker 1" in trial.fork_server.pids and "worker 1" not in trial.driver.ready:
+            trial.fork_server.signal("worker 1", signal.SIGSTOP)
 
     trial = Trial(configured("small", "bsp ps", workers=3, steps=30, **SOON))
-    outcome = trial.run(act, always=True, nursery=nursery)
+    outcome = trial.run(act, always=True, fork_server=fork_server)
     assert outcome.notes["unfinished"] == {"worker 1": "frozen: no heartbeat for 1 s"}
-    assert len(trial.hub.finished) == 2
+    assert len(trial.driver.finished) == 2
 
 
 # ---- what is slow, or stopped as a whole, is not frozen
@@ -183,19 +183,19 @@ CONTROLS = ["bsp", "downpour ps", "ad-psgd", "hogwild", pytest.param("bsp collec
 
 
 @pytest.mark.parametrize("strategy", CONTROLS)
-def test_one_long_step_is_slow_and_ends_nothing(strategy, nursery, tmp_path):
-    trial, outcome, notices = run(nursery, strategy, lambda trial: None, job="one_sleeps", data=tmp_path, steps=60)
+def test_one_long_step_is_slow_and_ends_nothing(strategy, fork_server, tmp_path):
+    trial, outcome, notices = run(fork_server, strategy, lambda trial: None, job="one_sleeps", data=tmp_path, steps=60)
     check_long_step(tmp_path, trial, outcome, notices)
 
 
 @SOAK
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["bsp", "bsp collective:algorithm=ring", "downpour ps", "ad-psgd", "hogwild"])
-def test_a_step_of_90_seconds_is_slow_and_ends_nothing(strategy, nursery, tmp_path):
+def test_a_step_of_90_seconds_is_slow_and_ends_nothing(strategy, fork_server, tmp_path):
     (tmp_path / "seconds").write_text("90")
     limits = {"warn_after": 10.0, "frozen_after": 30.0}
     job = {"job": "one_sleeps", "data": tmp_path, "steps": 60, **limits}
-    check_long_step(tmp_path, *run(nursery, strategy, lambda trial: None, **job))
+    check_long_step(tmp_path, *run(fork_server, strategy, lambda trial: None, **job))
 
 
 @SOAK
@@ -204,15 +204,15 @@ def test_a_step_of_90_seconds_is_slow_and_ends_nothing(strategy, nursery, tmp_pa
 @pytest.mark.parametrize(
     "strategy", ["bsp", "bsp collective:algorithm=ring", "bsp ps", "downpour ps", "ad-psgd", "hogwild"]
 )
-def test_a_long_evaluation_ends_nothing(strategy, seconds, nursery, tmp_path):
+def test_a_long_evaluation_ends_nothing(strategy, seconds, fork_server, tmp_path):
     (tmp_path / "seconds").write_text(str(seconds))
     limits = SOON if seconds < 90 else {"warn_after": 10.0, "frozen_after": 30.0}
     job = {"job": "one_evaluation_sleeps", "data": tmp_path, "steps": 60, "eval_every": 10, **limits}
-    trial, outcome, notices = run(nursery, strategy, lambda trial: None, **job)
+    trial, outcome, notices = run(fork_server, strategy, lambda trial: None, **job)
     assert (tmp_path / "struck").exists(), "no evaluation was long"
     assert not any("frozen" in text for text in notices)
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == outcome.notes["evicted"] == {}
-    assert {said["done"] for said in trial.hub.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.finished.values()} == {60}
 
 
 def check_long_step(tmp_path, trial, outcome, notices):
@@ -220,12 +220,12 @@ def check_long_step(tmp_path, trial, outcome, notices):
     assert any("slow" in text for text in notices)
     assert not any("frozen" in text for text in notices)
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == outcome.notes["evicted"] == {}
-    assert {said["done"] for said in trial.hub.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.finished.values()} == {60}
 
 
 @SOAK
-def test_native_code_that_keeps_the_interpreters_lock_is_not_frozen(nursery, tmp_path):
-    _, outcome, notices = run(nursery, "downpour ps", lambda trial: None, job="one_computes_in_c", data=tmp_path)
+def test_native_code_that_keeps_the_interpreters_lock_is_not_frozen(fork_server, tmp_path):
+    _, outcome, notices = run(fork_server, "downpour ps", lambda trial: None, job="one_computes_in_c", data=tmp_path)
     assert (tmp_path / "struck").exists()
     assert outcome.notes["unfinished"] == {}
     assert not any("frozen" in text for text in notices)
@@ -291,11 +291,11 @@ def free_port() -> int:
 
 
 @SOAK
-def test_a_machine_that_sleeps_as_a_whole_loses_nobody(nursery):
+def test_a_machine_that_sleeps_as_a_whole_loses_nobody(fork_server):
     asleep = []
 
     def act(trial):
-        if not asleep and trial.hub.steps("worker 1") > 10:
+        if not asleep and trial.driver.steps("worker 1") > 10:
             for pid in trial.pids():
                 os.kill(pid, signal.SIGSTOP)
             asleep.append(time.monotonic())
@@ -303,7 +303,7 @@ def test_a_machine_that_sleeps_as_a_whole_loses_nobody(nursery):
             for pid in trial.pids():
                 os.kill(pid, signal.SIGCONT)
 
-    _, outcome, notices = run(nursery, "downpour ps", act, steps=400, warn_after=2.5, frozen_after=3.0)
+    _, outcome, notices = run(fork_server, "downpour ps", act, steps=400, warn_after=2.5, frozen_after=3.0)
     assert asleep
     assert outcome.notes["unfinished"] == {}
     assert notices[-1:] in ([], [""])

@@ -12,13 +12,13 @@ from support.real_runs import Killer, Notes, Trial, configured
 
 from dure.errors import DureError
 from dure.run import checkpoint, restart_policy
-from dure.run.virtual import Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.virtual import Callbacks
+from dure.runtime.launch.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -44,23 +44,27 @@ class ServerKiller:
         self.after = self.random.randint(5, 15)
 
     def __call__(self, trial: Trial) -> None:
-        hub, done = trial.hub, len(self.killed)
+        driver, done = trial.driver, len(self.killed)
         if (
             done == len(self.victims)
-            or hub.round is not None
-            or hub.restarts.awaited
-            or not hub.ready >= set(hub._servers)
+            or driver.round is not None
+            or driver.restarts.awaited
+            or not driver.ready >= set(driver._servers)
         ):
             return
-        due = hub.checkpoint_due - trial.config.checkpoint_every
-        if due and min(map(hub.steps, hub._workers)) >= due + self.after and hub.totals.failures_survived == done:
+        due = driver.checkpoint_due - trial.config.checkpoint_every
+        if (
+            due
+            and min(map(driver.steps, driver._workers)) >= due + self.after
+            and driver.totals.failures_survived == done
+        ):
             self.snapshots.append(checkpoint.load(self.folder))
             self.after = self.random.randint(5, 15)
             self.killed.append(self.victims[done])
             trial.kill(self.victims[done])
             if self.pause:
-                trial.nursery._process.send_signal(signal.SIGSTOP)
-                threading.Timer(self.pause, trial.nursery._process.send_signal, [signal.SIGCONT]).start()
+                trial.fork_server._process.send_signal(signal.SIGSTOP)
+                threading.Timer(self.pause, trial.fork_server._process.send_signal, [signal.SIGCONT]).start()
 
 
 def in_order(log: list[tuple[int, int, int]], worker: int) -> list[int]:
@@ -78,15 +82,15 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
     assert outcome.totals.failures_survived == 3
     assert outcome.notes["deaths"] == dict.fromkeys(("server 1", "server 2"), "killed by signal 9 (SIGKILL)")
     assert len(trial.hubs) == 1, "the others were not left alone"
-    assert {said["done"] for said in trial.hub.finished.values()} == {300}
-    notes, logs = Notes(notes_folder), trial.hub.logs
+    assert {said["done"] for said in trial.driver.finished.values()} == {300}
+    notes, logs = Notes(notes_folder), trial.driver.logs
     for log in logs:
         assert len(set(log)) == len(log), "an update was applied twice"
         assert all(in_order(log, worker) == sorted(in_order(log, worker)) for worker in range(3))
     assert len(logs[0]) == len(notes.acknowledged) == 900
     assert all(notes.acknowledged - set(log) for log in logs[1:]), "nothing was lost: was anybody killed?"
-    assert outcome.params.equal(notes.replay(trial.task, logs)), "a slice is not what its updates make"
-    epochs = [status["epoch"] for status in trial.hub.statuses]
+    assert outcome.params.equal(notes.replay(trial.setup, logs)), "a slice is not what its updates make"
+    epochs = [status["epoch"] for status in trial.driver.statuses]
     assert epochs[0] == 0
     assert epochs[1] > epochs[2] >= 1
     for victim, snapshot in zip(killer.killed, killer.snapshots, strict=True):
@@ -100,21 +104,21 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
     [("bsp ps:shards=2", "server 1", 0.0), ("bsp ps:shards=2", "server 0", 0.0), ("bsp ps", "server 0", 1.5)],
 )
 def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kill(
-    strategy, victim, pause, tmp_path, nursery
+    strategy, victim, pause, tmp_path, fork_server
 ):
     options = {"workers": 2, "steps": 180, "checkpoint_every": 60, "eval_every": 20}
     calm = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "calm"))
-    expected = calm.run(nursery=nursery)
+    expected = calm.run(fork_server=fork_server)
     trial = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "run"))
     killer = ServerKiller([victim], tmp_path / "run" / "checkpoints", pause=pause)
     rewound: list[int] = []
-    outcome = trial.run(killer, nursery=nursery, watch=Watch(rewind=rewound.append))
+    outcome = trial.run(killer, fork_server=fork_server, watch=Callbacks(rewind=rewound.append))
     assert killer.killed == [victim]
     assert len(trial.hubs) == 2
     assert outcome.totals.failures_survived == 1
     assert outcome.notes["deaths"] == {victim: "killed by signal 9 (SIGKILL)"}
     assert outcome.params.equal(expected.params)
-    assert trial.hub.logs == calm.hub.logs
+    assert trial.driver.logs == calm.driver.logs
     assert rewound == [checkpoint.rows(killer.snapshots[0])]
     steps = [row["step"] for row in outcome.history]
     assert steps == sorted(set(steps))
@@ -122,7 +126,7 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
 
 
 @pytest.mark.parametrize(("victim", "lives"), [("server 1", 2), ("worker 1", 1)])
-def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, lives, tmp_path, nursery):
+def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, lives, tmp_path, fork_server):
     """Each life that starts late pulls model and velocity, and goes on by verdicts; all models are the servers'."""
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -132,10 +136,10 @@ def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, l
     killer = ServerKiller([victim], tmp_path / "run" / "checkpoints") if "server" in victim else Killer(1, seed=1)
 
     def act(trial: Trial) -> None:
-        if max(map(trial.hub.steps, ("worker 0", "worker 1"))) > 10:
+        if max(map(trial.driver.steps, ("worker 0", "worker 1"))) > 10:
             killer(trial)
 
-    outcome = trial.run(act, nursery=nursery)
+    outcome = trial.run(act, fork_server=fork_server)
     assert len(killer.killed) == outcome.totals.failures_survived == 1
     models = [[line.split() for line in path.read_text().splitlines()] for path in notes.iterdir()]
     assert {same for lines in models for _, same in lines} == {"same"}
@@ -144,40 +148,40 @@ def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, l
     assert all(brought[0] == "model" and set(brought[2:]) == {"verdict"} for brought in late)
 
 
-def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, nursery):
+def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, fork_server):
     options = {"workers": 2, "steps": 320, "checkpoint_every": 80, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))
     killer = ServerKiller(["server 0"], tmp_path / "run" / "checkpoints")
-    outcome = trial.run(killer, nursery=nursery)
+    outcome = trial.run(killer, fork_server=fork_server)
     assert killer.killed == ["server 0"]
     assert len(trial.hubs) == 2
-    assert [len(set(log)) for log in trial.hub.logs] == [len(log) for log in trial.hub.logs] == [640, 640]
+    assert [len(set(log)) for log in trial.driver.logs] == [len(log) for log in trial.driver.logs] == [640, 640]
     assert outcome.totals.failures_survived == 1
 
 
-def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, nursery, monkeypatch):
+def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(restart_policy, "BACK_OFF_SECONDS", 0.01)
     options = {"workers": 2, "steps": 100_000, "checkpoint_every": 20, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))
     began = []
 
     def act(trial: Trial) -> None:
-        if (tmp_path / "run" / "checkpoints" / "LATEST").exists() and trial.hub.ready >= {"server 1"}:
-            began.append(trial.nursery.pids.get("server 1"))
+        if (tmp_path / "run" / "checkpoints" / "LATEST").exists() and trial.driver.ready >= {"server 1"}:
+            began.append(trial.fork_server.pids.get("server 1"))
             trial.kill("server 1")
 
     with pytest.raises(DureError, match=r"server 1 died: killed by signal 9 .* is gone, for the 6th time\. Resume"):
-        trial.run(act, nursery=nursery)
+        trial.run(act, fork_server=fork_server)
     assert len(set(began)) == 1 + restart_policy.LIMIT
 
 
-def test_without_a_checkpoint_yet_the_run_ends(tmp_path, nursery):
+def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
     options = {"workers": 2, "steps": 100_000, "checkpoint_every": 50_000, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))
 
     def act(trial: Trial) -> None:
-        if trial.hub.steps("worker 0") > 10:
+        if trial.driver.steps("worker 0") > 10:
             trial.kill("server 1")
 
     with pytest.raises(DureError, match=r"server 1 died: killed by signal 9 .* its part of the model is gone\. Resume"):
-        trial.run(act, nursery=nursery)
+        trial.run(act, fork_server=fork_server)

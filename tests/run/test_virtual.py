@@ -22,7 +22,7 @@ from dure.errors import DeadlockError, DivergedError, DureError, StrategyError, 
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.job.overlap import LEAST_NBYTES
-from dure.planner.probe.synthetic_job import stand_in
+from dure.planner.probe.synthetic_job import synthetic_job
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential
 from dure.sync import REMEDIES
@@ -55,7 +55,7 @@ def machines(workers: int, *events: Event, **kinds: Any) -> Cluster:
 
 def steps_of(run: Finished) -> list[int]:
     table = run.outcome.totals.per_worker
-    return [table.get(f"worker {rank}", {}).get("steps", 0) for rank in range(run.task.workers)]
+    return [table.get(f"worker {rank}", {}).get("steps", 0) for rank in range(run.setup.workers)]
 
 
 # ---- the same run, the same bits
@@ -106,7 +106,7 @@ def test_unequal_shares_let_pushes_overlap_with_pulls():
         link = Link(bandwidth=(1 << 20) / push, latency=0)
         kinds = (Machines(count=2, compute=Constant(seconds=compute)),)
         cluster = Cluster(machines=kinds, link=link, alpha=0, beta=0, gamma=0, unfairness=unfairness)
-        run = virtual(stand_in([1 << 18], compute), "downpour ps", cluster, steps=steps, timing_only=True)
+        run = virtual(synthetic_job([1 << 18], compute), "downpour ps", cluster, steps=steps, timing_only=True)
         seconds.append(run.seconds / steps)
     assert seconds[0] == pytest.approx(compute + 4 * push, rel=0.03)
     assert compute + 2 * push < seconds[1] < 0.9 * seconds[0]
@@ -558,7 +558,7 @@ LEAST = LEAST_NBYTES // 4
 @pytest.mark.parametrize("slower", [1.0, 3.0])
 def test_slices_of_a_gradient_leave_as_backward_completes_them(layers, ways, expected, slower):
     """In units of a step of the slower; the smallest slice takes `ways` of it: two ranks send all of it once."""
-    job = stand_in([round(layer * LEAST) for layer in layers], 1.0)
+    job = synthetic_job([round(layer * LEAST) for layer in layers], 1.0)
     kinds = [Machines(count=1, compute=Constant(seconds=seconds)) for seconds in (1.0, 1.0 / slower)]
     link = Link(bandwidth=4 * LEAST / ways, latency=0.0)
     cluster = Cluster(machines=tuple(kinds), link=link, alpha=0.0, beta=0.0, gamma=0.0)
@@ -586,9 +586,9 @@ def test_a_run_that_is_over_holds_no_data(strategy):
     gc.disable()
     try:
         run = virtual("digits-mlp", strategy, machines(3), steps=12)
-        task = weakref.ref(run.task)
+        setup = weakref.ref(run.setup)
         del run
-        assert task() is None
+        assert setup() is None
     finally:
         gc.enable()
 
@@ -604,7 +604,7 @@ def test_scaled_rates_count_each_sample_alike(strategy, factor):
     """One step from the same start: where K gradients are averaged, the model moves K times as far."""
     plain = virtual("digits-mlp", strategy, machines(4), steps=1)
     scaled = virtual("digits-mlp", strategy, machines(4), steps=1, scale_lr=True)
-    start = plain.task.initial
+    start = plain.setup.initial
     assert scaled.summary["lr"] == factor * plain.summary["lr"]
     torch.testing.assert_close(scaled.params - start, factor * (plain.params - start), rtol=1e-3, atol=1e-6)
 

@@ -82,7 +82,7 @@ class Pace:
 def drawn(seed: int, number: int, pace: Pace) -> Trial:
     """The trial of that number."""
     rng = random.Random(f"{seed}/{number}")
-    target = rng.choice(["launcher", "nursery", "child", "child", "child", "child", "child", "child"])
+    target = rng.choice(["launcher", "fork server", "child", "child", "child", "child", "child", "child"])
     signals = ["SIGKILL", "SIGTERM", "SIGINT"] if target == "launcher" else ["SIGKILL", "SIGSTOP", "pause"]
     weights = [1, 1, 1] if target == "launcher" else [5, 5, 2]
     strategy, number_of = rng.choice(STRATEGIES), rng.choices(signals, weights)[0]
@@ -128,7 +128,7 @@ def run(trial: Trial, seed: int, pace: Pace) -> Trial:
 def strike(trial: Trial, process: subprocess.Popen[bytes], mark: str, rng: random.Random, pause: float) -> None:
     """Wait for the moment, and send the signal to the process that the trial is about; continue it after a `pause`."""
     started = time.monotonic()
-    needed = {"launcher": 0, "nursery": 1, "child": 2}[trial.target]
+    needed = {"launcher": 0, "fork server": 1, "child": 2}[trial.target]
     while process.poll() is None and len(children(mark, process.pid)) < needed and time.monotonic() < started + 60:
         time.sleep(0.02)
     time.sleep(trial.after)

@@ -68,14 +68,14 @@ def job(dim: int, loss: Callable[[Tensor, Tensor], Tensor] = mean_output) -> Job
 
 
 def counted(data_root: Path) -> Job:
-    if in_nursery():
+    if in_fork_server():
         note_pushes(data_root)
     return job(DIM)
 
 
 def counted_slowly(data_root: Path) -> Job:
     """Each step takes at least 3 ms, so that whoever looks ten times a second sees every checkpoint's time."""
-    if in_nursery():
+    if in_fork_server():
         note_pushes(data_root)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def waits_now_and_then() -> Job:
 
 def follows_verdicts(data_root: Path) -> Job:
     """Each step takes 2 ms, gradients depend on the model, and workers note whether theirs is the servers'."""
-    if in_nursery():
+    if in_fork_server():
         note_models(data_root)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def follows_verdicts(data_root: Path) -> Job:
     return job(256, loss)
 
 
-def in_nursery() -> bool:
+def in_fork_server() -> bool:
     spec = sys.modules["__main__"].__spec__
     return spec is not None and spec.name == "dure.run.launchers.entry"
 
@@ -168,7 +168,7 @@ def note_pushes(folder: Path) -> None:
     ServerClient.exchange = noted_too  # type: ignore[method-assign,assignment]
 
 
-class Fault:
+class FieldError:
     """A loss that goes wrong once, at worker processes, after some steps of each."""
 
     def __init__(self, happen: Callable[[], None], after: int) -> None:
@@ -176,7 +176,7 @@ class Fault:
         self.left = after
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if in_nursery() and outputs.requires_grad:
+        if in_fork_server() and outputs.requires_grad:
             self.left -= 1
             if self.left < 0:
                 self.happen()
@@ -187,15 +187,15 @@ def raises() -> Job:
     def happen() -> None:
         raise RuntimeError("the labels of this batch\nare upside down")
 
-    return job(256, Fault(happen, after=20))
+    return job(256, FieldError(happen, after=20))
 
 
 def exits() -> Job:
-    return job(256, Fault(lambda: os._exit(0), after=20))
+    return job(256, FieldError(lambda: os._exit(0), after=20))
 
 
 def crashes() -> Job:
-    return job(256, Fault(lambda: os.kill(os.getpid(), signal.SIGSEGV), after=20))
+    return job(256, FieldError(lambda: os.kill(os.getpid(), signal.SIGSEGV), after=20))
 
 
 def one(happen: Callable[[], None], folder: Path, after: int = 20) -> Job:
@@ -208,7 +208,7 @@ def one(happen: Callable[[], None], folder: Path, after: int = 20) -> Job:
             return
         happen()
 
-    return job(256, Fault(first, after))
+    return job(256, FieldError(first, after))
 
 
 def one_raises(data_root: Path) -> Job:
@@ -234,7 +234,7 @@ def starts_processes(data_root: Path) -> Job:
         if not note.exists():
             note.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
-    fault = Fault(start, after=1)
+    fault = FieldError(start, after=1)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         time.sleep(0.002)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Strand, Work
+from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Task, Work
 from dure.errors import DureError
 
 Channel = tuple[str, Address]
@@ -47,16 +47,16 @@ class World(Loop):
     def kill(self, name: str) -> None:
         """The node says no more; what it has said is still on its way."""
         self.dead.add(name)
-        for strand in [strand for strand in self.strands if strand.name == name]:
-            strand.kill()
+        for task in [task for task in self.tasks if task.name == name]:
+            task.kill()
 
     def run(self, coroutine: Coroutine[Operation[Any], None, Any], name: str = "test") -> Any:
         """The value of `coroutine`, with messages delivered in the order of their channels' names."""
-        strand = self.spawn(coroutine, name)
-        strand.when_done(lambda: None)
+        task = self.spawn(coroutine, name)
+        task.when_done(lambda: None)
         self.settle()
-        assert strand.done, f"{name} waits for {strand.waits_for.label if strand.waits_for else 'nothing'}"
-        return strand.result()
+        assert task.done, f"{name} waits for {task.waits_for.label if task.waits_for else 'nothing'}"
+        return task.result()
 
 
 class TestNode:
@@ -97,7 +97,7 @@ class TestNode:
         self.world.channels.setdefault((self.name, service), deque()).append(deliver)
         return operation
 
-    def spawn(self, coroutine: Coroutine[Operation[Any], None, Any], name: str = "") -> Strand[Any]:
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, Any], name: str = "") -> Task[Any]:
         return self.world.spawn(coroutine, name or self.name)
 
     def promise(self, label: str) -> Operation[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Strand
+from dure.core.node import Address, Call, Loop, Operation, Reply, Service, Task
 from dure.errors import PeerLost, RemoteError
 
 
@@ -67,8 +67,8 @@ class Post(Loop):
     def kill(self, name: str) -> None:
         """The node is gone, without a word; everybody is told."""
         self.dead.add(name)
-        for strand in [strand for strand in self.strands if name in strand.name]:
-            strand.kill()
+        for task in [task for task in self.tasks if name in task.name]:
+            task.kill()
         for other in self.services:
             if other != name:
                 self.cut(name, other)
@@ -136,7 +136,7 @@ class PostNode:
         winner.resolve_with_first(operations)
         return winner
 
-    def spawn(self, coroutine: Any, name: str = "") -> Strand[Any]:
+    def spawn(self, coroutine: Any, name: str = "") -> Task[Any]:
         return self.post.spawn(coroutine, name or self.name)
 
     def promise(self, label: str) -> Operation[Any]:

@@ -18,15 +18,15 @@ from support import faulty_jobs
 from dure.core.node import Address
 from dure.job.optimizer import FlatOptimizer
 from dure.run.config import TrainConfig
-from dure.run.driver import Hub
+from dure.run.driver import Driver
 from dure.run.launchers.local import keep_running
 from dure.run.outcome import Outcome
-from dure.run.process import Terms
+from dure.run.process import FaultSettings
 from dure.run.resolve import resolve
-from dure.run.restart_policy import Restarts
-from dure.run.setup import Task
-from dure.run.virtual import Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.restart_policy import RestartPolicy
+from dure.run.setup import Setup
+from dure.run.virtual import Callbacks
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 
 JOBS = Path(faulty_jobs.__file__)
@@ -38,10 +38,10 @@ def configured(job: str, strategy: str, **options: Any) -> TrainConfig:
     return TrainConfig(**{"job": name, "strategy": strategy, "on": "local", "eval_every": 1000} | options)
 
 
-class Driven(Hub):
-    """A hub that lets `act` interfere at every turn, and asks the shards for their logs before they end."""
+class Driven(Driver):
+    """A driver that lets `act` interfere at every turn, and asks the shards for their logs before they end."""
 
-    act: Callable[[Driven], None] = staticmethod(lambda hub: None)
+    act: Callable[[Driven], None] = staticmethod(lambda driver: None)
     always = False
     logs: Sequence[list[tuple[int, int, int]]] = ()
     statuses: Sequence[dict[str, Any]] = ()
@@ -61,17 +61,17 @@ class Driven(Hub):
         return await super()._deliver()
 
     def steps(self, name: str) -> int:
-        """How far a worker is, as far as the hub has heard."""
+        """How far a worker is, as far as the driver has heard."""
         return int(self.progress[name]["steps"]) if name in self.progress else 0
 
 
 class Trial:
     """One run, and what can be done to it."""
 
-    def __init__(self, config: TrainConfig, terms: Terms | None = None) -> None:
+    def __init__(self, config: TrainConfig, terms: FaultSettings | None = None) -> None:
         self.config = config
-        self.terms = terms or Terms(log=True)
-        self.task: Task = resolve(config)[0]
+        self.terms = terms or FaultSettings(log=True)
+        self.setup: Setup = resolve(config)[0]
         self.hubs: list[Driven] = []
 
     def run(
@@ -79,40 +79,40 @@ class Trial:
         act: Callable[[Trial], None] = lambda trial: None,
         *,
         always: bool = False,
-        nursery: Nursery | None = None,
-        watch: Watch | None = None,
+        fork_server: ForkServer | None = None,
+        watch: Callbacks | None = None,
         interruption: Interruption | None = None,
     ) -> Outcome:
         """To its end; `act` is called at every turn, from when all are ready on or `always`."""
         folder = self.config.out and self.config.out / "checkpoints"
-        restarts = Restarts(self.task, folder)
+        restarts = RestartPolicy(self.setup, folder)
 
         def make() -> Driven:
-            shown, given = watch or Watch(), {"folder": folder, "restarts": restarts, "interruption": interruption}
-            hub = Driven(self.task, shown, self.nursery, terms=self.terms, **given)
-            hub.act = lambda _: act(self)
-            hub.always = always
-            self.hubs.append(hub)
-            return hub
+            shown, given = watch or Callbacks(), {"folder": folder, "restarts": restarts, "interruption": interruption}
+            driver = Driven(self.setup, shown, self.fork_server, terms=self.terms, **given)
+            driver.act = lambda _: act(self)
+            driver.always = always
+            self.hubs.append(driver)
+            return driver
 
         with ExitStack() as stack:
-            self.nursery = nursery or stack.enter_context(Nursery())
-            self.nursery.load(self.config.plain())
+            self.fork_server = fork_server or stack.enter_context(ForkServer())
+            self.fork_server.load(self.config.plain())
             try:
-                return keep_running(make, self.nursery, self.config.resume and folder, interruption)
+                return keep_running(make, self.fork_server, self.config.resume and folder, interruption)
             finally:
-                self.nursery.clear()
+                self.fork_server.clear()
 
     @property
-    def hub(self) -> Driven:
+    def driver(self) -> Driven:
         """The one that the run has now, or had last."""
         return self.hubs[-1]
 
     def kill(self, name: str) -> None:
-        self.nursery.signal(name, signal.SIGKILL)
+        self.fork_server.signal(name, signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        return [self.nursery._process.pid, *self.nursery.pids.values()]
+        return [self.fork_server._process.pid, *self.fork_server.pids.values()]
 
 
 class Killer:
@@ -127,14 +127,14 @@ class Killer:
         self.due = 0.0
 
     def __call__(self, trial: Trial) -> None:
-        hub = trial.hub
+        driver = trial.driver
         if self.victim is not None:
-            if self.victim not in hub.dead or self.victim not in trial.nursery.exited:
+            if self.victim not in driver.dead or self.victim not in trial.fork_server.exited:
                 return
-            hub.start(self.victim)
+            driver.start(self.victim)
             self.victim = None
             self.due = time.monotonic() + self.random.uniform(0.0, self.pause)
-        working = sorted(name for name in hub.progress if name not in hub.finished and name in hub.ready)
+        working = sorted(name for name in driver.progress if name not in driver.finished and name in driver.ready)
         if self.left and working and time.monotonic() >= self.due:
             self.victim = self.random.choice(working)
             self.left -= 1
@@ -159,13 +159,13 @@ class Notes:
                     self.acknowledged.add((worker, incarnation, number))
             self.cut_short += bool(lines) and lines[-1][0] == "pushes"
 
-    def replay(self, task: Task, logs: Sequence[Sequence[tuple[int, int, int]]]) -> torch.Tensor:
+    def replay(self, setup: Setup, logs: Sequence[Sequence[tuple[int, int, int]]]) -> torch.Tensor:
         """The parameters that the shards' logs lead to."""
-        values = task.replica.params.detach().clone()
+        values = setup.replica.params.detach().clone()
         table = faulty_jobs.table()
-        for log, ranges in zip(logs, task.ranges, strict=True):
+        for log, ranges in zip(logs, setup.ranges, strict=True):
             for start, stop in ranges:
-                optimizer = FlatOptimizer(task.job.optimizer, stop - start, values.dtype)
+                optimizer = FlatOptimizer(setup.job.optimizer, stop - start, values.dtype)
                 part = values[start:stop]
                 for update in log:
                     optimizer.apply(part, table[self.rows[update], start:stop], part)

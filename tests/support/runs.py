@@ -18,12 +18,12 @@ from dure.run.checkpoint import Part
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
 from dure.run.outcome import Outcome, summary
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.resume import resumed as resumed_config
-from dure.run.setup import Task
-from dure.run.virtual import VirtualRun, Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.setup import Setup
+from dure.run.virtual import Callbacks, VirtualRun
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
 
 
@@ -31,7 +31,7 @@ from dure.runtime.virtual.cluster import Cluster
 class Finished:
     """A run that is over: `params` are what it delivered, `rows` its history."""
 
-    task: Task
+    setup: Setup
     outcome: Outcome
     rows: list[dict[str, Any]]
     states: list[tuple[int, dict[str, Part]]] = field(default_factory=list)
@@ -43,40 +43,40 @@ class Finished:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return summary(self.task, self.outcome, "virtual")
+        return summary(self.setup, self.outcome, "virtual")
 
     @property
     def seconds(self) -> float:
         return self.outcome.totals.seconds
 
 
-def resolved(job: str | Job, strategy: str, cluster: Cluster | None = None, **options: Any) -> tuple[Task, Any]:
+def resolved(job: str | Job, strategy: str, cluster: Cluster | None = None, **options: Any) -> tuple[Setup, Any]:
     config = TrainConfig(job=job if isinstance(job, str) else "given", strategy=strategy, **options)
-    return resolve(config, AtHand(job=None if isinstance(job, str) else job, cluster=cluster))
+    return resolve(config, Prebuilt(job=None if isinstance(job, str) else job, cluster=cluster))
 
 
 def virtual(job: str | Job, strategy: str, cluster: Cluster | None = None, **options: Any) -> Finished:
     """A run in virtual time, without a folder."""
-    task, cluster = resolved(job, strategy, cluster, on="virtual", **{"eval_every": 1000} | options)
+    setup, cluster = resolved(job, strategy, cluster, on="virtual", **{"eval_every": 1000} | options)
     assert cluster is not None
     rows: list[dict[str, Any]] = []
-    return Finished(task, VirtualRun(task, cluster, Watch(row=rows.append)).run(), rows)
+    return Finished(setup, VirtualRun(setup, cluster, Callbacks(row=rows.append)).run(), rows)
 
 
-def local(job: str, strategy: str, *, nursery: Nursery | None = None, **options: Any) -> Finished:
+def local(job: str, strategy: str, *, fork_server: ForkServer | None = None, **options: Any) -> Finished:
     """A run on processes of this machine, without a folder."""
-    task, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
+    setup, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
     rows: list[dict[str, Any]] = []
-    watch = Watch(row=rows.append)
-    return Finished(task, run_processes(task, watch, None, None, named=True, nursery=nursery), rows)
+    watch = Callbacks(row=rows.append)
+    return Finished(setup, run_processes(setup, watch, None, None, named=True, fork_server=fork_server), rows)
 
 
 def resume_local(folder: Path) -> Finished:
     """The run in `folder`, from its last checkpoint on processes of this machine to its end."""
-    task, _ = resolve(resumed_config(TrainConfig(resume=folder)))
+    setup, _ = resolve(resumed_config(TrainConfig(resume=folder)))
     rows: list[dict[str, Any]] = []
     place = folder / "checkpoints"
-    return Finished(task, run_processes(task, Watch(row=rows.append), place, place, named=True), rows)
+    return Finished(setup, run_processes(setup, Callbacks(row=rows.append), place, place, named=True), rows)
 
 
 class Bowls(nn.Module):

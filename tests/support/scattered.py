@@ -9,7 +9,7 @@ import torch
 from support.runs import bowls, resolved
 
 from dure.run.strategy import Strategy
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 
 
@@ -43,10 +43,10 @@ def scattered(
 ) -> tuple[float, list[float], Segment]:
     """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, the center at `place`."""
     job = bowls([(curvature, 0.0)] * len(starts), lr=lr, start=place)
-    task, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000, seed=seed)
-    moved = Strategy(Scattered(task.sync, starts), task.strategy.topology)  # type: ignore[arg-type]
-    object.__setattr__(task, "strategy", moved)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000, seed=seed)
+    moved = Strategy(Scattered(setup.sync, starts), setup.strategy.topology)  # type: ignore[arg-type]
+    object.__setattr__(setup, "strategy", moved)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     segment.run()
     models = [float(segment.workers[rank].params) for rank in range(len(starts))]
     return float(segment.delivered()), models, segment

@@ -103,13 +103,13 @@ def test_a_process_that_is_stopped_for_a_while_holds_nobody_up():
     happened: dict[str, Any] = {}
 
     def act(trial: Trial) -> None:
-        hub, now = trial.hub, time.monotonic()
-        if "stop" not in happened and hub.steps("worker 1") > 50:
+        driver, now = trial.driver, time.monotonic()
+        if "stop" not in happened and driver.steps("worker 1") > 50:
             happened["stop"] = now
-            trial.nursery.signal("worker 1", signal.SIGSTOP)
-        elif "go on" not in happened and min(hub.steps("worker 0"), hub.steps("worker 2")) == 1500:
+            trial.fork_server.signal("worker 1", signal.SIGSTOP)
+        elif "go on" not in happened and min(driver.steps("worker 0"), driver.steps("worker 2")) == 1500:
             happened["go on"] = now
-            trial.nursery.signal("worker 1", signal.SIGCONT)
+            trial.fork_server.signal("worker 1", signal.SIGCONT)
 
     outcome = trial.run(act)
     assert outcome.params is not None
@@ -147,7 +147,7 @@ def test_a_slow_worker_delays_nobody():
 def test_a_model_travels_each_way_per_averaging():
     run = virtual("digits-mlp", "ad-psgd gossip:graph=complete", workers=4, steps=30)
     sent = [counted["bytes_sent"] for counted in run.outcome.totals.per_worker.values()]
-    nbytes = run.task.replica.numel * 4
+    nbytes = run.setup.replica.numel * 4
     assert all(total % nbytes == 0 for total in sent)
     assert 0.8 * 4 * 30 <= sum(sent) / nbytes <= 2.5 * 4 * 30
 

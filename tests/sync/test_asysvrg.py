@@ -22,8 +22,8 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.job.models.quadratic import Point
 from dure.job.optimizer import OptimizerSpec
-from dure.run.virtual import Segment, VirtualRun, Watch
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.asysvrg import AsySVRG
@@ -31,8 +31,8 @@ from dure.topology.shared_memory.segment import Access, SharedShard
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -89,8 +89,8 @@ def test_one_worker_is_svrg(inner, portion, lock):
 
 
 @pytest.mark.parametrize("lock", ["none", "readwrite"])
-def test_one_process_is_svrg(lock, nursery):
-    options = {"workers": 1, "steps": 30, "dtype": "float64", "nursery": nursery}
+def test_one_process_is_svrg(lock, fork_server):
+    options = {"workers": 1, "steps": 30, "dtype": "float64", "fork_server": fork_server}
     run = local("digits-mlp", f"asysvrg:inner=0.3,lock={lock}", **options)
     assert distance(run.params, svrg(load_job("digits-mlp", dtype="float64"), 30, inner=0.3)) < 1e-12
 
@@ -267,8 +267,8 @@ def phases(
         return close(shard, call)
 
     monkeypatch.setattr(SharedShard, "_close", noted)
-    task, on = resolved(job, strategy, on, on="virtual", eval_every=1000, **options)
-    return Finished(task, VirtualRun(task, on, Watch()).run(), []), closed
+    setup, on = resolved(job, strategy, on, on="virtual", eval_every=1000, **options)
+    return Finished(setup, VirtualRun(setup, on, Callbacks()).run(), []), closed
 
 
 @pytest.mark.parametrize(("inner", "updates"), [(2.0, 90), (0.25, 12)])
@@ -336,9 +336,9 @@ def test_unequal_batches_count_by_their_samples(monkeypatch):
 # ---- processes
 
 
-def test_processes_reach_the_optimum_that_hogwild_misses(nursery):
+def test_processes_reach_the_optimum_that_hogwild_misses(fork_server):
     """To nine digits, at a constant rate, though they write over each other."""
-    options = {"workers": 2, "steps": 600, "batch_size": 4, "dtype": "float64", "lr": 0.2, "nursery": nursery}
+    options = {"workers": 2, "steps": 600, "batch_size": 4, "dtype": "float64", "lr": 0.2, "fork_server": fork_server}
     optimum = load_job("quadratic", dtype="float64").optimum
     exact = local("quadratic", "asysvrg:inner=0.5", **options)
     rough = local("quadratic", "hogwild", **options)
@@ -346,28 +346,28 @@ def test_processes_reach_the_optimum_that_hogwild_misses(nursery):
     assert distance(rough.params, optimum) > 1e-3
 
 
-def test_a_frozen_process_is_left_behind_and_taken_in_again(nursery):
+def test_a_frozen_process_is_left_behind_and_taken_in_again(fork_server):
     import signal
 
-    from dure.run.process import Terms
+    from dure.run.process import FaultSettings
 
     config = configured("digits-mlp", "asysvrg:inner=0.5", workers=3, steps=800, lr=0.05)
-    trial = Trial(config, Terms(evict_seconds=1.0, log=True))
+    trial = Trial(config, FaultSettings(evict_seconds=1.0, log=True))
     happened: dict[str, float] = {}
 
     def act(trial: Trial) -> None:
         now = time.monotonic()
-        if "stop" not in happened and trial.hub.steps("worker 1") > 50:
+        if "stop" not in happened and trial.driver.steps("worker 1") > 50:
             happened["stop"] = now
-            trial.nursery.signal("worker 1", signal.SIGSTOP)
-        elif "evicted" not in happened and "worker 1" in trial.hub.evicted:
+            trial.fork_server.signal("worker 1", signal.SIGSTOP)
+        elif "evicted" not in happened and "worker 1" in trial.driver.evicted:
             happened["evicted"] = now
-            trial.nursery.signal("worker 1", signal.SIGCONT)
+            trial.fork_server.signal("worker 1", signal.SIGCONT)
 
-    outcome = trial.run(act, nursery=nursery)
+    outcome = trial.run(act, fork_server=fork_server)
     assert happened["evicted"] - happened["stop"] < 15
     assert outcome.totals.failures_survived >= 1
-    assert len(trial.hub.finished) == 3
+    assert len(trial.driver.finished) == 3
     assert outcome.history[-1]["accuracy"] > 0.9
 
 

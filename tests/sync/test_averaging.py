@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import Strategy
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.averaging import Averaging
@@ -170,8 +170,8 @@ def test_the_overhead_of_a_run_is_what_was_asked_for(topology, meetings):
     """One worker is slow, and the others' waiting is no overhead of meeting: the slow one's share is measured."""
     cluster = steady(1.0, 1.0, 0.5, seconds=0.01, link=Link(bandwidth=1e6))
     text = f"averaging:period=3,schedule=overhead,overhead=0.1 {topology}"
-    task, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=200, eval_every=1000)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=200, eval_every=1000)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     last = agreed(meetings)[-1]
     assert last.step == pytest.approx(0.02)
@@ -191,8 +191,8 @@ def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
     )
     cluster = steady(1.0, 1.0, 1.0, 1.0, events=events)
     text = f"averaging:period=16,schedule={schedule},interval=30 ps"
-    task, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=150, eval_every=1000)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=150, eval_every=1000)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     assert [worker.clock for worker in segment.workers.values()] == [150] * 4
     assert segment.clock is not None
@@ -207,8 +207,8 @@ def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
 @pytest.mark.parametrize("strategy", ["averaging:period=9,schedule=decay,interval=10", "averaging:schedule=adaptive"])
 def test_with_a_limit_of_time_a_group_ends_at_one_step(strategy):
     cluster = steady(1.0, 0.5, seconds=0.03)
-    task, cluster = resolved("digits-mlp", f"{strategy} collective", cluster, on="virtual", seconds=1.0)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved("digits-mlp", f"{strategy} collective", cluster, on="virtual", seconds=1.0)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     fast, slow = (worker.clock for worker in segment.workers.values())
     assert fast == slow >= 16
@@ -318,8 +318,8 @@ def test_what_no_gradient_touches_has_the_plain_mean():
 def test_in_a_round_of_equal_time_the_fast_do_more_and_none_waits():
     text = "averaging:period=10,pace=time ps"
     cluster = steady(1.0, 1.0, 1.0, 0.2)
-    task, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=101, eval_every=1000)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=101, eval_every=1000)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     assert [worker.clock for worker in segment.workers.values()] == [101, 101, 101, 21], "one to measure, then 10 to 2"
     assert 10.5 < segment.totals.seconds < 10.6, "the first round is one step of the slowest"
@@ -354,8 +354,8 @@ def test_rounds_of_equal_time_go_on_without_whoever_is_missing(stop):
         Event(at=4.0, kind="join", worker=3),
     )
     cluster = steady(1.0, 1.0, 0.5, 1.0, events=events)
-    task, cluster = resolved("digits-mlp", "averaging:pace=time ps", cluster, on="virtual", steps=300)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved("digits-mlp", "averaging:pace=time ps", cluster, on="virtual", steps=300)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     outcome = segment.outcome()
     assert outcome.totals.failures_survived == 1
@@ -366,11 +366,11 @@ def test_rounds_of_equal_time_go_on_without_whoever_is_missing(stop):
 def test_a_checkpoint_while_waiting_for_the_others_changes_no_round(meetings, tmp_path):
     """Who has given its model and waits is stopped there, and neither steps nor gives it again."""
     text = "averaging:period=10,pace=time ps"
-    task, cluster = resolved(
+    setup, cluster = resolved(
         "digits-mlp", text, steady(1.0, 1.0, 0.2), on="virtual", steps=51, checkpoint_every=21, out=tmp_path
     )
     steps: list[int] = []
-    VirtualRun(task, cluster, Watch(checkpoint=lambda step, state: steps.append(step))).run()
+    VirtualRun(setup, cluster, Callbacks(checkpoint=lambda step, state: steps.append(step))).run()
     assert steps == [21, 42]
     assert sorted({rhythm.rounds for rhythm in meetings[0]}) == [0, 1, 2, 3, 4, 5, 6]
     assert sorted({rhythm.began for rhythm in meetings[2]}) == [0, 1, 11, 21, 31, 41, 51]
@@ -432,7 +432,7 @@ def test_the_three_choices_differ_and_adam_can_have_them_too():
 def test_adam_reset_at_every_step_is_a_first_step_each_time():
     """Corrected for their start, the moments of a first step make it lr times the gradient's sign."""
     run = virtual(bowls([(0.0, 3.0)], lr=0.1), "averaging:period=1,state=reset", workers=1, steps=7, optimizer="adam")
-    assert float(run.params) == pytest.approx(7 * run.task.job.optimizer.lr, rel=1e-6)
+    assert float(run.params) == pytest.approx(7 * run.setup.job.optimizer.lr, rel=1e-6)
 
 
 # ---- what cannot be

@@ -16,7 +16,7 @@ from dure.errors import StrategyError
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import Strategy
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.bmuf import BMUF, DiLoCo
@@ -120,10 +120,10 @@ def test_diloco_is_bmuf_with_adamw(topology):
     bmuf = run_digits(f"bmuf:period=30,momentum=0.9,zeta=0.7,nesterov=true {topology}", 70, **options)
     diloco = run_digits(f"diloco {topology}", 70)
     assert torch.equal(diloco.params, bmuf.params)
-    assert diloco.task.job.optimizer == OptimizerSpec("adamw", lr=0.001, weight_decay=0.1)
+    assert diloco.setup.job.optimizer == OptimizerSpec("adamw", lr=0.001, weight_decay=0.1)
     asked = run_digits(f"diloco {topology}", 10, optimizer="momentum", lr=0.02)
-    assert asked.task.job.optimizer == OptimizerSpec("momentum", lr=0.02)
-    assert run_digits("diloco", 10, lr=0.02).task.job.optimizer.name == "adamw"
+    assert asked.setup.job.optimizer == OptimizerSpec("momentum", lr=0.02)
+    assert run_digits("diloco", 10, lr=0.02).setup.job.optimizer.name == "adamw"
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -286,11 +286,11 @@ def test_overlap_hides_the_way():
 def test_what_is_under_way_survives_a_checkpoint(text, tmp_path):
     options: dict[str, Any] = {"workers": 3, "steps": 20}
     without = virtual("digits-mlp", text, **options)
-    task, cluster = resolved(
+    setup, cluster = resolved(
         "digits-mlp", text, on="virtual", checkpoint_every=5, out=tmp_path, eval_every=1000, **options
     )
     assert cluster is not None
-    assert torch.equal(without.params, VirtualRun(task, cluster, Watch()).run().params)
+    assert torch.equal(without.params, VirtualRun(setup, cluster, Callbacks()).run().params)
 
 
 # ---- real processes, deaths, loops of one's own, and what cannot be
@@ -318,8 +318,8 @@ def test_servers_keep_the_momentum_while_workers_come_and_go(nesterov):
     machines = Machines(count=3, compute=Constant(seconds=0.1))
     cluster = Cluster(machines=(machines,), events=events)
     text = f"bmuf:period=4,momentum=0.5,nesterov={nesterov} ps"
-    task, cluster = resolved(job, text, cluster, on="virtual", steps=200, eval_every=1000)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved(job, text, cluster, on="virtual", steps=200, eval_every=1000)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     outcome = segment.outcome()
     assert outcome.totals.failures_survived == 2

@@ -32,7 +32,7 @@ def computed(method: str, cluster: Cluster, **options: Any) -> dict[int, list[fl
     run = virtual("quadratic", f"{method} ps:shards=2", cluster, trace=True, out="unused", **options)
     return {
         rank: [span.start for span in _spans(run) if span.rank_name == f"worker {rank}" and span.kind == "compute"]
-        for rank in range(run.task.workers)
+        for rank in range(run.setup.workers)
     }
 
 

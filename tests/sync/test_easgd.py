@@ -154,7 +154,7 @@ def test_the_center_is_closer_to_the_optimum_than_what_pulls_at_it():
 @pytest.mark.parametrize("period", [1, 4, 7])
 def test_the_model_travels_both_ways_once_a_period(period):
     run = virtual("digits-mlp", f"easgd:period={period} ps:shards=2", workers=3, steps=14)
-    nbytes = run.task.replica.numel * 4
+    nbytes = run.setup.replica.numel * 4
     meetings = math.ceil(14 / period)
     for counted in run.outcome.totals.per_worker.values():
         assert counted["bytes_sent"] == counted["bytes_received"] == meetings * nbytes

@@ -21,7 +21,7 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
 from dure.run.strategy import Strategy
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.hogwild import HogBatch, Hogwild
@@ -30,8 +30,8 @@ JOBS = Path(sparse_jobs.__file__)
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as one:
+def fork_server():
+    with ForkServer() as one:
         yield one
 
 
@@ -66,19 +66,19 @@ def test_one_worker_is_serial_bit_for_bit(strategy, dtype):
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild shared:mode=atomic", "hogbatch:batch=1"])
-def test_one_process_is_serial_bit_for_bit(strategy, nursery):
-    run = local("digits-mlp", strategy, nursery=nursery, workers=1, steps=20)
+def test_one_process_is_serial_bit_for_bit(strategy, fork_server):
+    run = local("digits-mlp", strategy, fork_server=fork_server, workers=1, steps=20)
     assert torch.equal(run.params, serial(load_job("digits-mlp"), 20))
 
 
 @pytest.mark.parametrize("scale", ["mean", "sum"])
 @pytest.mark.parametrize("steps", [12, 14])
-def test_one_hogbatch_worker_is_sgd_on_larger_batches(scale, steps, nursery):
+def test_one_hogbatch_worker_is_sgd_on_larger_batches(scale, steps, fork_server):
     job, strategy = load_job("digits-mlp", dtype="float64"), f"hogbatch:batch=4,scale={scale}"
     expected = serial(job, steps, batch=4, scale=scale)
     run = virtual("digits-mlp", strategy, workers=1, steps=steps, dtype="float64", exact=True)
     assert torch.equal(run.params, expected)
-    real = local("digits-mlp", strategy, nursery=nursery, workers=1, steps=steps, dtype="float64")
+    real = local("digits-mlp", strategy, fork_server=fork_server, workers=1, steps=steps, dtype="float64")
     assert torch.equal(real.params, expected)
 
 
@@ -207,7 +207,7 @@ def supports(inputs: Tensor, order: list[int], batch: int) -> int:
 
 @pytest.mark.parametrize(("strategy", "batch"), [("hogwild", 1), ("hogbatch:batch=5", 5), ("hogbatch:batch=7", 7)])
 @pytest.mark.parametrize("where", ["virtual", "real"])
-def test_writes_are_the_union_of_supports(strategy, batch, where, nursery):
+def test_writes_are_the_union_of_supports(strategy, batch, where, fork_server):
     job = sparse_jobs.sparse()
     sampler = job.samplers([1], seed=0)[0]
     order = [int(sampler.next()) for _ in range(64)]
@@ -216,7 +216,7 @@ def test_writes_are_the_union_of_supports(strategy, batch, where, nursery):
     if where == "virtual":
         run = virtual(job, strategy, workers=1, steps=64)
     else:
-        run = local(f"{JOBS}:sparse", strategy, nursery=nursery, workers=1, steps=64)
+        run = local(f"{JOBS}:sparse", strategy, fork_server=fork_server, workers=1, steps=64)
     assert run.summary["per_shard"]["server 0"]["written"] == expected
     untouched = torch.ones(600, dtype=torch.bool)
     untouched[job.train.inputs[order].unique()] = False
@@ -248,17 +248,17 @@ def loss_of_one_alone():
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild shared:mode=atomic,locks=8", "hogbatch:batch=4,scale=sum"])
-def test_processes_learn_a_sparse_model_as_well_as_one_alone(strategy, nursery, loss_of_one_alone):
-    run = local(f"{JOBS}:sparse", strategy, nursery=nursery, workers=2, steps=2500)
+def test_processes_learn_a_sparse_model_as_well_as_one_alone(strategy, fork_server, loss_of_one_alone):
+    run = local(f"{JOBS}:sparse", strategy, fork_server=fork_server, workers=2, steps=2500)
     assert run.outcome.history[-1]["accuracy"] > 0.9
     assert run.outcome.history[-1]["loss"] < 1.1 * loss_of_one_alone + 0.02
 
 
-def test_a_step_of_a_large_sparse_model_writes_what_its_samples_touch(nursery):
+def test_a_step_of_a_large_sparse_model_writes_what_its_samples_touch(fork_server):
     """48 of its two million numbers."""
     trial = trial_of("large", "hogwild", workers=2, steps=1500)
-    outcome = trial.run(nursery=nursery)
-    assert trial.hub.statuses[0]["written"] <= 3000 * 16 * PER_SAMPLE
+    outcome = trial.run(fork_server=fork_server)
+    assert trial.driver.statuses[0]["written"] <= 3000 * 16 * PER_SAMPLE
     assert outcome.params.view(-1, 16)[1000:].count_nonzero() == 0
     assert outcome.history[-1]["loss"] < 0.02
 
@@ -274,35 +274,35 @@ def test_a_sparse_accumulation_is_part_of_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
-def test_updates_of_processes_add_up(mode, nursery):
+def test_updates_of_processes_add_up(mode, fork_server):
     trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=400)
-    outcome = trial.run(nursery=nursery)
+    outcome = trial.run(fork_server=fork_server)
     values = -outcome.params
     assert outcome.totals.counts["updates_applied"] == 1200
-    assert trial.hub.statuses[0]["written"] == 1200 * 64
-    assert sum(trial.hub.statuses[0]["staleness"].values()) == 1200
+    assert trial.driver.statuses[0]["written"] == 1200 * 64
+    assert sum(trial.driver.statuses[0]["staleness"].values()) == 1200
     assert float(values.max()) <= 1200
     if mode == "atomic":
         assert values.tolist() == [1200.0] * 64
 
 
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
-def test_killed_workers_lose_one_update_each_at_most(mode, nursery):
+def test_killed_workers_lose_one_update_each_at_most(mode, fork_server):
     trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=3000)
     killed: list[str] = []
 
     def act(trial: Trial) -> None:
         for name in ("worker 1", "worker 2"):
-            if name not in killed and trial.hub.steps(name) > 100 * (1 + len(killed)):
+            if name not in killed and trial.driver.steps(name) > 100 * (1 + len(killed)):
                 killed.append(name)
                 trial.kill(name)
 
-    outcome = trial.run(act, nursery=nursery)
+    outcome = trial.run(act, fork_server=fork_server)
     values = -outcome.params
     counted = outcome.totals.counts["updates_applied"]
     assert sorted(killed) == ["worker 1", "worker 2"]
     assert outcome.totals.failures_survived == 2
-    assert trial.hub.finished.keys() == {"worker 0"}
+    assert trial.driver.finished.keys() == {"worker 0"}
     assert 3200 < counted < 9000
     if mode == "atomic":
         assert counted <= float(values.min()) <= float(values.max()) <= counted + 2  # written and not yet counted
@@ -310,18 +310,18 @@ def test_killed_workers_lose_one_update_each_at_most(mode, nursery):
         assert float(values.max()) <= counted + 2
 
 
-def test_the_death_of_the_owner_ends_the_run_and_its_memory(nursery):
+def test_the_death_of_the_owner_ends_the_run_and_its_memory(fork_server):
     trial = trial_of("ones", "hogwild", workers=2, steps=10**6)
     pids: list[int] = []
 
     def act(trial: Trial) -> None:
-        if not pids and trial.hub.steps("worker 1") > 50:
+        if not pids and trial.driver.steps("worker 1") > 50:
             pids.extend(trial.pids()[1:])
             assert all("memfd:dure" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
             trial.kill("server 0")
 
     with pytest.raises(DureError, match=r"^server 0 died: killed by signal 9 \(SIGKILL\)"):
-        trial.run(act, nursery=nursery)
+        trial.run(act, fork_server=fork_server)
     assert len(pids) == 3
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

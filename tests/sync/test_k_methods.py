@@ -10,7 +10,7 @@ import torch
 from support.runs import bowls, local, virtual
 
 from dure.errors import UsageError
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.job import load_job
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
@@ -145,13 +145,13 @@ def test_nothing_stale_counts_and_what_does_not_count_is_not_sent(method, k):
 
 def test_a_gradient_that_is_stopped_is_never_computed_and_its_data_are_used_up(monkeypatch):
     computed = []
-    evaluate = Evaluator.evaluate
+    evaluate = GradientEngine.evaluate
 
-    def counting(self: Evaluator, works: Any) -> Any:
+    def counting(self: GradientEngine, works: Any) -> Any:
         computed.extend(work.rank for work in works)
         return evaluate(self, works)
 
-    monkeypatch.setattr(Evaluator, "evaluate", counting)
+    monkeypatch.setattr(GradientEngine, "evaluate", counting)
     machines = (Machines(count=3, compute=Constant(seconds=0.01)), Machines(compute=Constant(seconds=0.05)))
     options = {"steps": 10, "split": "whole", "exact": True}
     run = virtual("digits-mlp", "backup:backups=1 ps", Cluster(machines=machines), **options)
@@ -166,8 +166,8 @@ def test_a_gradient_that_is_stopped_is_never_computed_and_its_data_are_used_up(m
 
 def test_samples_come_from_the_whole_set_unless_asked_otherwise():
     def indices(strategy: str, **options: Any) -> set[int]:
-        task = virtual("digits-mlp", f"{strategy} ps", workers=4, steps=1, **options).task
-        return set(task.source(3).sampler.indices.tolist())  # type: ignore[union-attr]
+        setup = virtual("digits-mlp", f"{strategy} ps", workers=4, steps=1, **options).setup
+        return set(setup.source(3).sampler.indices.tolist())  # type: ignore[union-attr]
 
     everything = len(load_job("digits-mlp").train)
     for method in ("backup", "k-sync", "k-batch-sync", "k-async", "k-batch-async"):

@@ -25,8 +25,8 @@ from dure.job.models.quadratic import Point, half_square, quadratic
 from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 from dure.run.config import TrainConfig
-from dure.run.process import Terms
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.process import FaultSettings
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync import line_search
@@ -263,8 +263,8 @@ def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_ever
     compute = Constant(seconds=0.01)
     on = Cluster(machines=(Machines(count=workers - 1, compute=compute), Machines(compute=compute, speed=0.2)))
     job = load_job("quadratic", samples=1000, batch_size=1, dim=3, dtype="float64")
-    task, cluster = resolved(job, f"lbfgs:push_every={push_every} ps", on, on="virtual", steps=10_000)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved(job, f"lbfgs:push_every={push_every} ps", on, on="virtual", steps=10_000)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     times = []
     evaluate = segment.coordinator.evaluate
 
@@ -288,12 +288,12 @@ def test_a_killed_process_leaves_no_trace_in_it():
     done = set()
 
     def act(trial):
-        if "kill" not in done and trial.hub.steps("worker 1") > 5:
+        if "kill" not in done and trial.driver.steps("worker 1") > 5:
             done.add("kill")
             trial.kill("worker 1")
-        elif "start" not in done and "worker 1" in trial.hub.dead and "worker 1" in trial.nursery.exited:
+        elif "start" not in done and "worker 1" in trial.driver.dead and "worker 1" in trial.fork_server.exited:
             done.add("start")
-            trial.hub.start("worker 1")
+            trial.driver.start("worker 1")
 
     outcome = trial.run(act)
     assert done == {"kill", "start"}
@@ -306,19 +306,19 @@ def test_who_stands_still_is_not_waited_for_at_the_end():
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"
     strategy = "lbfgs:m=0,iterations=1,search=backtracking ps"
     config = TrainConfig(job=job, strategy=strategy, on="local", workers=3, steps=10_000, eval_every=1000)
-    trial = Trial(config, Terms(evict_seconds=0.5, log=True))
+    trial = Trial(config, FaultSettings(evict_seconds=0.5, log=True))
     stopped = []
 
     def act(trial):
-        if not stopped and trial.hub.steps("worker 2") > 3:
+        if not stopped and trial.driver.steps("worker 2") > 3:
             stopped.append(True)
-            trial.nursery.signal("worker 2", signal.SIGSTOP)
+            trial.fork_server.signal("worker 2", signal.SIGSTOP)
 
     outcome = trial.run(act)
     assert stopped
     assert outcome.params.equal(stepped())
     assert outcome.totals.failures_survived == 1
-    assert "worker 2" not in trial.hub.finished
+    assert "worker 2" not in trial.driver.finished
 
 
 # ---- checkpoints, ends, refusals

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.runs import Finished, bowls, resolved, virtual
 
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.client import ServerClient
@@ -31,10 +31,10 @@ def steady(seconds: float, speeds: tuple[float, ...], *events: Event) -> Cluster
 
 
 def last_segment(strategy: str, cluster: Cluster, **options: object) -> tuple[Segment, Finished]:
-    task, cluster = resolved(bowls(PAIRS, lr=0.5), strategy, cluster, on="virtual", **options)
-    segment = Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, cluster = resolved(bowls(PAIRS, lr=0.5), strategy, cluster, on="virtual", **options)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
-    return segment, Finished(task, segment.outcome(), [])
+    return segment, Finished(setup, segment.outcome(), [])
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -69,7 +69,7 @@ def test_one_worker_is_serial(topology):
 
 def test_the_model_is_sent_once():
     run = virtual("digits-mlp", "one-shot ps", workers=3, steps=20)
-    nbytes = run.task.replica.numel * 4
+    nbytes = run.setup.replica.numel * 4
     assert run.summary["bytes_sent"] == 3 * nbytes
     ring = virtual("digits-mlp", "one-shot collective", workers=3, steps=20)
     assert ring.summary["bytes_sent"] == 3 * 2 * 2 * nbytes // 3

@@ -12,7 +12,7 @@ from support.runs import Fixed, bowls, virtual
 
 from dure.errors import StrategyError
 from dure.job.data.dataset import Data
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make
@@ -59,13 +59,13 @@ class Read:
 @pytest.fixture
 def reads(monkeypatch):
     found: list[Read] = []
-    evaluate = Evaluator.evaluate
+    evaluate = GradientEngine.evaluate
 
-    def watching(self: Evaluator, works: Any) -> Any:
+    def watching(self: GradientEngine, works: Any) -> Any:
         found.extend(Read(work.rank, work.step, tuple(map(round, work.values.tolist()))) for work in works)
         return evaluate(self, works)
 
-    monkeypatch.setattr(Evaluator, "evaluate", watching)
+    monkeypatch.setattr(GradientEngine, "evaluate", watching)
     return found
 
 

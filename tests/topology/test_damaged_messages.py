@@ -22,7 +22,7 @@ from dure.run.strategy import make
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.runtime.wire.frame import Kind
-from dure.topology.collective.compressed import CodedGroup
+from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 41
@@ -214,7 +214,7 @@ def test_a_coded_group_refuses_what_no_encoder_made(stranger, codec):
         caller = stranger("worker 0")
         group = SimpleNamespace(ranks=(0, 1))
         shape = SimpleNamespace(start=0, stop=NUMEL if gathers(codec) else 2 * NUMEL, shape=(1, NUMEL))
-        coded = CodedGroup(caller.node, group, make(codec, "codec"), [shape], Meter("worker 0"))
+        coded = CompressedGroup(caller.node, group, make(codec, "codec"), [shape], Meter("worker 0"))
         method = "take" if coded._gathers else "give"
         mine = torch.from_numpy(np.frombuffer(message_of(codec), np.uint8).copy())
         into = [] if coded._gathers else [torch.empty(coder.most_bytes, dtype=torch.uint8)]

@@ -24,7 +24,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 from dure.run.config import TrainConfig
 from dure.run.launchers.torchrun import after_restart
-from dure.runtime.launch.rendezvous import Place, place
+from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.launch.room import HELPER_NBYTES, check_memory
 from dure.user_loop.optimizer import ServerRule
 
@@ -895,9 +895,9 @@ def test_places():
     assert place({}) is None
     started = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     again = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert place({**started, **again}) == Place(1, 2, "h", restarts=3, launch="job", local_size=2)
+    assert place({**started, **again}) == RankEnvironment(1, 2, "h", restarts=3, launch="job", local_size=2)
     assert place(started).launch == place(started).launch != ""
-    assert Place(0, 2, "127.0.0.1").interface == "127.0.0.1"
+    assert RankEnvironment(0, 2, "127.0.0.1").interface == "127.0.0.1"
     with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):
         place({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK must be from 0 to 1"):

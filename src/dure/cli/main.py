@@ -25,7 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
 from dure.core.folder_names import CHECKPOINTS, LATEST
-from dure.core.user_code import blamed
+from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.run.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.runtime.launch.interruption import Interrupted, Interruption
@@ -33,7 +33,7 @@ from dure.runtime.launch.relay import STDERR, STDOUT, flush
 
 if TYPE_CHECKING:
     from dure.report.run import Run
-    from dure.runtime.launch.fork_server import Nursery
+    from dure.runtime.launch.fork_server import ForkServer
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
@@ -106,11 +106,11 @@ class Train(TrainConfig):
         if self.print_config:
             return _configuration(config)
         _require_job(config)
-        with _nursery(config.on or "local") as nursery:
-            from dure.run.prebuilt import AtHand
+        with _fork_server(config.on or "local") as fork_server:
+            from dure.run.prebuilt import Prebuilt
             from dure.run.train import run
 
-            finished = run(config, AtHand(nursery=nursery, interruption=interruption))
+            finished = run(config, Prebuilt(fork_server=fork_server, interruption=interruption))
         said, status = _lacking([finished])
         return Done(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
 
@@ -144,12 +144,12 @@ class Compare(CompareConfig):
         if self.print_config:
             return _configuration(config)
         _require_job(config)
-        with _nursery(*(config.on or ("local",))) as nursery:
+        with _fork_server(*(config.on or ("local",))) as fork_server:
             from dure.report.table import FittedComparison
             from dure.run.compare import run_all
-            from dure.run.prebuilt import AtHand
+            from dure.run.prebuilt import Prebuilt
 
-            comparison = run_all(config, AtHand(nursery=nursery, interruption=interruption))
+            comparison = run_all(config, Prebuilt(fork_server=fork_server, interruption=interruption))
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         said, status = _lacking(comparison.runs)
         written = _written(comparison.report, config.report)
@@ -252,7 +252,7 @@ class Probe:
         import torch
 
         from dure.job.job import load_job
-        from dure.job.validation import try_out
+        from dure.job.validation import validate_job
         from dure.planner.probe.probe import probe, table
 
         if not self.out.parent.is_dir():  # said before anything is measured
@@ -260,7 +260,7 @@ class Probe:
         torch.set_num_threads(1)  # as workers compute
         job = load_job(self.job, self.data) if self.job else None
         if job is not None:
-            try_out(job, self.job, rows=job.batch_size)
+            validate_job(job, self.job, rows=job.batch_size)
         found = probe(
             job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data, key_file=self.key_file
         )
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruption.heard():
             command = parse(arguments, os.environ)
             with _results(for_good=given is None) as out:
-                with blamed("your own code raised", DureError, only=True):
+                with explain_user_errors("your own code raised", DureError, only=True):
                     done = command.execute(interruption)
                 if _speaks(command):
                     _tell(done, out, as_json=command.json)
@@ -354,15 +354,15 @@ def _interrupted(number: int, command: Command | None) -> int:
 
 
 @contextmanager
-def _nursery(*places: str) -> Iterator[Nursery | None]:
+def _fork_server(*places: str) -> Iterator[ForkServer | None]:
     """The process that starts those of runs on this machine; it imports torch while this one does."""
     if "local" not in places:
         yield None
         return
-    from dure.runtime.launch.fork_server import Nursery
+    from dure.runtime.launch.fork_server import ForkServer
 
-    with Nursery() as nursery:
-        yield nursery
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:

@@ -18,7 +18,7 @@ import torch
 
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, SliceLayout, restore, states
-from dure.core.node import Coding
+from dure.core.node import CodecWork
 
 
 class Owner:
@@ -46,7 +46,7 @@ class Owner:
             self._coder.accumulate(messages[member], mean, share)
         return self._again.verdict(mean)
 
-    def codings(self, count: int) -> tuple[Coding, ...]:
+    def codec_works(self, count: int) -> tuple[CodecWork, ...]:
         """What `combine` does to `count` messages, for virtual time."""
         return combining(self.numel, count, votes=self._vote is not None)
 
@@ -66,16 +66,16 @@ class Owner:
         return {"again": self._again} if self._vote is None else {"again": self._again, "vote": self._vote}
 
 
-def combining(numel: int, count: int, *, votes: bool) -> tuple[Coding, ...]:
+def combining(numel: int, count: int, *, votes: bool) -> tuple[CodecWork, ...]:
     """What an owner of `numel` values does to `count` messages for them: one vote, or a mean that is encoded again."""
     if votes:
-        return (Coding("combine", count * numel),)
-    return Coding("combine", numel, count), Coding("encode", numel)
+        return (CodecWork("combine", count * numel),)
+    return CodecWork("combine", numel, count), CodecWork("encode", numel)
 
 
-def tallying(numel: int, count: int) -> tuple[Coding, ...]:
+def tallying(numel: int, count: int) -> tuple[CodecWork, ...]:
     """What a server of `numel` values, which votes, does to `count` updates that it has decoded."""
-    return *combining(numel, count, votes=True), Coding("decode", numel)
+    return *combining(numel, count, votes=True), CodecWork("decode", numel)
 
 
 def memory(coders: Sequence[Coder], owner: Owner) -> dict[str, torch.Tensor]:

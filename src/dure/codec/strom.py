@@ -38,7 +38,7 @@ class Strom(Codec):
     way: ClassVar[Way] = "gather"
 
     threshold: float = 0.01
-    coding: gaps.Coding = "range"
+    coding: gaps.CodecWork = "range"
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
@@ -53,7 +53,7 @@ class Strom(Codec):
 class _ThresholdCoder(Coder):
     """Elements of at least `threshold` as plus or minus that; all others as zero."""
 
-    def __init__(self, numel: int, threshold: float, coding: gaps.Coding) -> None:
+    def __init__(self, numel: int, threshold: float, coding: gaps.CodecWork) -> None:
         super().__init__(numel)
         self.threshold = threshold
         self.coding = coding

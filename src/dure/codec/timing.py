@@ -15,7 +15,7 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.replica import Replica
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _least_seconds(works: Sequence[Callable[[], object]]) -> float:
 
 def slices_of(job: Job) -> Iterator[Slice]:
     """Of the job's first gradients, from the front."""
-    layers, evaluator = Replica(job.build(0)).layers, Evaluator(job, exact=True)
+    layers, evaluator = Replica(job.build(0)).layers, GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     initial = evaluator.initial_values(0)
     gradients = []

@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dure.core.node import Coding
+from dure.core.node import CodecWork
 from dure.core.units import Seconds
-from dure.core.validated import Described
+from dure.core.validated import Validated
 from dure.errors import UsageError
 
 
-class Line(Described):
+class Line(Validated):
     """Seconds of a call, and of each value in it."""
 
     start: Seconds = 0.0
     value: Seconds = 0.0
 
 
-class CodecCost(Described):
+class CodecCost(Validated):
     """What a codec's coder takes of a core, on a machine of speed 1."""
 
     encode: Line = Line()
     decode: Line = Line()
     combine: Line = Line()
 
-    def seconds(self, codings: Iterable[Coding]) -> float:
-        """All of `codings`, one after another."""
+    def seconds(self, codec_works: Iterable[CodecWork]) -> float:
+        """All of `codec_works`, one after another."""
         total = 0.0
-        for coding in codings:
+        for coding in codec_works:
             line: Line = getattr(self, coding.operation)
             total += coding.calls * (line.start + coding.numel * line.value)
         return total

@@ -128,7 +128,7 @@ class Suspend(BaseException):
     """Thrown into a role at a step boundary, for a checkpoint. Not for methods to catch."""
 
 
-class Strand(Operation[T]):
+class Task(Operation[T]):
     """A coroutine that the loop resumes; itself an operation that ends when the coroutine does."""
 
     __slots__ = ("coroutine", "name", "waits_for")
@@ -178,12 +178,12 @@ class Strand(Operation[T]):
         if self.waits_for is not None:
             self.waits_for.forget(self.advance)
         self.done = True
-        self.loop.strands.pop(self, None)
+        self.loop.tasks.pop(self, None)
         self.coroutine.close()
 
     def _end(self, value: Any, error: BaseException | None) -> None:
         self.waits_for = None
-        self.loop.strands.pop(self, None)
+        self.loop.tasks.pop(self, None)
         if error is None:
             self.resolve(value)
         else:
@@ -194,20 +194,20 @@ class Strand(Operation[T]):
 
 
 class Loop:
-    """Runs strands until they wait. A runtime adds what they wait for."""
+    """Runs tasks until they wait. A runtime adds what they wait for."""
 
     def __init__(self) -> None:
         self.ready: deque[Callable[[], None]] = deque()
-        self.strands: dict[Strand[Any], None] = {}
+        self.tasks: dict[Task[Any], None] = {}
 
     def soon(self, callback: Callable[[], None]) -> None:
         self.ready.append(callback)
 
-    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str) -> Strand[T]:
-        strand = Strand(self, coroutine, name)
-        self.strands[strand] = None
-        self.ready.append(strand.advance)
-        return strand
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str) -> Task[T]:
+        task = Task(self, coroutine, name)
+        self.tasks[task] = None
+        self.ready.append(task.advance)
+        return task
 
     def run_ready(self) -> None:
         ready = self.ready
@@ -215,13 +215,13 @@ class Loop:
             ready.popleft()()
 
     def end(self) -> None:
-        """Nothing goes on any more: strands that have not ended, or not begun, are closed where they stand."""
+        """Nothing goes on any more: tasks that have not ended, or not begun, are closed where they stand."""
         self.ready.clear()
-        for strand in list(self.strands):
-            strand.kill()
+        for task in list(self.tasks):
+            task.kill()
 
-    def unheard(self, strand: Strand[Any], error: BaseException) -> None:
-        """A strand failed and nobody awaits it. A runtime decides; by default it is raised."""
+    def unheard(self, task: Task[Any], error: BaseException) -> None:
+        """A task failed and nobody awaits it. A runtime decides; by default it is raised."""
         raise error
 
 
@@ -396,7 +396,7 @@ class Work(Protocol):
     def run(self) -> Any: ...
 
 
-class Coding(NamedTuple):
+class CodecWork(NamedTuple):
     """What a coder does, `calls` times to `numel` values: "encode", "decode", or "combine" messages."""
 
     operation: str
@@ -408,20 +408,20 @@ class Coding(NamedTuple):
 class Apply:
     """Work over `nbytes` bytes of memory on a shard: what virtual time charges `nbytes * gamma` for.
 
-    Where it is a codec's, `codings` say what that does, and virtual time charges what the codec costs instead.
+    Where it is a codec's, `codec_works` say what that does, and virtual time charges what the codec costs instead.
     """
 
     function: Callable[[], Any]
     nbytes: int
-    codings: Sequence[Coding] = ()
+    codec_works: Sequence[CodecWork] = ()
 
     def run(self) -> Any:
         return self.function()
 
 
-def taking(*codings: Coding) -> Apply:
+def taking(*codec_works: CodecWork) -> Apply:
     """What a coder is about to do, for virtual time to pass. It is then done in place, where its errors belong."""
-    return Apply(nothing, 0, codings)
+    return Apply(nothing, 0, codec_works)
 
 
 class Ghost:

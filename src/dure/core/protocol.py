@@ -30,7 +30,7 @@ SHOWN = 40
 
 NODES = ("worker", "server")
 WORKERS = ("worker",)
-DRIVER = ("hub",)
+DRIVER = ("driver",)
 CLOCK = ("server 0",)
 """The first server hosts the clock, which commands the shards."""
 
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """`callers` are names of nodes ("hub"), or their kinds ("worker" is each "worker N"); empty for everybody."""
+    """`callers` are names of nodes ("driver"), or their kinds ("worker" is each "worker N"); empty for everybody."""
 
     callers: tuple[str, ...] = ()
     fields: Mapping[str, Field] = field(default_factory=dict)

@@ -11,7 +11,7 @@ AHEAD = 1000
 """How many sequence numbers a worker may skip: what is further ahead is no lost message but nonsense."""
 
 
-class Ledger:
+class SequenceTracker:
     """Which updates of each worker have been seen: exact, in a few numbers per worker.
 
     A worker numbers its updates 1, 2, 3, ... in each incarnation. Messages may be repeated, lost and sent again

@@ -1,7 +1,7 @@
 """A user's own Python files: what they define goes by `FILE.py:NAME`, wherever a built-in name would stand.
 
-Whatever a user's code raises is said in one sentence (`blamed`), with the place in it: nobody looks for a slip of their
-own below fifty lines of ours.
+An error of a user's code is told in one sentence that names its place (`explain_user_errors`), without a traceback of
+this library.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(file: str) -> ModuleType:
     sys.modules[name] = module
     _FILES[name] = file
     try:
-        with imports_beside(path), blamed(f"{file} cannot be loaded:"):
+        with imports_beside(path), explain_user_errors(f"{file} cannot be loaded:"):
             spec.loader.exec_module(module)
     except DureError:
         del sys.modules[name], _FILES[name]  # half of a module is none
@@ -97,7 +97,7 @@ def text_of(kind: type) -> str | None:
 
 
 @contextmanager
-def blamed(what: str, kind: type[DureError] = UsageError, *, only: bool = False) -> Iterator[None]:
+def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: bool = False) -> Iterator[None]:
     """While open, an exception of the user's code becomes one of `kind`: `what`, then its type, text and place.
 
     `only` lets pass what was not raised in a file of the user's, or in what such a file called.

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from dure.errors import ClusterError
 
 
-class Fault(ClusterError):
+class FieldError(ClusterError):
     """An error that knows the place of what is wrong, so that whatever holds it can name the whole path."""
 
     def __init__(self, place: tuple[str | int, ...], problem: str) -> None:
@@ -21,7 +21,7 @@ class Fault(ClusterError):
         super().__init__(f"{path}: {problem}." if path else f"{problem}.")
 
 
-class Described(BaseModel):
+class Validated(BaseModel):
     """Base of the parts: frozen, no unknown keys, and any error a `ClusterError` of one sentence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -33,24 +33,24 @@ class Described(BaseModel):
             raise _fault(type(self), error.errors(include_url=False)[0]) from None
 
 
-def _fault(model: type[BaseModel], detail: ErrorDetails) -> Fault:
+def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     inner = context.get("error")
     # Parts name their own places, so all that follows a field's name here is an index or a union's tag.
     place = tuple(step for i, step in enumerate(detail["loc"]) if i == 0 or isinstance(step, int))
-    if isinstance(inner, Fault):
-        return Fault(place + inner.place, inner.problem)
+    if isinstance(inner, FieldError):
+        return FieldError(place + inner.place, inner.problem)
     if kind == "value_error":
-        return Fault(place, str(inner).rstrip("."))
+        return FieldError(place, str(inner).rstrip("."))
     if kind == "extra_forbidden":
-        return Fault(place[:-1], _unknown(model, str(place[-1])))
+        return FieldError(place[:-1], _unknown(model, str(place[-1])))
     if kind == "missing":
-        return Fault(place, "is required and not there")
+        return FieldError(place, "is required and not there")
     if kind == "union_tag_invalid":
-        return Fault((*place, "distribution"), _choice(context["tag"], context["expected_tags"].replace("'", "")))
+        return FieldError((*place, "distribution"), _choice(context["tag"], context["expected_tags"].replace("'", "")))
     if kind == "literal_error":
-        return Fault(place, _choice(given, context["expected"].replace("'", "").replace(" or ", ", ")))
-    return Fault(place, f"{given!r} {_must(kind, context) or 'is not right: ' + detail['msg']}")
+        return FieldError(place, _choice(given, context["expected"].replace("'", "").replace(" or ", ", ")))
+    return FieldError(place, f"{given!r} {_must(kind, context) or 'is not right: ' + detail['msg']}")
 
 
 def _must(kind: str, context: dict[str, Any]) -> str | None:

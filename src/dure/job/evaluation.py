@@ -20,7 +20,7 @@ SAMPLES = 1000
 """Training samples of an evaluation where the job has no test data."""
 
 
-class Grade(NamedTuple):
+class Metrics(NamedTuple):
     """Mean loss, and the share of right answers (None where the job has no notion of one)."""
 
     loss: float
@@ -40,7 +40,7 @@ def _has_labels_in_rows(targets: Batch) -> bool:
     return any(each.dim() > 1 and not each.is_floating_point() for each in tensors(targets))
 
 
-class Examiner:
+class Evaluator:
     """Grades flat parameters on `job.test`, or on training data where the job has no test data.
 
     `samples` limits the number of samples; None takes all test data, or SAMPLES of the training data. A limited choice
@@ -57,7 +57,7 @@ class Examiner:
         self._rows = _choice(len(self._data), SAMPLES if samples is None and job.test is None else samples)
         self._batch = _batch(job, self._data)
 
-    def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Grade:
+    def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Metrics:
         self._replica.load(values)
         if buffers is not None:
             self._replica.load_buffers(buffers)
@@ -70,7 +70,7 @@ class Examiner:
                 if self._job.accuracy is not None:
                     right += float(self._job.accuracy(outputs, targets)) * len(rows)
         total = len(self._rows)
-        return Grade(loss / total, right / total if self._job.accuracy is not None else None)
+        return Metrics(loss / total, right / total if self._job.accuracy is not None else None)
 
 
 def _choice(total: int, samples: int | None) -> torch.Tensor:

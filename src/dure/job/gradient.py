@@ -32,7 +32,7 @@ class GradientWork:
     buffers: Tensor | None = None
 
     def run(self) -> NoReturn:
-        """A gradient is not computed alone: give it to a runtime's `Evaluator`."""
+        """A gradient is not computed alone: give it to a runtime's `GradientEngine`."""
         raise TypeError("GradientWork is computed by an Evaluator. Write evaluator.evaluate([work])[0].")
 
     def ghost(self) -> Gradient:

@@ -15,7 +15,7 @@ never from a measured time, so that a run's bits do not depend on how busy the m
 
 Only gradients of equal shapes are stacked. Before the first of a shape is, a check computes the same works in several
 compositions: if one bit depends on the company, or a result differs from the one computed alone, that shape is
-computed one at a time. `Evaluator.rule` says what was decided, for the run's record.
+computed one at a time. `GradientEngine.rule` says what was decided, for the run's record.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Decision:
     why: str
 
 
-class Evaluator:
+class GradientEngine:
     """Computes gradients of `job.loss` at any flat parameters, with one module that it keeps to itself.
 
     `sparse` gives the gradient of a model with sparse gradients (`nn.Embedding(sparse=True)`) as a flat sparse tensor,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from dure.core.spec_text import names, nearest
-from dure.core.user_code import blamed
+from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
 from dure.job.optimizer import OptimizerSpec, Segment
 from dure.job.replica import Layer
@@ -93,7 +93,7 @@ def scaled(groups: Groups, factor: float) -> Groups:
 
 
 def _difference(spec: OptimizerSpec, groups: Groups, name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
-    with blamed(f"its groups({name!r}, parameter) raised"):
+    with explain_user_errors(f"its groups({name!r}, parameter) raised"):
         found: Any = groups(name, parameter)
     own = {} if found is None else found
     if not isinstance(own, Mapping):

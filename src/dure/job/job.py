@@ -186,7 +186,7 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
         if "data_root" in parameters:
             own["data_root"] = find_root(data_root)
         _check_call(function, own, name_or_path)
-        with user_code.blamed(f"{name_or_path} raised"):
+        with user_code.explain_user_errors(f"{name_or_path} raised"):
             job = function(**own)
     if not isinstance(job, Job):
         raise UsageError(f"{name_or_path} must return a dure.Job, it returned {type(job).__name__}.")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure.core.user_code import blamed
+from dure.core.user_code import explain_user_errors
 from dure.errors import ReplicaError, UsageError
 from dure.job.data.structure import called, described, tensors
 from dure.job.replica import Replica
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 
-def try_out(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: int = 0) -> None:
+def validate_job(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: int = 0) -> None:
     """Compute a gradient and a grade of `job` on `rows` samples, once. `name` is what the job goes by.
 
     Where some workers have smaller batches, a gradient on the `fewest` too: batch norm refuses a batch of one.
@@ -50,10 +50,10 @@ def try_out(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: 
 
 
 def try_to_count(job: Job, name: str) -> None:
-    """What a run without values needs of `job`: its parameters, and what a sample costs. Raises as `try_out`."""
+    """What a run without values needs of `job`: its parameters, and what a sample costs. Raises as `validate_job`."""
     with _named(name):
         _model(job, 0)
-        with blamed("counting its model's operations raised"):
+        with explain_user_errors("counting its model's operations raised"):
             _ = job.flops_per_sample
 
 
@@ -77,12 +77,12 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
-    with blamed("reading its first samples raised"):
+    with explain_user_errors("reading its first samples raised"):
         return data.batch(torch.arange(rows) % len(data))
 
 
 def _model(job: Job, seed: int) -> nn.Module:
-    with blamed("its model() raised"):
+    with explain_user_errors("its model() raised"):
         module = job.build(seed)
     try:
         Replica(module)
@@ -97,12 +97,14 @@ def _outputs(module: nn.Module, inputs: Batch) -> Any:
     if any(each.is_floating_point() and each.dtype != dtype for each in tensors(inputs)):
         right = f" with parameters of {dtype}, where both should be alike (as --dtype float32 has them)"
     how = "" if isinstance(inputs, Tensor) else f" as model({'**' if isinstance(inputs, dict) else '*'}inputs)"
-    with blamed(f"its model must take a batch of inputs {described(inputs)}{how}{right}, and raised"):
+    with explain_user_errors(f"its model must take a batch of inputs {described(inputs)}{how}{right}, and raised"):
         return called(module, inputs)
 
 
 def _loss(job: Job, outputs: Any, targets: Batch) -> Tensor:
-    with blamed(f"its loss must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
+    with explain_user_errors(
+        f"its loss must take outputs {described(outputs)} and targets {described(targets)}, and raised"
+    ):
         loss = job.loss(outputs, targets)
     write = "Write loss=lambda outputs, targets: (...).mean()."
     if not isinstance(loss, Tensor):
@@ -123,14 +125,16 @@ def _differentiate(module: nn.Module, loss: Tensor) -> None:
             "has none. Leave out .detach(), .item(), argmax and torch.no_grad()."
         )
     parameters = [each for each in module.parameters() if each.requires_grad]
-    with blamed("the backward pass of its loss raised"):
+    with explain_user_errors("the backward pass of its loss raised"):
         torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
 
 
 def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:
     if job.accuracy is None:
         return
-    with blamed(f"its accuracy must take outputs {described(outputs)} and targets {described(targets)}, and raised"):
+    with explain_user_errors(
+        f"its accuracy must take outputs {described(outputs)} and targets {described(targets)}, and raised"
+    ):
         accuracy: Any = job.accuracy(outputs, targets)
     if not isinstance(accuracy, float | int) and not (isinstance(accuracy, Tensor) and accuracy.numel() == 1):
         raise UsageError(f"a job's accuracy must be one number, the share of right answers; got {accuracy!r:.80}.")

@@ -22,14 +22,14 @@ from dure.codec.cost import cost_of
 from dure.codec.exchange import combining, tallying
 from dure.codec.timing import slices_of, timed
 from dure.core.cost import CodecCost, codec_cost
-from dure.core.node import Coding
+from dure.core.node import CodecWork
 from dure.core.ranges import size
 from dure.run.strategy import codec_name
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.run.outcome import Totals
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
 
 BANDWIDTHS = (12.5e6, 125e6, 1.25e9, 12.5e9)
@@ -43,22 +43,22 @@ class Traffic(NamedTuple):
     plain: float
 
 
-def payoff(task: Task, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
+def payoff(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
     """The summary's `payoff`; nothing without a codec, or without anybody to send to.
 
     What the codec costs is said by the `cluster` of a virtual run. After a real one it is measured, here and now.
     """
-    codec = task.codec
+    codec = setup.codec
     rows = _rows(totals)
-    if codec is None or task.workers == 1 or not rows:
+    if codec is None or setup.workers == 1 or not rows:
         return {}
     name = codec_name(codec)
     given = {} if cluster is None else cluster.codecs
-    cost = _measured(task, codec) if cluster is None else cost_of(name, given)
+    cost = _measured(setup, codec) if cluster is None else cost_of(name, given)
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
-    coding = cost.seconds(codings(task, codec)) / task.period
-    traffic = _by_servers(task, totals) if task.servers else _by_collectives(task, totals)
+    coding = cost.seconds(codec_works(setup, codec)) / setup.period
+    traffic = _by_servers(setup, totals) if setup.servers else _by_collectives(setup, totals)
     links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
     return {
         "codec": name,
@@ -85,19 +85,24 @@ def break_even(coding: float, traffic: Traffic) -> float | None:
     return saved / coding if coding else math.inf
 
 
-def codings(task: Task, codec: Codec) -> list[Coding]:
+def codec_works(setup: Setup, codec: Codec) -> list[CodecWork]:
     """What coders do in a step, one after another, before everybody has what it brings."""
-    workers, numel = task.workers, task.replica.numel
-    if task.servers:
-        sizes = [size(ranges) for ranges in task.ranges]
+    workers, numel = setup.workers, setup.replica.numel
+    if setup.servers:
+        sizes = [size(ranges) for ranges in setup.ranges]
         voted = () if codec.vote() is None else tallying(max(sizes), workers)
-        applied = () if codec.vote() is None else [Coding("decode", each) for each in sizes]  # at the workers
-        return [*(Coding("encode", each) for each in sizes), Coding("decode", max(sizes), workers), *voted, *applied]
+        applied = () if codec.vote() is None else [CodecWork("decode", each) for each in sizes]  # at the workers
+        return [
+            *(CodecWork("encode", each) for each in sizes),
+            CodecWork("decode", max(sizes), workers),
+            *voted,
+            *applied,
+        ]
     if codec.way == "gather":
-        return [Coding("encode", numel), Coding("combine", numel, workers)]
+        return [CodecWork("encode", numel), CodecWork("combine", numel, workers)]
     stripe = -(-numel // workers)
     combined = combining(stripe, workers, votes=codec.vote() is not None)
-    return [Coding("encode", stripe, workers), *combined, Coding("decode", stripe, workers)]
+    return [CodecWork("encode", stripe, workers), *combined, CodecWork("decode", stripe, workers)]
 
 
 def _at(bandwidth: float, compute: float, coding: float, traffic: Traffic) -> dict[str, float]:
@@ -113,22 +118,22 @@ def _rows(totals: Totals) -> list[dict[str, int]]:
     return [row for row in totals.per_worker.values() if row.get("steps") and "bytes_sent" in row]
 
 
-def _by_collectives(task: Task, totals: Totals) -> Traffic:
+def _by_collectives(setup: Setup, totals: Totals) -> Traffic:
     """Out of a card; as much comes in at the same time. Without a codec there would be a ring."""
     coded = max(row["bytes_sent"] / row["steps"] for row in _rows(totals))
-    return Traffic(coded, 2 * (task.workers - 1) / task.workers * _weight(task) / task.period)
+    return Traffic(coded, 2 * (setup.workers - 1) / setup.workers * _weight(setup) / setup.period)
 
 
-def _by_servers(task: Task, totals: Totals) -> Traffic:
+def _by_servers(setup: Setup, totals: Totals) -> Traffic:
     """In and out, one after another: parameters are pulled when gradients have been pushed.
 
     Either a worker's card is the busiest, or that of the largest shard, which has its part of what all workers have.
     """
-    rows, pushed = _rows(totals), _weight(task) / task.period
+    rows, pushed = _rows(totals), _weight(setup) / setup.period
     most = max(row["steps"] for row in rows)
-    votes = task.codec is not None and task.codec.vote() is not None
+    votes = setup.codec is not None and setup.codec.vote() is not None
     cards = [_both(row, row["steps"], pushed, votes=votes) for row in rows]
-    part = max(size(ranges) for ranges in task.ranges) / task.replica.numel
+    part = max(size(ranges) for ranges in setup.ranges) / setup.replica.numel
     all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows]
     cards.append(Traffic(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
@@ -140,15 +145,15 @@ def _both(row: Mapping[str, int], steps: int, pushed: float, *, votes: bool) -> 
     return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + pulled)
 
 
-def _weight(task: Task) -> int:
-    return task.replica.numel * task.replica.params.element_size()
+def _weight(setup: Setup) -> int:
+    return setup.replica.numel * setup.replica.params.element_size()
 
 
-def _measured(task: Task, codec: Codec) -> CodecCost:
+def _measured(setup: Setup, codec: Codec) -> CodecCost:
     """On this machine and this model, with one thread, as workers compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return codec_cost(timed(codec, slices_of(task.job)))
+        return codec_cost(timed(codec, slices_of(setup.job)))
     finally:
         torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
 """One checkpoint of a real run: everybody stops, everybody writes its part, then it counts.
 
 workers   suspended -----> all there? -> go and write -> saved -----> all there?
-servers                    save <------ the hub asks                       |
-hub                        writes its own part  ------------------> commit -> go on
+servers                    save <------ the driver asks                    |
+driver                        writes its own part  ------------------> commit -> go on
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckpointRound:
         self,
         suspend: Callable[[], Awaitable[None]],
         save_servers: Callable[[Path], Awaitable[None]],
-        hub_part: Callable[[], Part],
+        driver_part: Callable[[], Part],
     ) -> None:
         """The round, from the first worker's stop on."""
         with self._noting_problems():
@@ -76,7 +76,7 @@ class CheckpointRound:
         await self.all_stopped
         with self._noting_problems():
             await save_servers(self.draft)
-            checkpoint.write_part(self.draft, "run", hub_part())
+            checkpoint.write_part(self.draft, "run", driver_part())
         await self.all_written
         with self._noting_problems():
             if self.problem is None:

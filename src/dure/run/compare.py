@@ -15,7 +15,7 @@ from dure.run.config import FEW, CompareConfig, goal
 if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.report.run import Run
-    from dure.run.prebuilt import AtHand
+    from dure.run.prebuilt import Prebuilt
     from dure.runtime.virtual.cluster import Cluster
 
 
@@ -49,17 +49,17 @@ def compare(
     if strategies and named:
         raise UsageError(f"strategies are given by place, {strategies}, and by name, {named}: give them once.")
     strategies = strategies or ((named,) if isinstance(named, str) else tuple(named))
-    from dure.run.prebuilt import AtHand
+    from dure.run.prebuilt import Prebuilt
 
     given, name = (None, job) if isinstance(job, str) else (job, job.name)
     if isinstance(on, str):
         on = (on,)
     cluster, places = (None, tuple(on)) if isinstance(on, Sequence) else (on, ("virtual",))
     config = CompareConfig.of({**options, "job": name, "strategies": strategies, "on": places})
-    return run_all(config, AtHand(given, cluster))
+    return run_all(config, Prebuilt(given, cluster))
 
 
-def run_all(config: CompareConfig, at_hand: AtHand) -> Comparison:
+def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts."""
     from dure.report.html import DEFAULT, free, write_report
     from dure.run.train import run
@@ -69,7 +69,7 @@ def run_all(config: CompareConfig, at_hand: AtHand) -> Comparison:
         each.chosen()
     if not config.strategies:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
-    runs = [run(each, at_hand) for each in configs]
+    runs = [run(each, prebuilt) for each in configs]
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()

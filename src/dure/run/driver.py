@@ -35,23 +35,23 @@ from dure.core.protocol import (
 from dure.errors import DureError, Refused, RemoteError
 from dure.run import checkpoint
 from dure.run.checkpoint_round import CheckpointRound
-from dure.run.failures import Casualties
+from dure.run.failures import FailureTracker
 from dure.run.gathering import Gathering
 from dure.run.grader import Grader, Snapshot
 from dure.run.last_checkpoint import LastCheckpoint, stop_together
 from dure.run.launcher import Launcher
 from dure.run.liveness import FORK_SERVER, Limits, LivenessMonitor
 from dure.run.outcome import Outcome, Totals
-from dure.run.process import COUNTED, Terms
-from dure.run.restart_policy import Restarts
+from dure.run.process import COUNTED, FaultSettings
+from dure.run.restart_policy import RestartPolicy
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 
 if TYPE_CHECKING:
-    from dure.run.setup import Task
-    from dure.run.virtual import Row, Watch
+    from dure.run.setup import Setup
+    from dure.run.virtual import Callbacks, Row
 
 START_SECONDS = 120.0
 """How long processes may take to come up."""
@@ -62,63 +62,63 @@ CLOSE_SECONDS = 2.0
 log = logging.getLogger("dure")
 
 
-class Hub:
+class Driver:
     """The service that all processes of a run talk to, and the launcher's view of them."""
 
     def __init__(
         self,
-        task: Task,
-        watch: Watch,
+        setup: Setup,
+        watch: Callbacks,
         launcher: Launcher,
         *,
         folder: Path | None,
-        terms: Terms = Terms(),  # noqa: B008
-        restarts: Restarts | None = None,
+        terms: FaultSettings = FaultSettings(),  # noqa: B008
+        restarts: RestartPolicy | None = None,
         interface: str | None = None,
         credentials: Credentials | None = None,
         interruption: Interruption | None = None,
     ) -> None:
         """`interface` is the address at which processes of other machines reach this one; without it there are none."""
-        self.task, self.watch = task, watch
+        self.setup, self.watch = setup, watch
         self.launcher, self.folder = launcher, folder
-        self.restarts = restarts or Restarts(task, None)
+        self.restarts = restarts or RestartPolicy(setup, None)
         self.terms = replace(terms, return_seconds=self.restarts.return_seconds)
-        self.run_name = f"{task.job.name}-{secrets.token_hex(4)}"
-        self.credentials = credentials or Credentials.drawn(task.config.integrity)
-        self.node = ProcessNode(Identity(self.run_name, "hub"), self.credentials, seed=task.config.seeded)
+        self.run_name = f"{setup.job.name}-{secrets.token_hex(4)}"
+        self.credentials = credentials or Credentials.drawn(setup.config.integrity)
+        self.node = ProcessNode(Identity(self.run_name, "driver"), self.credentials, seed=setup.config.seeded)
         self.node.on_lost = self._lost
         address = interface or "127.0.0.1"
         self.address = (address, self.node.wire.listen(address))
-        self.node.serve("hub", self)
-        self.store = EngineStore(interface, task.workers) if task.uses_engine else None
+        self.node.serve("driver", self)
+        self.store = EngineStore(interface, setup.workers) if setup.uses_engine else None
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []
-        self.grader = Grader(task, self._graded, watch)
+        self.grader = Grader(setup, self._graded, watch)
         self.incarnations: dict[str, int] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.present, self.ready = set[str](), set[str]()
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.liveness = LivenessMonitor(address, Limits.of(task.config), lambda: launcher.processes)
-        needed, loop = task.needs_everybody, self.node.loop
-        self.casualties = Casualties(launcher, loop, str(task.strategy), needed=needed, folder=folder)
+        self.liveness = LivenessMonitor(address, Limits.of(setup.config), lambda: launcher.processes)
+        needed, loop = setup.needs_everybody, self.node.loop
+        self.casualties = FailureTracker(launcher, loop, str(setup.strategy), needed=needed, folder=folder)
         self.evicted: dict[str, str] = {}
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}  # of each worker, the step boundary that it has last told of
-        self.gathering = Gathering(task.merge_buffers)
+        self.gathering = Gathering(setup.merge_buffers)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_row = self._refused_of_lost = 0  # a step; gradients of workers that have failed
-        self._servers = [f"server {number}" for number in range(task.servers)]
-        self._workers = [f"worker {rank}" for rank in range(task.workers) if rank not in terms.absent]
+        self._servers = [f"server {number}" for number in range(setup.servers)]
+        self._workers = [f"worker {rank}" for rank in range(setup.workers) if rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
         self._dismissed: set[str] = set()
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
-        self.checkpoint_due = task.config.checkpoint_every or 0
-        self.last_checkpoint = LastCheckpoint(self, interruption or Interruption(), task.config.grace)
+        self.checkpoint_due = setup.config.checkpoint_every or 0
+        self.last_checkpoint = LastCheckpoint(self, interruption or Interruption(), setup.config.grace)
 
     @property
     def dead(self) -> Mapping[str, str]:
@@ -154,7 +154,7 @@ class Hub:
     def expects(self, method: str) -> Sequence[TensorSpec]:
         if method not in ("snapshot", "part", "done"):
             return ()
-        replica = self.task.replica
+        replica = self.setup.replica
         specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel)]
         buffers = replica.buffers_flat()
         if buffers.numel():
@@ -177,7 +177,7 @@ class Hub:
             "done": self._done,
         }.get(call.method)
         if handler is None:
-            raise Refused(f'the hub has no method "{call.method}".')
+            raise Refused(f'the driver has no method "{call.method}".')
         if call.caller not in self._everyone:
             raise Refused(f"{call.caller} is no process of this run.")
         return handler(call)
@@ -190,7 +190,7 @@ class Hub:
         await self._registering
         if newcomer and call.caller in self._servers:
             self.node.spawn(self._bring_back(call.caller), f"introducing {call.caller} again")
-        elif newcomer and self.task.graph is not None:
+        elif newcomer and self.setup.graph is not None:
             self._introduce(call.caller)
         store = None if self.store is None else self.store.place
         directory = {name: list(place) for name, place in self.places.items()}
@@ -229,7 +229,7 @@ class Hub:
         evaluates = bool(living) and call.caller == living[0]
         if evaluates:
             self.evaluator = call.caller
-        suspending = self.round is not None and not self.round.all_stopped.done and not self.task.lockstep
+        suspending = self.round is not None and not self.round.all_stopped.done and not self.setup.lockstep
         go = {"seconds": self.node.now(), "evaluates": evaluates}
         return Reply({**go, "suspending": suspending, "checkpoint": self.checkpoint_due})
 
@@ -239,11 +239,11 @@ class Hub:
         self.at[call.caller] = call.fields["at"]
         self._grade_means()
         steps = call.fields["steps"]
-        self.watch.progress(steps, self.task.steps, call.fields["loss"], self._samples())
+        self.watch.progress(steps, self.setup.steps, call.fields["loss"], self._samples())
         return Reply()
 
     def _samples(self) -> int:
-        sizes = self.task.batch_sizes
+        sizes = self.setup.batch_sizes
         going = sum(int(said["done"]) * sizes[_number(name)] for name, said in self.progress.items())
         return self.totals.counts["samples"] + going
 
@@ -280,7 +280,7 @@ class Hub:
         step, rank = fields["steps"], _number(call.caller)
         if step > self._last_row:
             self._at_servers[step] = fields["at_servers"]
-            more: dict[str, Any] = {"updates": fields["updates"], "weight": self.task.weight(rank)}
+            more: dict[str, Any] = {"updates": fields["updates"], "weight": self.setup.weight(rank)}
             self.gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
         self.at[call.caller] = fields["at"]
         self._grade_means()
@@ -301,7 +301,7 @@ class Hub:
     def _failed(self, call: Call) -> Reply:
         kind, message = call.fields["kind"], call.fields["message"]
         self._refused_of_lost += int(call.fields["refused"])
-        if kind == "Quarantined" and not self.task.needs_everybody:
+        if kind == "Quarantined" and not self.setup.needs_everybody:
             self.casualties.because(call.caller, message.rstrip("."))  # its process ends, and the others go on
         else:
             self.casualties.failed(call.caller, kind, message)
@@ -333,13 +333,13 @@ class Hub:
     @property
     def can_checkpoint(self) -> bool:
         """Whether a checkpoint can be written at a step that is not scheduled."""
-        saving = self.folder is not None and bool(self.task.config.checkpoint_every)
+        saving = self.folder is not None and bool(self.setup.config.checkpoint_every)
         return saving and self._going.done and bool(self._living())
 
     async def checkpoint_now(self) -> None:
         """Write a checkpoint before the next one is due."""
-        every = self.task.config.checkpoint_every or 0
-        if self.task.lockstep:
+        every = self.setup.config.checkpoint_every or 0
+        if self.setup.lockstep:
             await stop_together(self)
             while self.round is None:
                 await self.node.sleep(0.01)  # until the first worker has stopped
@@ -364,13 +364,13 @@ class Hub:
         await current.committed
         if self.round is current:
             self.round = None
-            self.checkpoint_due += self.task.config.checkpoint_every or 0
+            self.checkpoint_due += self.setup.config.checkpoint_every or 0
         return Reply({"checkpoint": self.checkpoint_due})
 
     async def _suspend_others(self) -> None:
         """Lockstep workers come by themselves; the others are told."""
         assert self.round is not None
-        if not self.task.lockstep:
+        if not self.setup.lockstep:
             for name in sorted(self.round.waits_for()):  # of one that is frozen no answer comes
                 self.node.call(Address(name, "process"), "suspend", step=self.checkpoint_due)
 
@@ -381,7 +381,7 @@ class Hub:
             await self.node.call(Address(name, "process"), "save", draft=str(draft))
 
     def _part(self) -> checkpoint.Part:
-        """What the hub has, and the models of those who are through where no server has them."""
+        """What the driver has, and the models of those who are through where no server has them."""
         assert self.round is not None
         plain = {
             "checkpoint": self.round.step,
@@ -390,7 +390,7 @@ class Hub:
             "seconds": self.node.now(),
             "progress": self.progress,
             "finished": self.finished,
-            "origin": self.task.origin,
+            "origin": self.setup.origin,
         }
         tensors = {}
         for name, (values, buffers) in self.delivered.items() if not self._servers else ():
@@ -422,7 +422,7 @@ class Hub:
         self.at.pop(name, None)
         if name in self._servers and self._going.done:
             self.restarts.died(name, self.node.now())
-        if name.startswith("server") or self.task.needs_everybody or name in self.casualties.failures:
+        if name.startswith("server") or self.setup.needs_everybody or name in self.casualties.failures:
             return
         self.evicted.pop(name, None)
         self.totals.failures_survived += 1
@@ -453,7 +453,7 @@ class Hub:
             watched.append(FORK_SERVER)
         self.liveness.look(watched)
         for name in self.liveness.frozen(watched):
-            self._give_up(name, f"frozen: no heartbeat for {self.task.config.frozen_after:g} s")
+            self._give_up(name, f"frozen: no heartbeat for {self.setup.config.frozen_after:g} s")
         self.watch.notice(self.liveness.described(watched))
 
     def _give_up(self, name: str, reason: str) -> None:
@@ -467,11 +467,11 @@ class Hub:
         if name in self.evicted:
             self.evicted[name] = reason
             return
-        kept = self._going.done and not (self.task.needs_everybody or self.task.shares_memory)
+        kept = self._going.done and not (self.setup.needs_everybody or self.setup.shares_memory)
         if name in self._workers and kept:
             log.warning("%s is evicted (%s): the others go on without it until it comes back.", name, reason)
             self._evict(name, reason)
-            if self.task.graph is not None:
+            if self.setup.graph is not None:
                 for neighbor in self._living():
                     self.node.spawn(self._tell_frozen(neighbor, name), f"telling {neighbor} that {name} is frozen")
             if self._servers:
@@ -510,7 +510,7 @@ class Hub:
         """Count the steps that a worker has last told of."""
         steps = int(self.progress.pop(name, {"done": 0})["done"])
         self.totals.count("per_worker", name, steps=steps)
-        self.totals.counts["samples"] += steps * self.task.batch_sizes[_number(name)]
+        self.totals.counts["samples"] += steps * self.setup.batch_sizes[_number(name)]
 
     # ---- running
 
@@ -528,15 +528,15 @@ class Hub:
             name,
             run=self.run_name,
             incarnation=incarnation,
-            hub=list(self.address),
+            driver=list(self.address),
             credentials=self.credentials.plain(),
             terms=asdict(self.terms),
             resume=None if resume is None else str(resume),
             heartbeat=self.liveness.admit(name),
         )
 
-    def run(self, resume: Path | None = None, *, after: Hub | None = None) -> Outcome:
-        """Start everybody, and wait until the work is done; `after` a hub of the same run that has lost a server."""
+    def run(self, resume: Path | None = None, *, after: Driver | None = None) -> Outcome:
+        """Start everybody, and wait until the work is done; `after` a driver of the same run that has lost a server."""
         if resume is not None:
             with checkpoint.fitting("run"):
                 self._resume(checkpoint.load(resume).parts["run"])
@@ -594,11 +594,11 @@ class Hub:
         self.checkpoint_due += plain["checkpoint"]
 
     async def _gather(self) -> Outcome:
-        totals, task = self.totals, self.task
+        totals, setup = self.totals, self.setup
         for name, said in self.finished.items():
             totals.count("per_worker", name, steps=said["done"], **{key: said[key] for key in _TRAFFIC})
             totals.add_time(said["time"])
-            totals.counts["samples"] += said["done"] * task.batch_sizes[_number(name)]
+            totals.counts["samples"] += said["done"] * setup.batch_sizes[_number(name)]
             for key in _TRAFFIC:
                 totals.counts[key] += said[key]
         totals.seconds = max(said["seconds"] for said in self.finished.values())
@@ -625,8 +625,8 @@ class Hub:
         self.grader.close()
         notes: dict[str, Any] = {"deaths": dict(self.casualties.causes), "evicted": dict(self.evicted)}
         notes["unfinished"] = self._unfinished()
-        if task.plan is not None:
-            notes["hybrid"] = task.plan.described()
+        if setup.plan is not None:
+            notes["hybrid"] = setup.plan.described()
         return Outcome(totals, self.history, values, self.spans, notes)
 
     def _unfinished(self) -> dict[str, str]:
@@ -636,21 +636,21 @@ class Hub:
 
     async def _deliver(self) -> tuple[torch.Tensor, int]:
         """The final parameters, and how many gradients are in them; what the shards have counted."""
-        task, totals = self.task, self.totals
-        if not task.clocked:
+        setup, totals = self.setup, self.totals
+        if not setup.clocked:
             await self._count_shards()
             done = sum(int(said["done"]) - int(said.get("refused", 0)) for said in self.finished.values())
             totals.counts["updates_applied"] = done
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             updates = sum(int(said["updates"]) for said in self.finished.values())
             living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
-            return living[0] if task.needs_everybody else torch.stack(living).mean(dim=0), updates
+            return living[0] if setup.needs_everybody else torch.stack(living).mean(dim=0), updates
         await self.node.call(Address(self._servers[0], "process"), "settle")  # the last to leave may close a group
         totals.count_updates(await self._count_shards())
         clock = (await self.node.call(Address(self._servers[0], "clock"), "status")).fields
         totals.counts["updates_refused"] += clock["refused"]
-        client = task.client(self.node, -1)
-        return await client.look(task.replica.params.clone())
+        client = setup.client(self.node, -1)
+        return await client.look(setup.replica.params.clone())
 
     async def _count_shards(self) -> list[tuple[dict[int, int], int, int]]:
         """Count what each shard has done: its staleness, updates applied and refused."""
@@ -666,14 +666,14 @@ class Hub:
     def _merged_buffers(self) -> torch.Tensor | None:
         ranked = sorted(self.delivered.items(), key=lambda item: _number(item[0]))
         found = [buffers for _, (_, buffers) in ranked if buffers is not None]
-        return self.task.merge_buffers(found) if found else None
+        return self.setup.merge_buffers(found) if found else None
 
     def _graded(self, row: Row) -> None:
         self.history.append(row)
         self.watch.row(row)
 
     def begin_again(self) -> float | None:
-        """After an error: in how many seconds another hub may go on from the last checkpoint; None if none may."""
+        """After an error: in how many seconds another driver may go on from the last checkpoint; None if none may."""
         return self.restarts.together(self.dead) if self._going.done else None
 
     def close(self) -> None:

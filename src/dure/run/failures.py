@@ -20,7 +20,7 @@ from dure.run.restart_policy import LIMIT
 
 if TYPE_CHECKING:
     from dure.run.launcher import Launcher
-    from dure.run.restart_policy import Restarts
+    from dure.run.restart_policy import RestartPolicy
     from dure.runtime.process.node import ProcessLoop
 
 EXPLAIN_SECONDS = 3.0
@@ -31,7 +31,7 @@ _RESUME = " Resume from its last checkpoint (--resume), or train with --checkpoi
 log = logging.getLogger("dure")
 
 
-class Casualties:
+class FailureTracker:
     """The dead by name, with what their connection said; failures that workers have reported.
 
     `reasons` are causes that are known before a process ends. `needed` says whether the run can't go on without each of
@@ -81,7 +81,7 @@ class Casualties:
             if self._explained(name):
                 self._explain(name)
 
-    def check(self, workers: Collection[str], restarts: Restarts) -> None:
+    def check(self, workers: Collection[str], restarts: RestartPolicy) -> None:
         """Raise what ends the run; a server that comes back does not."""
         own = [error for error in self.failures.values() if not isinstance(error, RemoteError)]
         if own:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dure.job.evaluation import Examiner, Grade
+from dure.job.evaluation import Evaluator, Metrics
 
 if TYPE_CHECKING:
-    from dure.run.setup import Task
-    from dure.run.virtual import Row, Watch
+    from dure.run.setup import Setup
+    from dure.run.virtual import Callbacks, Row
 
 
 class Snapshot(NamedTuple):
@@ -28,8 +28,8 @@ class Snapshot(NamedTuple):
 class Grader:
     """Grades snapshots on a thread of its own, at the lowest priority: the workers come first."""
 
-    def __init__(self, task: Task, finished: Callable[[Row], None], watch: Watch) -> None:
-        self._examiner = Examiner(task.job, task.config.eval_samples)
+    def __init__(self, setup: Setup, finished: Callable[[Row], None], watch: Callbacks) -> None:
+        self._examiner = Evaluator(setup.job, setup.config.eval_samples)
         self._finished = finished
         self._evaluating = watch.evaluating
         self._waiting: deque[Snapshot] = deque()
@@ -79,7 +79,7 @@ class Grader:
                     continue
                 snapshot = self._waiting.popleft()
                 with self._evaluating():
-                    grade: Grade = self._examiner.grade(snapshot.values, snapshot.buffers)
+                    grade: Metrics = self._examiner.grade(snapshot.values, snapshot.buffers)
                 self._graded.append({**snapshot.row, "loss": grade.loss, "accuracy": grade.accuracy})
         except BaseException as error:  # noqa: BLE001  (raised again on the launcher's thread, by `look`)
             self._error = error

@@ -19,9 +19,9 @@ from dure.errors import DureError, Refused
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping
 
-    from dure.core.node import Strand
+    from dure.core.node import Task
     from dure.run.checkpoint_round import CheckpointRound
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
     from dure.runtime.launch.interruption import Interruption
     from dure.runtime.process.node import ProcessNode
 
@@ -29,7 +29,7 @@ AHEAD_SECONDS = 0.2
 """Time in which workers make the steps up to the clock at which they stop together: longer than a message takes."""
 
 AHEAD_STEPS = 20
-"""Short steps beyond that, which the hub may not have heard of. Between two meetings, workers hear and say nothing."""
+"""Short steps beyond that, of which the driver may not know: between two meetings, workers report nothing."""
 
 ATTEMPTS = 3
 """Clocks that are tried."""
@@ -41,7 +41,7 @@ class Checkpointing(Protocol):
     """What is used of the driver of a run."""
 
     node: ProcessNode
-    task: Task
+    setup: Setup
     checkpoint_due: int
     round: CheckpointRound | None
 
@@ -57,13 +57,13 @@ class Checkpointing(Protocol):
 
 
 class LastCheckpoint:
-    """Has the run of `hub` write a checkpoint once `interruption` has come, in at most `grace` seconds."""
+    """Has the run of `driver` write a checkpoint once `interruption` has come, in at most `grace` seconds."""
 
-    def __init__(self, hub: Checkpointing, interruption: Interruption, grace: float) -> None:
-        self._hub = hub
+    def __init__(self, driver: Checkpointing, interruption: Interruption, grace: float) -> None:
+        self._driver = driver
         self._interruption = interruption
         self._grace = grace
-        self._writing: Strand[None] | None = None
+        self._writing: Task[None] | None = None
 
     def look(self) -> None:
         """Raise `Interrupted` once the checkpoint is written, or there will be none."""
@@ -71,10 +71,10 @@ class LastCheckpoint:
         if number is None:
             return
         if self._writing is None:
-            if not self._hub.can_checkpoint or not self._grace:
+            if not self._driver.can_checkpoint or not self._grace:
                 self._interruption.check()
             log.warning("%s: the run ends with a checkpoint, within %g s.", signal.Signals(number).name, self._grace)
-            self._writing = self._hub.node.spawn(self._hub.checkpoint_now(), "the last checkpoint")
+            self._writing = self._driver.node.spawn(self._driver.checkpoint_now(), "the last checkpoint")
             self._writing.when_done(lambda: None)  # its error is raised below
         if self._writing.done:
             try:
@@ -87,7 +87,7 @@ class LastCheckpoint:
             self._interruption.check()
 
 
-async def stop_together(hub: Checkpointing) -> None:
+async def stop_together(driver: Checkpointing) -> None:
     """Have all workers of a method in lockstep stop at one clock, and wait until each has agreed to it.
 
     Raises:
@@ -95,14 +95,14 @@ async def stop_together(hub: Checkpointing) -> None:
     """
     ahead = AHEAD_SECONDS
     for attempt in range(ATTEMPTS):
-        reached = max((int(said["steps"]) for said in hub.progress.values()), default=0)
-        rate = reached / max(hub.node.now(), ahead)
-        unseen = 2 * hub.task.period if hub.task.period > 1 else min(AHEAD_STEPS, math.ceil(rate))
+        reached = max((int(said["steps"]) for said in driver.progress.values()), default=0)
+        rate = reached / max(driver.node.now(), ahead)
+        unseen = 2 * driver.setup.period if driver.setup.period > 1 else min(AHEAD_STEPS, math.ceil(rate))
         step = reached + 1 + math.ceil(ahead * rate) + unseen
-        if step >= hub.checkpoint_due or hub.round is not None:
+        if step >= driver.checkpoint_due or driver.round is not None:
             return  # the checkpoint that is due anyway comes first
         try:
-            await hub.stop_at(step)
+            await driver.stop_at(step)
         except Refused:
             if attempt == ATTEMPTS - 1:
                 raise

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.meter import Span
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
 
 DRAWN = 128
 """Workers up to which the record of a run holds the graph of their gossip."""
@@ -88,20 +88,20 @@ class Outcome:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
+def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
     """The JSON object of `dure train`."""
     totals, history = outcome.totals, outcome.history
     last = history[-1] if history else {}
     accuracies = [row["accuracy"] for row in history if row.get("accuracy") is not None]
     share = TimeShare(**totals.time)
     return {
-        "job": task.job.name,
-        "strategy": task.strategy.text(),
-        "on": task.config.on,
+        "job": setup.job.name,
+        "strategy": setup.strategy.text(),
+        "on": setup.config.on,
         "time": time,
-        "workers": task.workers,
+        "workers": setup.workers,
         "steps": totals.steps,
-        "lr": task.job.optimizer.lr,
+        "lr": setup.job.optimizer.lr,
         **{name: totals.counts[name] for name in ("samples",)},
         "seconds": totals.seconds,
         "loss": last.get("loss"),
@@ -113,10 +113,10 @@ def summary(task: Task, outcome: Outcome, time: str) -> dict[str, Any]:
         "time_share": share.as_dict(),
         "failures_survived": totals.failures_survived,
         "params_sha256": "" if outcome.params is None else digest(outcome.params),
-        "seed": task.config.seeded,
+        "seed": setup.config.seeded,
         "per_worker": totals.per_worker,
         "per_shard": totals.per_shard,
-        **_graph(task),
+        **_graph(setup),
         **outcome.notes,
     }
 
@@ -142,8 +142,8 @@ def _bytes_per_step(totals: Totals) -> dict[str, float]:
     return {way: totals.counts[f"bytes_{way}"] / steps for way in ways} if steps else {}
 
 
-def _graph(task: Task) -> dict[str, Any]:
+def _graph(setup: Setup) -> dict[str, Any]:
     """Who gossiped with whom, and how fast that mixes; for so many workers as can be drawn."""
-    if task.graph is None or not 1 < task.workers <= DRAWN:
+    if setup.graph is None or not 1 < setup.workers <= DRAWN:
         return {}
-    return {"graph": {**mixing(task.graph).as_dict(), "edges": [list(edge) for edge in task.graph.edges]}}
+    return {"graph": {**mixing(setup.graph).as_dict(), "edges": [list(edge) for edge in setup.graph.edges]}}

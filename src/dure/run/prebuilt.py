@@ -11,15 +11,15 @@ from dure.runtime.launch.interruption import Interruption
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
-    from dure.runtime.launch.fork_server import Nursery
+    from dure.runtime.launch.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
-class AtHand:
-    """Objects behind the names in a configuration, a nursery begun earlier, and the signals that the caller hears."""
+class Prebuilt:
+    """Objects behind the names in a configuration, a fork server started earlier, and the caller's signals."""
 
     job: Job | None = None
     cluster: Cluster | None = None
     strategy: Strategy | None = None
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
     interruption: Interruption = field(default_factory=Interruption)

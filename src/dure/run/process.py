@@ -1,6 +1,6 @@
 """What one process of a real run does, from its first word to its last.
 
-worker                                      hub (the launcher)
+worker                                      driver (the launcher)
 register(where I listen) ------------------->  waits until all are there
 <------------------ directory, store ---------
 join the clock; ready ---------------------->  waits until all are ready
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.core.node import Address, Call, Operation, Reply, Strand, Suspend, TensorSpec, nothing
+from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, TensorSpec, nothing
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.run import checkpoint
 from dure.run.checkpoint import Part
-from dure.run.snapshots import HUB, Snapshots
+from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.work_through import work_through
 from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
@@ -41,7 +41,7 @@ from dure.topology.parameter_server.shard import Shard
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
     from dure.runtime.process.group import ProcessGroup
     from dure.sync.worker import Worker
     from dure.topology.hybrid.rows import RowShard
@@ -58,11 +58,11 @@ SPANS = 4000
 """Spans per message."""
 
 MESSAGE = 4000
-"""Characters of an error that the hub is told of."""
+"""Characters of an error that the driver is told of."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class FaultSettings:
     """On what terms the processes of a run work together.
 
     `absent` workers are not there at first. A worker that shows no progress for `evict_seconds` (more, if it is slow)
@@ -77,8 +77,8 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a process is told when it is started: its `name` in `run`, where the hub listens, what to start from.
+class LaunchSpec:
+    """What a process is told when it is started: its `name` in `run`, where the driver listens, what to start from.
 
     `credentials` are the run's, as plain values: they come through a pipe, and are in no argument and no variable.
     `heartbeat` is what `LivenessMonitor.admit` gave: a process without it sends no heartbeats.
@@ -87,20 +87,20 @@ class Start:
     name: str
     run: str
     incarnation: int
-    hub: Sequence[Any]
+    driver: Sequence[Any]
     credentials: Mapping[str, Any] = field(repr=False)
-    terms: Terms = Terms()
+    terms: FaultSettings = FaultSettings()
     interface: str = "127.0.0.1"
     resume: str | None = None
     heartbeat: Sequence[Any] = ()
 
     @classmethod
-    def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> Start:
+    def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> LaunchSpec:
         """From values that JSON has."""
-        return cls(terms=Terms(**terms), **plain)
+        return cls(terms=FaultSettings(**terms), **plain)
 
 
-def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
+def main(setup: Setup, start: LaunchSpec, check: Callable[[], None] = nothing) -> None:
     """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one.
 
     `check` is called at least once a second of a wait; it raises what ends the run here.
@@ -108,16 +108,16 @@ def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
     torch.set_num_threads(1)
     kind, rank = start.name.split()
     identity = Identity(start.run, start.name, int(rank), start.incarnation)
-    config = task.config
-    evaluator = Evaluator(task.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
+    config = setup.config
+    evaluator = GradientEngine(setup.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     if evaluator is not None:
-        task.set_apart(evaluator)
+        setup.set_apart(evaluator)
     credentials = Credentials.of(start.credentials)
     node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, evaluator=evaluator)
     node.loop.check = check
-    node.directory["hub"] = (str(start.hub[0]), int(start.hub[1]))
+    node.directory["driver"] = (str(start.driver[0]), int(start.driver[1]))
     port = node.wire.listen(start.interface)
-    life = WorkerLife(task, node, start.terms) if kind == "worker" else ServerLife(task, node, start.terms)
+    life = WorkerProcess(setup, node, start.terms) if kind == "worker" else ServerProcess(setup, node, start.terms)
     with ExitStack() as stack:
         if start.heartbeat:
             host, heard_at, token, period = start.heartbeat
@@ -129,18 +129,18 @@ def main(task: Task, start: Start, check: Callable[[], None] = nothing) -> None:
         node.loop.end()
 
 
-class Life:
-    """What workers and servers have in common: they register, and obey the hub."""
+class RunProcess:
+    """What workers and servers have in common: they register, and obey the driver."""
 
-    def __init__(self, task: Task, node: ProcessNode) -> None:
-        self.task = task
+    def __init__(self, setup: Setup, node: ProcessNode) -> None:
+        self.setup = setup
         self.node = node
-        self.bye: Operation[None] = node.promise("the hub's goodbye")
+        self.bye: Operation[None] = node.promise("the driver's goodbye")
         self.delivered = False
         node.on_lost = self._lost
 
     async def register(self, where: tuple[str, int]) -> Reply:
-        reply = await self.node.call(HUB, "register", host=where[0], port=where[1])
+        reply = await self.node.call(DRIVER_ADDRESS, "register", host=where[0], port=where[1])
         self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
         return reply
 
@@ -150,10 +150,10 @@ class Life:
         return 0
 
     def counters(self) -> dict[str, int]:
-        """Payload bytes and messages exchanged with everyone but the hub."""
+        """Payload bytes and messages exchanged with everyone but the driver."""
         counts = dict.fromkeys(COUNTED, 0)
         for peer, traffic in self.node.wire.traffic.items():
-            if peer != "hub":
+            if peer != "driver":
                 counts["bytes_sent"] += traffic.payload_nbytes_sent
                 counts["bytes_received"] += traffic.payload_nbytes_received
                 counts["messages"] += traffic.messages_sent
@@ -164,7 +164,7 @@ class Life:
         self.node.directory[name] = (place[0], place[1])
 
     def _lost(self, loss: Loss) -> None:
-        if loss.peer != "hub":
+        if loss.peer != "driver":
             return
         if not self.delivered:
             raise SystemExit(1 if loss.finished else f"its connection to the launcher ended: {loss.reason}")
@@ -183,11 +183,11 @@ CONTROL = {
     "returned": Method(DRIVER, {"name": NODE}),
     "meet": Method(DRIVER, {"name": NODE, "place": PLACE}),
 }
-"""What the hub may tell processes; each has handlers for a part of it."""
+"""What the driver may tell processes; each has handlers for a part of it."""
 
 
 class Control:
-    """The service by which the hub tells a process what to do: `handlers` by method, plain or `async`."""
+    """The service by which the driver tells a process what to do: `handlers` by method, plain or `async`."""
 
     def __init__(self, **handlers: Any) -> None:
         self.protocol = {method: CONTROL[method] for method in handlers}
@@ -197,7 +197,7 @@ class Control:
         return ()
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.caller != "hub" or call.method not in self._handlers:
+        if call.caller != "driver" or call.method not in self._handlers:
             raise Refused(f"{call.caller} may not ask a process to {call.method}.")
         later = self._handlers[call.method](**call.fields)
         return Reply() if later is None else self._answer_after(later)
@@ -207,11 +207,11 @@ class Control:
         return Reply()
 
 
-class ServerLife(Life):
+class ServerProcess(RunProcess):
     """A process that hosts one shard, and the clock if it is the first."""
 
-    def __init__(self, task: Task, node: ProcessNode, terms: Terms) -> None:
-        super().__init__(task, node)
+    def __init__(self, setup: Setup, node: ProcessNode, terms: FaultSettings) -> None:
+        super().__init__(setup, node)
         self.terms = terms
         self.clock: ClockService | None = None
         self.coordinator: Coordinator | None = None
@@ -219,15 +219,15 @@ class ServerLife(Life):
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         number, terms = self.node.rank, self.terms
         self.shard: Shard | SharedShard | RowShard
-        if self.task.clocked:
-            self.shard = self.task.shard(self.node, number, log=terms.log)
+        if self.setup.clocked:
+            self.shard = self.setup.shard(self.node, number, log=terms.log)
         else:
-            self.shard = self.task.row_shard(self.node, number)
-        if number == 0 and self.task.clocked:
-            self.clock = self.task.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
+            self.shard = self.setup.row_shard(self.node, number)
+        if number == 0 and self.setup.clocked:
+            self.clock = self.setup.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
             self.clock.shards_return = bool(terms.return_seconds)
-            self.coordinator = self.task.coordinator(self.clock, terms.evict_seconds)
+            self.coordinator = self.setup.coordinator(self.clock, terms.evict_seconds)
         if parts:
             with checkpoint.fitting(f"shard-{number}"):
                 self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
@@ -238,7 +238,7 @@ class ServerLife(Life):
                 if self.coordinator is not None:
                     self.coordinator.restore(parts["coordinator"].plain)
         if parts and self.node.incarnation and isinstance(self.shard, Shard):
-            self.shard.come_back(self.node.incarnation)
+            self.shard.start_generation(self.node.incarnation)
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             serve_clock(self.node, self.clock, self.shard)
@@ -252,9 +252,9 @@ class ServerLife(Life):
         }
         self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, **handlers))
         await self.register(where)
-        go = await self.node.call(HUB, "ready")
+        go = await self.node.call(DRIVER_ADDRESS, "ready")
         if self.coordinator is not None:
-            leading = self.coordinator.lead(self.task.sync.coordinate, go.fields["seconds"])
+            leading = self.coordinator.lead(self.setup.sync.coordinate, go.fields["seconds"])
             self.node.spawn(leading, "the coordinator")
         await self.bye
 
@@ -277,7 +277,7 @@ class ServerLife(Life):
             await self.clock.returned(Address(name, "shard"))
 
     def _evicted(self, worker: int) -> None:
-        self.node.call(HUB, "evicted", worker=f"worker {worker}")
+        self.node.call(DRIVER_ADDRESS, "evicted", worker=f"worker {worker}")
 
     async def _settle(self) -> None:
         if self.clock is not None:
@@ -294,19 +294,19 @@ class ServerLife(Life):
             checkpoint.write_part(Path(draft), "coordinator", Part({}, self.coordinator.state()))
 
 
-class WorkerLife(Life):
+class WorkerProcess(RunProcess):
     """A process that is one worker."""
 
-    def __init__(self, task: Task, node: ProcessNode, terms: Terms = Terms()) -> None:
-        super().__init__(task, node)
+    def __init__(self, setup: Setup, node: ProcessNode, terms: FaultSettings = FaultSettings()) -> None:
+        super().__init__(setup, node)
         self.terms = terms
         self.suspending = False
         self.next_checkpoint = 0
-        self.snapshots = Snapshots(task, node, self._bytes_sent)
+        self.snapshots = Snapshots(setup, node, self._bytes_sent)
         self.counted = dict.fromkeys(COUNTED, 0)
         self._said = 0.0
         self._began = 0
-        self._role: Strand[None] | None = None
+        self._role: Task[None] | None = None
 
     @property
     def steps(self) -> int:
@@ -321,30 +321,30 @@ class WorkerLife(Life):
             self.worker.peer.frozen(name)
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
-        node, task = self.node, self.task
+        node, setup = self.node, self.setup
         self.node.serve("process", self._control())
         reply = await self.register(where)
-        if task.uses_engine:
+        if setup.uses_engine:
             lead_engine(where[0])
-            node.collectives = _engine_groups(node, task.workers, reply.fields["store"])
-        self.worker = worker = task.worker(node, node.rank, node.meter)
+            node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
+        self.worker = worker = setup.worker(node, node.rank, node.meter)
         if worker.server is not None:
             worker.server.return_seconds = self.terms.return_seconds
-        if task.shares_memory:
+        if setup.shares_memory:
             await self._map_memory()
         worker.on_step = self._on_step
         worker.on_boundary = self._on_boundary
         if worker.rows is not None:
             worker.rows.copies = self.snapshots.is_due
         resumed = self._restore(parts)
-        if task.needs_everybody:
+        if setup.needs_everybody:
             assert node.evaluator is not None
             node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
         self.snapshots.resume(worker.clock)
         if not resumed:
-            await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=task.period)
+            await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
         self._began = worker.clock
-        go = await node.call(HUB, "ready")
+        go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
         self.snapshots.evaluates = go.fields["evaluates"]
         self.suspending = go.fields["suspending"]
@@ -355,14 +355,14 @@ class WorkerLife(Life):
     async def _map_memory(self) -> None:
         """See the memory that the first server owns, and have gradients computed on what lies there."""
         where = await self.node.call(Address("server 0", "shard"), "where")
-        segment = self.task.segment_at(where.fields["path"])
-        self.worker.shared = self.task.access(self.node, self.node.rank, segment)
+        segment = self.setup.segment_at(where.fields["path"])
+        self.worker.shared = self.setup.access(self.node, self.node.rank, segment)
         assert self.node.evaluator is not None
         self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
 
     def _restore(self, parts: dict[str, Part]) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
-        if self.task.config.checkpoint_every:
+        if self.setup.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
         mine = parts.get(f"worker-{self.node.rank}")
         if mine is not None:
@@ -375,7 +375,7 @@ class WorkerLife(Life):
     async def _work(self) -> None:
         """The method's work, begun anew after each checkpoint."""
         while True:
-            role = self.node.spawn(work_through(self.task.sync, self.worker, self.task.period), self.node.name)
+            role = self.node.spawn(work_through(self.setup.sync, self.worker, self.setup.period), self.node.name)
             self._role = role
             try:
                 await role
@@ -383,7 +383,7 @@ class WorkerLife(Life):
                 await self._checkpoint()
             except DureError as error:
                 kind, message = type(error).__name__, str(error)[:MESSAGE]
-                await self.node.call(HUB, "failed", kind=kind, message=message, refused=self.worker.refused)
+                await self.node.call(DRIVER_ADDRESS, "failed", kind=kind, message=message, refused=self.worker.refused)
                 raise SystemExit(1) from error
             else:
                 return
@@ -397,41 +397,41 @@ class WorkerLife(Life):
         await self._send_spans()
         if worker.rows is not None and worker.rank == 0:
             await worker.rows.copy(worker.params, worker.clock)  # it is the one whose model counts
-        values = worker.delivering(self.task.sync.delivers)
+        values = worker.delivering(self.setup.sync.delivers)
         tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
             "seconds": seconds,
             "steps": worker.clock,
             "done": worker.clock - worker.entered,
-            "updates": self.task.gradients_in(worker),
+            "updates": self.setup.gradients_in(worker),
             "refused": worker.refused,
             **counts,
         }
-        await node.call(HUB, "done", *tensors, time=dict(node.meter.seconds), **done)
+        await node.call(DRIVER_ADDRESS, "done", *tensors, time=dict(node.meter.seconds), **done)
         self.delivered = True
         await self.bye
 
     async def _send_spans(self) -> None:
         spans = self.node.meter.spans or []
         for start in range(0, len(spans), SPANS):
-            await self.node.call(HUB, "spans", spans=[list(span) for span in spans[start : start + SPANS]])
+            await self.node.call(DRIVER_ADDRESS, "spans", spans=[list(span) for span in spans[start : start + SPANS]])
 
     # ---- while it works
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         now = self.node.now()
-        if now >= self._said + PROGRESS_SECONDS or worker.clock == self.task.steps:
+        if now >= self._said + PROGRESS_SECONDS or worker.clock == self.setup.steps:
             self._report(now)
         self.snapshots.at_step(worker)
 
     def _on_boundary(self, worker: Worker) -> None:
-        """Take the snapshots that are due, and report this worker's steps to the hub."""
+        """Take the snapshots that are due, and report this worker's steps to the driver."""
         self.snapshots.at_boundary(worker)
-        if worker.clock % self.task.eval_every == 0 and worker.clock > self._began:
+        if worker.clock % self.setup.eval_every == 0 and worker.clock > self._began:
             self._report(self.node.now())
 
     def _report(self, now: float) -> None:
-        """Report this worker's steps to the hub."""
+        """Report this worker's steps to the driver."""
         worker, self._said = self.worker, now
         done, at = worker.clock - worker.entered, self.snapshots.at
         self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
@@ -445,8 +445,8 @@ class WorkerLife(Life):
         return self._counts()["bytes_sent"]
 
     def _tell(self, method: str, **fields: Any) -> None:
-        """Say something to the hub without waiting for its answer."""
-        self.node.call(HUB, method, **fields)
+        """Say something to the driver without waiting for its answer."""
+        self.node.call(DRIVER_ADDRESS, method, **fields)
 
     def _evaluate(self) -> None:
         self.snapshots.evaluates = True
@@ -454,7 +454,7 @@ class WorkerLife(Life):
     # ---- checkpoints
 
     def _suspend_due(self, worker: Worker) -> bool:
-        due = self.next_checkpoint <= worker.clock < self.task.steps
+        due = self.next_checkpoint <= worker.clock < self.setup.steps
         return due or self.suspending
 
     def _suspend_now(self, step: int) -> None:
@@ -474,7 +474,7 @@ class WorkerLife(Life):
         self.next_checkpoint = step
 
     async def _checkpoint(self) -> None:
-        reply = await self.node.call(HUB, "suspended", step=self.next_checkpoint)
+        reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
         tensors, plain = self.worker.state()
         plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
         problem = None
@@ -482,7 +482,7 @@ class WorkerLife(Life):
             checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
         except CheckpointError as error:
             problem = str(error)
-        go = await self.node.call(HUB, "saved", problem=problem)
+        go = await self.node.call(DRIVER_ADDRESS, "saved", problem=problem)
         self.next_checkpoint = go.fields["checkpoint"]
         self.suspending = False
         self.worker.asking = False

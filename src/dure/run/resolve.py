@@ -9,8 +9,8 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
-from dure.run.setup import Task, check_rates
+from dure.run.prebuilt import Prebuilt
+from dure.run.setup import Setup, check_rates
 from dure.run.strategy import check_codec_name
 from dure.runtime.virtual.cluster import Cluster
 
@@ -26,10 +26,10 @@ EVALUATE_EVERY = 50
 """Steps between evaluations of such a run."""
 
 
-def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Cluster | None]:
-    """The task that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
-    strategy = at_hand.strategy or config.chosen()
-    cluster, job = at_hand.cluster, at_hand.job
+def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
+    """The set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
+    strategy = prebuilt.strategy or config.chosen()
+    cluster, job = prebuilt.cluster, prebuilt.job
     if config.virtual and cluster is None:
         cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
     workers = _workers(config, cluster)
@@ -48,9 +48,9 @@ def resolve(config: TrainConfig, at_hand: AtHand = AtHand()) -> tuple[Task, Clus
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
-    task = Task(config, job, strategy, workers, steps, every, absent)
-    _check(task, cluster)
-    return task, cluster
+    setup = Setup(config, job, strategy, workers, steps, every, absent)
+    _check(setup, cluster)
+    return setup, cluster
 
 
 def _adjusted(job: Job, config: TrainConfig) -> Job:
@@ -78,31 +78,31 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
     return min(limits) if limits else job.steps
 
 
-def _check(task: Task, cluster: Cluster | None) -> None:
-    _ = task.graph, task.plan  # must be one
-    fewest = getattr(task.sync, "fewest", 1)
-    if task.workers < fewest:
+def _check(setup: Setup, cluster: Cluster | None) -> None:
+    _ = setup.graph, setup.plan  # must be one
+    fewest = getattr(setup.sync, "fewest", 1)
+    if setup.workers < fewest:
         raise UsageError(
-            f'"{task.strategy}" needs at least {fewest} workers, and there are {task.workers}. Use that many, or wait '
-            "for fewer."
+            f'"{setup.strategy}" needs at least {fewest} workers, and there are {setup.workers}. Use that many, or '
+            "wait for fewer."
         )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
-    if cluster is not None and task.needs_everybody:
+    if cluster is not None and setup.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):
                 raise UsageError(
-                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {task.strategy} runs "
+                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
                     "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
-    if not task.config.timing_only:
-        check_rates(task)
-    if task.clocked:
-        _ = task.server_rule  # said now, not by a server
-    if task.config.timing_only and task.codec is not None:
+    if not setup.config.timing_only:
+        check_rates(setup)
+    if setup.clocked:
+        _ = setup.server_rule  # said now, not by a server
+    if setup.config.timing_only and setup.codec is not None:
         raise UsageError(
-            f"timing_only moves sizes without values, and what {task.strategy.text()['codec']} sends depends on them. "
+            f"timing_only moves sizes without values, and what {setup.strategy.text()['codec']} sends depends on them. "
             "Use fp32, or leave it out."
         )
-    if task.config.timing_only and not task.config.virtual:
+    if setup.config.timing_only and not setup.config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

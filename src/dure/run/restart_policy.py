@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from dure.core.folder_names import LATEST
 
 if TYPE_CHECKING:
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
 
 LIMIT = 5
 """How often a server is started again in one run."""
@@ -35,15 +35,15 @@ RETURN_SECONDS = 60.0
 log = logging.getLogger("dure")
 
 
-class Restarts:
+class RestartPolicy:
     """Who has been started again, and who will be. `folder` holds the run's checkpoints."""
 
-    def __init__(self, task: Task, folder: Path | None) -> None:
-        policy = task.sync.policy() if task.servers else None  # a method of a user's own may have none
+    def __init__(self, setup: Setup, folder: Path | None) -> None:
+        policy = setup.sync.policy() if setup.servers else None  # a method of a user's own may have none
         ordered = policy is not None and policy.ordered
         self.folder = folder
-        saving = folder is not None and bool(task.config.checkpoint_every)
-        self.alone = saving and not (ordered or task.coordinated or task.shares_memory)
+        saving = folder is not None and bool(setup.config.checkpoint_every)
+        self.alone = saving and not (ordered or setup.coordinated or setup.shares_memory)
         self.made: Counter[str] = Counter()
         self._due: dict[str, float] = {}
 

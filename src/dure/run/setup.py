@@ -30,13 +30,13 @@ from dure.runtime.memory import Memory
 from dure.sync.remedied import compares, corrections, server_rule
 from dure.sync.worker import Boundary, Worker
 from dure.topology.collective.choice import Collective
-from dure.topology.collective.compressed import CodedGroup
+from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.collective.message_group import SentGroup
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
 from dure.topology.gossip.peer import Peer
 from dure.topology.hybrid.choice import Hybrid
-from dure.topology.hybrid.placement import MEASURED, Place, Plan, decide, measure
+from dure.topology.hybrid.placement import MEASURED, ClusterShape, Plan, decide, measure
 from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
 from dure.topology.parameter_server.batch.client import PortionClient
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from dure.codec.base import Codec
-    from dure.job.gradients import Evaluator
+    from dure.job.gradients import GradientEngine
     from dure.job.job import Job
     from dure.run.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Task:
+class Setup:
     """A job under a strategy, for `workers` ranks, of which some may join later.
 
     `steps` are mini-batches per worker, `eval_every` those between evaluations, `absent` who is not there at first.
@@ -169,7 +169,7 @@ class Task:
         samplers, data = self._draw_samplers(), self.job.train
         batches = [[data.batch(sampler.next())[0] for sampler in samplers] for _ in range(MEASURED)]
         itemsize = self.replica.params.element_size()
-        place = Place(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
+        place = ClusterShape(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
         plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
         for table in plan.tables:
             check_rule(of_table(self.job.optimizer, self.rates.segments, table)[0])
@@ -329,7 +329,7 @@ class Task:
             if self.codec is not None and self.codec.vote() is not None:
                 held = [self._server_segments(ranges) for ranges in self.ranges]
                 worker.server.follow(worker.params, self.server_rule, held)
-            worker.errands = PortionClient(worker.server, self.batches) if self.coordinated else None
+            worker.work_queue = PortionClient(worker.server, self.batches) if self.coordinated else None
         elif self.graph is not None:
             seed, lives = self.config.seeded, node.incarnation
             worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
@@ -343,7 +343,7 @@ class Task:
             group: Group = SentGroup(node, ranks, topology, meter)
         else:
             group = node.group(ranks)
-        return group if self.codec is None else CodedGroup(node, group, self.codec, self.replica.layers, meter)
+        return group if self.codec is None else CompressedGroup(node, group, self.codec, self.replica.layers, meter)
 
     @property
     def codec(self) -> Codec | None:
@@ -385,7 +385,7 @@ class Task:
         values, rates = part.taken_from(self.initial), self.rates
         return RowShard(node, part, values, self.job.optimizer, self.workers, rates.segments)
 
-    def set_apart(self, evaluator: Evaluator) -> None:
+    def set_apart(self, evaluator: GradientEngine) -> None:
         """Have `evaluator` hand over gradients as the topology needs them."""
         evaluator.sparse = getattr(self.sync, "sparse", False)
         if self.plan is not None and self.servers:
@@ -439,7 +439,7 @@ class Task:
     def clock(
         self, node: Node, *, absent: Collection[int] | None = None, evict_seconds: float = EVICT_SECONDS
     ) -> ClockService:
-        """The clock service; without a policy it only knows who is there. `absent` are not, in place of the task's."""
+        """The clock service; without a policy it only knows who is there. `absent` replaces the set-up's."""
         present = [rank for rank in range(self.workers) if rank not in (self.absent if absent is None else absent)]
         policy, reduce = self.sync.policy(), self.sync.reduce
         return ClockService(node, policy, self._shards, workers=present, reduce=reduce, evict_seconds=evict_seconds)
@@ -463,20 +463,20 @@ class Task:
         _ = self.replica, self._samplers, self.plan
 
 
-def check_rates(task: Task) -> None:
+def check_rates(setup: Setup) -> None:
     """Raise `UsageError` where a method cannot follow the job's parameter groups or schedule exactly."""
-    rates, sync = task.rates, task.sync
+    rates, sync = setup.rates, setup.sync
     if not rates:
         return
-    text, both = task.strategy.text()["sync"], "parameter groups and schedules"
-    if task.coordinated:
+    text, both = setup.strategy.text()["sync"], "parameter groups and schedules"
+    if setup.coordinated:
         raise UsageError(f"{text} finds the length of its steps itself, so {both} mean nothing to it: leave them out.")
     if getattr(sync, "local_lr", 0):
         raise UsageError(f"{text} has a rate of its own at the workers, local_lr, which knows no {both}: leave it out.")
     if rates.schedule is None:
         return
-    _ = [rates.at(step) for step in (0, task.steps - 1)]
-    members = sync.quorum(task.workers) if hasattr(sync, "quorum") and not task.lockstep else 1
+    _ = [rates.at(step) for step in (0, setup.steps - 1)]
+    members = sync.quorum(setup.workers) if hasattr(sync, "quorum") and not setup.lockstep else 1
     if members > 1:
         raise UsageError(
             f"a schedule is a function of a worker's step, and an update of {text} is the mean of {members} gradients "

@@ -1,4 +1,4 @@
-"""Snapshots that a worker of a real run sends to the hub for evaluation: the common model, or a part of the mean."""
+"""Snapshots that a worker of a real run sends to the driver for evaluation: the common model, or a part of the mean."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dure.core.node import Address
 from dure.errors import RemoteError
 
 if TYPE_CHECKING:
-    from dure.core.node import Operation, Reply, Strand
-    from dure.run.setup import Task
+    from dure.core.node import Operation, Reply, Task
+    from dure.run.setup import Setup
     from dure.runtime.process.node import ProcessNode
     from dure.sync.worker import Worker
 
-HUB = Address("hub", "hub")
+DRIVER_ADDRESS = Address("driver", "driver")
 
 
 class Snapshots:
@@ -32,15 +32,15 @@ class Snapshots:
     `bytes_sent` gives the bytes that this worker has sent so far.
     """
 
-    def __init__(self, task: Task, node: ProcessNode, bytes_sent: Callable[[], int]) -> None:
-        self.task = task
+    def __init__(self, setup: Setup, node: ProcessNode, bytes_sent: Callable[[], int]) -> None:
+        self.setup = setup
         self.node = node
         self.evaluates = False
-        self.due = task.eval_every
+        self.due = setup.eval_every
         self._bytes_sent = bytes_sent
         self._clock = 0
         self._buffers: list[torch.Tensor] = []
-        self._parts: dict[int, Strand[None]] = {}
+        self._parts: dict[int, Task[None]] = {}
 
     @property
     def at(self) -> int:
@@ -49,7 +49,7 @@ class Snapshots:
 
     def resume(self, clock: int) -> None:
         """Go on from `clock`; a snapshot that is due there has not been taken."""
-        self.due = (max(clock - 1, 0) // self.task.eval_every + 1) * self.task.eval_every
+        self.due = (max(clock - 1, 0) // self.setup.eval_every + 1) * self.setup.eval_every
 
     def is_due(self, done: int) -> bool:
         """Whether the model after `done` steps is to be graded, and this worker sends it."""
@@ -57,25 +57,25 @@ class Snapshots:
 
     async def settled(self) -> None:
         """Once all parts of means have been sent."""
-        for strand in list(self._parts.values()):
-            await strand
+        for task in list(self._parts.values()):
+            await task
 
     def at_boundary(self, worker: Worker) -> None:
         """Take a snapshot that is due at a step boundary, where the model holds all gradients up to the clock."""
-        task, self._clock = self.task, worker.clock
+        setup, self._clock = self.setup, worker.clock
         if worker.rows is not None:
             self._buffers = _copied(worker.buffers)
-        elif not task.synchronous:
+        elif not setup.synchronous:
             self._take_of_others(worker)
-        elif worker.buffers is None and task.is_common(worker, worker.clock):
+        elif worker.buffers is None and setup.is_common(worker, worker.clock):
             self._take(worker)
-        elif worker.clock and worker.clock % task.eval_every == 0:
+        elif worker.clock and worker.clock % setup.eval_every == 0:
             self._send_part(worker)
 
     def at_step(self, worker: Worker) -> None:
         """Take a snapshot that is due when a gradient has been computed and not yet been used."""
         done = worker.clock - 1
-        if self.task.coordinated:
+        if self.setup.coordinated:
             self._clock = worker.clock  # the coordinator hands out the work: there are no step boundaries
             self._take_of_others(worker)
         elif worker.rows is not None and self.is_due(done):  # then all rows have been read for this step
@@ -84,8 +84,8 @@ class Snapshots:
     def _take(self, worker: Worker) -> None:
         if self.is_due(worker.clock):
             common = worker.server is None
-            updates = self.task.gradients_in_common(worker) if common else worker.ask_held()
-            self._send(self.task.shown(worker), [], worker.clock, updates)
+            updates = self.setup.gradients_in_common(worker) if common else worker.ask_held()
+            self._send(self.setup.shown(worker), [], worker.clock, updates)
 
     def _send(
         self, values: torch.Tensor, buffers: list[torch.Tensor], done: int, updates: int | Sequence[Operation[Reply]]
@@ -96,7 +96,7 @@ class Snapshots:
         self.node.spawn(work, f"a snapshot of {self.node.name}")
 
     def _next_after(self, done: int) -> None:
-        self.due = (done // self.task.eval_every + 1) * self.task.eval_every
+        self.due = (done // self.setup.eval_every + 1) * self.setup.eval_every
 
     async def _sending(
         self,
@@ -105,13 +105,13 @@ class Snapshots:
         updates: int | Sequence[Operation[Reply]],
         said: dict[str, Any],
     ) -> None:
-        with suppress(RemoteError):  # a failed server or hub is reported elsewhere
-            await self.node.call(HUB, "snapshot", values, *buffers, updates=await _counted(updates), **said)
+        with suppress(RemoteError):  # a failed server or driver is reported elsewhere
+            await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
     def _send_part(self, worker: Worker) -> None:
-        own = worker.clock - worker.given if worker.server is not None else self.task.gradients_in(worker)
+        own = worker.clock - worker.given if worker.server is not None else self.setup.gradients_in(worker)
         at_servers = worker.ask_held() if worker.server is not None else 0
-        values, buffers, step = self.task.shown(worker).clone(), _copied(worker.buffers), worker.clock
+        values, buffers, step = self.setup.shown(worker).clone(), _copied(worker.buffers), worker.clock
         work = self._sending_part(values, buffers, step, own, at_servers)
         self._parts[step] = self.node.spawn(work, f"a part of step {step} of {self.node.name}")
 
@@ -127,7 +127,7 @@ class Snapshots:
             held = await _counted(at_servers)
             del self._parts[step]  # whatever is told of `at` from now on comes after the part
             fields: dict[str, Any] = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
-            await self.node.call(HUB, "part", values, *buffers, **fields)
+            await self.node.call(DRIVER_ADDRESS, "part", values, *buffers, **fields)
         self._parts.pop(step, None)
 
     def _take_of_others(self, worker: Worker) -> None:
@@ -136,17 +136,17 @@ class Snapshots:
             self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
 
     async def _asking_others(self, worker: Worker) -> None:
-        """Send the servers' or the peers' newest model. It holds at least the steps that the hub knew of before."""
+        """Send the servers' or the peers' newest model. It holds at least the steps that the driver knew of before."""
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
-            slowest = (await self.node.call(HUB, "slowest")).fields["steps"]
+            slowest = (await self.node.call(DRIVER_ADDRESS, "slowest")).fields["steps"]
             if worker.peer is not None:
                 values, updates = await worker.peer.look()
             else:
                 assert worker.server is not None
                 values, updates = await worker.server.look(worker.params.clone())
             said = {"seconds": self.node.now(), "steps": slowest, "bytes": self._bytes_sent(), "updates": updates}
-            await self.node.call(HUB, "snapshot", values, *buffers, **said)
+            await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, **said)
 
 
 def _copied(buffers: torch.Tensor | None) -> list[torch.Tensor]:

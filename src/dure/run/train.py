@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.core.folder_names import CHECKPOINTS
-from dure.core.user_code import blamed
+from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError
 from dure.job.job import Job
-from dure.job.validation import try_out, try_to_count
+from dure.job.validation import try_to_count, validate_job
 from dure.report.files import replacing
 from dure.report.progress import Progress
 from dure.report.record import TRACE, RunFolder
@@ -27,13 +27,13 @@ from dure.run import checkpoint
 from dure.run.break_even import payoff
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, check_applied, summary
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, resumed
-from dure.run.setup import Task
+from dure.run.setup import Setup
 from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
-from dure.run.virtual import VirtualRun, Watch
+from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.virtual.cluster import Cluster
 from dure.topology.parameter_server.choice import ParameterServer
@@ -70,65 +70,69 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
     if config.resume is not None:
         config = resumed(config, cluster)
     strategy = config.chosen(objects) if objects else None
-    return run(config, AtHand(None if isinstance(job, str) else job, cluster, strategy))
+    return run(config, Prebuilt(None if isinstance(job, str) else job, cluster, strategy))
 
 
-def run(config: TrainConfig, at_hand: AtHand = AtHand()) -> Run:
+def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
     """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
     if config.on == "torchrun":
         from dure.run.launchers.torchrun import after_restart
 
         config = after_restart(config)
     if config.resume is not None:
-        config = resumed(config, at_hand.cluster)
+        config = resumed(config, prebuilt.cluster)
     if config.on == "torchrun":
         from dure.run.launchers.torchrun import run_together
 
-        return run_together(config, lambda config, launch: _run_here(config, at_hand, launch), resolve)
-    return _run_here(config, at_hand, _on_this_machine)
+        return run_together(config, lambda config, launch: _run_here(config, prebuilt, launch), resolve)
+    return _run_here(config, prebuilt, _on_this_machine)
 
 
-def _on_this_machine(task: Task, watch: Watch, saved: Path | None, place: Path | None, at_hand: AtHand) -> Outcome:
+def _on_this_machine(
+    setup: Setup, watch: Callbacks, saved: Path | None, place: Path | None, prebuilt: Prebuilt
+) -> Outcome:
     from dure.run.launchers.local import run_processes
 
-    named, interruption = at_hand.job is None, at_hand.interruption
-    return run_processes(task, watch, saved, place, named=named, nursery=at_hand.nursery, interruption=interruption)
+    named, interruption = prebuilt.job is None, prebuilt.interruption
+    return run_processes(
+        setup, watch, saved, place, named=named, fork_server=prebuilt.fork_server, interruption=interruption
+    )
 
 
-def _run_here(config: TrainConfig, at_hand: AtHand, launch: Callable[..., Outcome]) -> Run:
+def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome]) -> Run:
     """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
-    if config.resume is not None and at_hand.cluster is None:
-        at_hand = replace(at_hand, cluster=cluster_of(config.resume))
+    if config.resume is not None and prebuilt.cluster is None:
+        prebuilt = replace(prebuilt, cluster=cluster_of(config.resume))
     name = config.job or "the job"
-    with blamed(f"{name} raised", only=True):
-        task, cluster = resolve(config, at_hand)
+    with explain_user_errors(f"{name} raised", only=True):
+        setup, cluster = resolve(config, prebuilt)
     if config.timing_only:
-        try_to_count(task.job, name)
+        try_to_count(setup.job, name)
     else:
-        sizes = task.batch_sizes
-        try_out(task.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
-    if isinstance(task.strategy.topology, ParameterServer):
-        _ = task.ranges  # said now, not once processes are there
-    with _recording(task, at_hand.interruption) as (folder, watch, progress):
+        sizes = setup.batch_sizes
+        validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
+    if isinstance(setup.strategy.topology, ParameterServer):
+        _ = setup.ranges  # said now, not once processes are there
+    with _recording(setup, prebuilt.interruption) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
                 file.write(cluster.to_yaml())
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
         if config.virtual:
             assert cluster is not None
-            outcome = VirtualRun(task, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
+            outcome = VirtualRun(setup, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
         else:
             place = folder.checkpoints if folder is not None else None
-            outcome = launch(task, watch, saved, place, at_hand)
+            outcome = launch(setup, watch, saved, place, prebuilt)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
-        return _finish(task, outcome, folder, cluster)
+        return _finish(setup, outcome, folder, cluster)
 
 
 @contextmanager
-def _recording(task: Task, interruption: Interruption) -> Iterator[tuple[RunFolder | None, Watch, Progress]]:
-    config = task.config
+def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFolder | None, Callbacks, Progress]]:
+    config = setup.config
     with ExitStack() as stack:
-        folder = _folder(task)
+        folder = _folder(setup)
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
@@ -138,7 +142,7 @@ def _recording(task: Task, interruption: Interruption) -> Iterator[tuple[RunFold
                     sinks.append(TensorBoard(folder.path / TENSORBOARD))
                 stack.callback(_close, sinks, folder.unwritten)
         place = " (virtual)" if config.virtual else ""
-        progress = stack.enter_context(Progress(_short(task.strategy), place, clock=time.monotonic))
+        progress = stack.enter_context(Progress(_short(setup.strategy), place, clock=time.monotonic))
 
         def row(values: dict[str, Any]) -> None:
             if folder is not None:
@@ -160,7 +164,7 @@ def _recording(task: Task, interruption: Interruption) -> Iterator[tuple[RunFold
             if folder is not None:
                 folder.rewind(rows)
 
-        yield folder, Watch(row, advance, progress.evaluating, save, rewind, progress.notice), progress
+        yield folder, Callbacks(row, advance, progress.evaluating, save, rewind, progress.notice), progress
 
 
 def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
@@ -174,11 +178,11 @@ def _short(strategy: Strategy) -> str:
     return " ".join(text for text in strategy.text().values() if text not in ("fp32", "none"))
 
 
-def _folder(task: Task) -> RunFolder | None:
-    config = task.config
+def _folder(setup: Setup) -> RunFolder | None:
+    config = setup.config
     if config.resume is not None:
         newest = checkpoint.load(config.resume / CHECKPOINTS)
-        checkpoint.check_origin(newest, task.origin)
+        checkpoint.check_origin(newest, setup.origin)
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
 
@@ -197,12 +201,12 @@ def _save(place: Path, step: int, state: State) -> None:
         checkpoint.prune(place)
 
 
-def _finish(task: Task, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
-    config = task.config
+def _finish(setup: Setup, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
+    config = setup.config
     kind = "virtual" if config.virtual else "real"
-    figures = summary(task, outcome, kind)
-    if task.codec is not None:
-        figures["payoff"] = payoff(task, outcome.totals, cluster)
+    figures = summary(setup, outcome, kind)
+    if setup.codec is not None:
+        figures["payoff"] = payoff(setup, outcome.totals, cluster)
     figures["unwritten"] = {} if folder is None else folder.unwritten.causes
     if folder is not None:
         folder.look_for_removed()

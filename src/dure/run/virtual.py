@@ -1,4 +1,4 @@
-"""A run in virtual time: roles and services of one task on one simulated cluster.
+"""A run in virtual time: roles and services of one set-up on one simulated cluster.
 
 A run is a chain of *segments*. A segment begins with roles started on declared state and ends when the work
 does, or at a scheduled checkpoint: every worker stops at its next step boundary, what is under way arrives,
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from dure.codec.cost import cost_of
-from dure.core.node import Strand, Suspend
+from dure.core.node import Suspend, Task
 from dure.errors import DureError, PeerLost, Quarantined
-from dure.job.evaluation import Examiner
-from dure.job.gradients import Evaluator
+from dure.job.evaluation import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.run.checkpoint import Part, fitting
 from dure.run.gathering import Gathering
 from dure.run.outcome import Outcome, Totals
@@ -35,7 +35,7 @@ from dure.topology.shared_memory.segment import SharedShard
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
-    from dure.run.setup import Task
+    from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster, Event
     from dure.runtime.virtual.compute import Durations
     from dure.sync.worker import Worker
@@ -55,7 +55,7 @@ COLLECT_EVERY = 50_000
 
 
 @dataclass(slots=True)
-class Watch:
+class Callbacks:
     """What the run reports while it goes on."""
 
     row: Callable[[Row], None] = lambda row: None
@@ -86,20 +86,20 @@ def _collecting_rarely() -> Iterator[None]:
 
 
 class VirtualRun:
-    """Train `task` on `cluster`.
+    """Train `setup` on `cluster`.
 
     Raises `DeadlockError`, `DivergedError`, and whatever a role raises.
     """
 
-    def __init__(self, task: Task, cluster: Cluster, watch: Watch) -> None:
-        self.task = task
+    def __init__(self, setup: Setup, cluster: Cluster, watch: Callbacks) -> None:
+        self.setup = setup
         self.cluster = cluster
         self.watch = watch
-        config = task.config
-        self.evaluator = None if config.timing_only else Evaluator(task.job, exact=config.exact)
+        config = setup.config
+        self.evaluator = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
         if self.evaluator is not None:
-            task.set_apart(self.evaluator)
-        self.examiner = None if config.timing_only else Examiner(task.job, config.eval_samples)
+            setup.set_apart(self.evaluator)
+        self.examiner = None if config.timing_only else Evaluator(setup.job, config.eval_samples)
         self.history: list[Row] = []
         self.spans: list[Any] = []
 
@@ -128,7 +128,7 @@ class Segment:
 
     def __init__(self, run: VirtualRun, state: State | None) -> None:
         self.whole = run
-        self.task = task = run.task
+        self.setup = setup = run.setup
         self.resumed = state is not None
         plain = state["run"].plain if state is not None else {}
         self.totals = Totals.restored(plain["totals"]) if plain else Totals()
@@ -142,18 +142,18 @@ class Segment:
         self.passed = plain.get("passed", 0)
         self.away: set[int] = set(plain.get("away", ()))
         self.retired_updates: dict[int, int] = dict(plain.get("retired_updates", ()))
-        self.gathering = Gathering(task.merge_buffers)
+        self.gathering = Gathering(setup.merge_buffers)
         self.started = self.totals.seconds
-        every = task.config.checkpoint_every
+        every = setup.config.checkpoint_every
         self.checkpoint_step = plain.get("checkpoint", 0) + every if every else 0
         self.suspending = False
         self.last_end = self.last_crash = self.started
         self.workers: dict[int, Worker] = {}
         self.retired = {} if state is None else {r: state[f"retired-{r}"] for r in plain["retired"]}
-        self.first = task.workers  # the lowest rank among them
-        self.steps = [0] * task.workers
-        self.row_every = task.eval_every * task.workers
-        self.roles: dict[int, Strand[None]] = {}
+        self.first = setup.workers  # the lowest rank among them
+        self.steps = [0] * setup.workers
+        self.row_every = setup.eval_every * setup.workers
+        self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
         self.runtime = self._runtime()
         self.shards: list[Shard | SharedShard] = []
@@ -170,46 +170,46 @@ class Segment:
     # ---- building
 
     def _runtime(self) -> VirtualRuntime:
-        task, run = self.task, self.whole
-        hosts = run.cluster.hosts(task.servers, colocated=task.colocated)
-        if task.shares_memory:
+        setup, run = self.setup, self.whole
+        hosts = run.cluster.hosts(setup.servers, colocated=setup.colocated)
+        if setup.shares_memory:
             hosts = dict.fromkeys(hosts, 0)
-        weights = np.random.default_rng((task.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
+        weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts, weights),
             run.evaluator,
-            seed=task.config.seeded,
+            seed=setup.config.seeded,
             start=self.started,
-            trace=task.config.trace,
-            codec=cost_of(codec_name(task.strategy.codec), run.cluster.codecs),
-            slices=task.slices,
+            trace=setup.config.trace,
+            codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
+            slices=setup.slices,
         )
 
     def _build(self, state: State | None) -> None:
-        task = self.task
-        for number in range(task.servers):
+        setup = self.setup
+        for number in range(setup.servers):
             self._build_server(number, state)
-        if task.clocked:
-            self.clock = task.clock(self.runtime.nodes["server 0"])
+        if setup.clocked:
+            self.clock = setup.clock(self.runtime.nodes["server 0"])
             self.clock.on_evicted = self._evicted
             if state is not None:
                 with fitting("clock"):
                     self.clock.restore(state["clock"].plain)
             serve_clock(self.runtime.nodes["server 0"], self.clock, self.shards[0])
-        self.coordinator = task.coordinator(self.clock) if self.clock is not None else None
+        self.coordinator = setup.coordinator(self.clock) if self.clock is not None else None
         if self.coordinator is not None:
             if state is not None:
                 with fitting("coordinator"):
                     self.coordinator.restore(state["coordinator"].plain)
             self.runtime.nodes["server 0"].serve("coordinator", self.coordinator)
-            leading = self.coordinator.lead(task.sync.coordinate, self.started)
+            leading = self.coordinator.lead(setup.sync.coordinate, self.started)
             self.runtime.nodes["server 0"].spawn(leading, "the coordinator")
         absent = self.whole.cluster.absent - self.joined
-        for rank in range(task.workers):
+        for rank in range(setup.workers):
             self.runtime.node(f"worker {rank}", rank)
             self._draw_durations(rank)
-        for rank in range(task.workers):
+        for rank in range(setup.workers):
             if rank not in self.crashed and rank not in self.finished and rank not in absent:
                 self._start_worker(rank, state)
             else:
@@ -217,10 +217,10 @@ class Segment:
 
     def _build_server(self, number: int, state: State | None) -> None:
         node = self.runtime.node(f"server {number}", number)
-        if self.task.clocked:
-            self.shards.append(self.task.shard(node, number))
+        if self.setup.clocked:
+            self.shards.append(self.setup.shard(node, number))
         else:
-            self.row_shards.append(self.task.row_shard(node, number))
+            self.row_shards.append(self.setup.row_shard(node, number))
         shard = [*self.shards, *self.row_shards][-1]
         if state is not None:
             with fitting(f"shard-{number}"):
@@ -228,18 +228,18 @@ class Segment:
         node.serve("shard", shard)
 
     def _draw_durations(self, rank: int) -> None:
-        durations = self.whole.cluster.durations(rank, self.task.config.seeded)
+        durations = self.whole.cluster.durations(rank, self.setup.config.seeded)
         self.durations[rank] = durations
         self.runtime.durations[f"worker {rank}"] = durations
 
     def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
-        worker = self.task.worker(node, rank, node.meter)
+        worker = self.setup.worker(node, rank, node.meter)
         if self.shards and isinstance(self.shards[0], SharedShard):
-            worker.shared = self.task.access(node, rank, self.shards[0].segment)
+            worker.shared = self.setup.access(node, rank, self.shards[0].segment)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
-        if self.whole.examiner is not None and not self.task.coordinated:
+        if self.whole.examiner is not None and not self.setup.coordinated:
             worker.on_boundary = self._at_boundary
         if self.checkpoint_step:
             worker.boundary.suspend = self._suspend
@@ -251,7 +251,7 @@ class Segment:
             with fitting(f"worker-{rank}"):
                 worker.restore(part.tensors, part.plain)
                 self.durations[rank].skip(part.plain["drawn"])
-            if self.task.config.timing_only:
+            if self.setup.config.timing_only:
                 worker.buffers = buffers  # of which no checkpoint has more than that they are there
         if not newcomer:
             self.at.setdefault(rank, 0)
@@ -265,8 +265,8 @@ class Segment:
 
     async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
         if join:
-            await worker.join(newcomer=newcomer, period=self.task.period)
-        await work_through(self.task.sync, worker, self.task.period)
+            await worker.join(newcomer=newcomer, period=self.setup.period)
+        await work_through(self.setup.sync, worker, self.setup.period)
         await worker.leave()
 
     def _ended(self, rank: int) -> None:
@@ -287,7 +287,7 @@ class Segment:
 
     def _quarantine(self, rank: int, error: Quarantined) -> None:
         """Go on without a worker whose gradients hold NaN, as after a crash; where all are needed, end the run."""
-        if self.task.needs_everybody:
+        if self.setup.needs_everybody:
             raise error
         self.deaths[f"worker {rank}"] = str(error).rstrip(".")
         self.refused += self.workers[rank].refused
@@ -301,25 +301,25 @@ class Segment:
         self._without(rank)
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
-        task = self.task
+        setup = self.setup
         self.totals.counts["samples"] += worker.source.batch_size
         self._on_made(worker)
         if worker.rank == self.first:
-            self.whole.watch.progress(worker.clock, task.steps, gradient.loss, self.totals.counts["samples"])
+            self.whole.watch.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])
 
     def _on_made(self, worker: Worker) -> None:
         """A step has been made, or begun in vain."""
         self.done += 1
         self.steps[worker.rank] += 1
         self.totals.steps = max(self.totals.steps, worker.clock)
-        if self.task.coordinated:  # the coordinator hands out the work: there are no step boundaries
+        if self.setup.coordinated:  # the coordinator hands out the work: there are no step boundaries
             self.at[worker.rank] = worker.clock
             self._count_passed()
 
     def _suspend(self, worker: Worker) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
-        due = worker.clock >= self.checkpoint_step and worker.clock < self.task.steps
-        if self.task.lockstep:
+        due = worker.clock >= self.checkpoint_step and worker.clock < self.setup.steps
+        if self.setup.lockstep:
             return due
         if due and not self.suspending:
             self.suspending = True
@@ -340,7 +340,7 @@ class Segment:
             if event.at <= self.started and self.resumed:
                 self._apply_past(event)
             else:
-                self.runtime.kernel.weather(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
+                self.runtime.kernel.external_event(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
 
     def _apply_past(self, event: Event) -> None:
         """Bring what an event of an earlier segment still does into this one."""
@@ -355,7 +355,7 @@ class Segment:
     def _begin_slow(self, node: VirtualNode, event: Event) -> None:
         self._slow_down(node)
         if self.runtime.kernel.now < event.until < math.inf:
-            self.runtime.kernel.weather(event.until, lambda: self._slow_down(node))
+            self.runtime.kernel.external_event(event.until, lambda: self._slow_down(node))
 
     def _slow_down(self, node: VirtualNode) -> None:
         """As the cluster has it now: what began before, or in another segment, counts as what begins or ends."""
@@ -422,16 +422,16 @@ class Segment:
         self.away.discard(rank)
         if before is None or clock <= before:
             return
-        if not self.task.synchronous:
+        if not self.setup.synchronous:
             self._count_passed()
             return
-        due = clock % self.task.eval_every == 0 and clock > self._last_row
+        due = clock % self.setup.eval_every == 0 and clock > self._last_row
         if self.row_shards:
             if due and self._slowest() == clock:
                 self._row_of_now()  # the last worker is here: servers have applied this step, and no later gradient
-        elif due and worker.buffers is None and self.task.is_common(worker, clock):
-            updates = self._updates() if self.shards else self.task.gradients_in_common(worker)
-            self._row(self.task.shown(worker), None, clock, updates)
+        elif due and worker.buffers is None and self.setup.is_common(worker, clock):
+            updates = self._updates() if self.shards else self.setup.gradients_in_common(worker)
+            self._row(self.setup.shown(worker), None, clock, updates)
         else:
             if due:
                 self._gather(worker)
@@ -453,14 +453,14 @@ class Segment:
 
     def _gather(self, worker: Worker) -> None:
         """Add a worker's model after this step to the mean that is graded."""
-        task = self.task
-        updates = worker.clock - worker.given if self.shards else task.gradients_in(worker)
+        setup = self.setup
+        updates = worker.clock - worker.given if self.shards else setup.gradients_in(worker)
         self.gathering.add(
             worker.clock,
             worker.rank,
-            task.shown(worker),
+            setup.shown(worker),
             updates=updates,
-            weight=task.weight(worker.rank),
+            weight=setup.weight(worker.rank),
             buffers=worker.buffers,
         )
 
@@ -476,7 +476,7 @@ class Segment:
         if self.shards:
             return min(shard.gradients for shard in self.shards)
         living = (worker for rank, worker in self.workers.items() if rank not in self.crashed)
-        return sum(map(self.task.gradients_in, living)) + sum(self.retired_updates.values())
+        return sum(map(self.setup.gradients_in, living)) + sum(self.retired_updates.values())
 
     def _row_of_now(self, *, final: bool = False) -> None:
         if self.whole.examiner is not None:
@@ -505,15 +505,15 @@ class Segment:
     def delivered(self) -> torch.Tensor:
         """The parameters that the method delivers, as they are now."""
         if self.shards:
-            values = self.task.replica.params.detach().clone()
-            for shard, ranges in zip(self.shards, self.task.ranges, strict=True):
+            values = self.setup.replica.params.detach().clone()
+            for shard, ranges in zip(self.shards, self.setup.ranges, strict=True):
                 position = 0
                 for start, stop in ranges:
                     values[start:stop] = shard.values[position : position + stop - start]
                     position += stop - start
             return values
         models = [tensors["params"] for tensors in self._models()]
-        values = torch.stack(models).mean(dim=0) if self.task.sync.delivers == "mean" else models[0]
+        values = torch.stack(models).mean(dim=0) if self.setup.sync.delivers == "mean" else models[0]
         if self.row_shards:
             values = values.clone()
             for rows in self.row_shards:
@@ -522,7 +522,7 @@ class Segment:
 
     def _consensus(self) -> dict[str, float]:
         """Of gossip: how far the workers' models are from their mean, the root of the mean of squares."""
-        if self.task.graph is None:
+        if self.setup.graph is None:
             return {}
         models = torch.stack([tensors["params"] for tensors in self._models()])
         apart = models - models.mean(dim=0)
@@ -533,14 +533,14 @@ class Segment:
         models = {rank: dict(part.tensors) for rank, part in self.retired.items()}
         for rank, worker in self.workers.items():
             if rank not in self.crashed:
-                models[rank] = {"params": worker.delivering(self.task.sync.delivers)}
+                models[rank] = {"params": worker.delivering(self.setup.sync.delivers)}
                 if worker.buffers is not None:
                     models[rank]["buffers"] = worker.buffers
         return [models[rank] for rank in sorted(models)]
 
     def _buffers(self) -> torch.Tensor | None:
         found = [tensors["buffers"] for tensors in self._models() if "buffers" in tensors]
-        return self.task.merge_buffers(found) if found else None
+        return self.setup.merge_buffers(found) if found else None
 
     def _bytes_sent(self) -> int:
         return sum(node.payload_sent for name, node in self.runtime.nodes.items() if name.startswith("worker"))
@@ -583,7 +583,7 @@ class Segment:
             "retired_updates": sorted(self._retired_updates().items()),
             "checkpoint": self.checkpoint_step,
             "history": self.whole.history,
-            "origin": self.task.origin,
+            "origin": self.setup.origin,
         }
         state: State = {"run": Part({}, run)} | {f"retired-{rank}": part for rank, part in retired.items()}
         for rank, worker in living.items():
@@ -601,7 +601,7 @@ class Segment:
 
     def _retired(self) -> dict[int, Part]:
         """The models of those who are through, where they are part of what is delivered."""
-        if self.shards or self.task.config.timing_only:
+        if self.shards or self.setup.config.timing_only:
             return {}
         retired = dict(self.retired)
         for rank in self.finished & self.workers.keys():
@@ -615,11 +615,11 @@ class Segment:
         if self.shards:
             return {}
         through = self.finished & self.workers.keys()
-        return self.retired_updates | {rank: self.task.gradients_in(self.workers[rank]) for rank in through}
+        return self.retired_updates | {rank: self.setup.gradients_in(self.workers[rank]) for rank in through}
 
     def outcome(self) -> Outcome:
         """How the run ended."""
-        task, totals = self.task, self.totals
+        setup, totals = self.setup, self.totals
         for number, shard in enumerate([*self.shards, *self.row_shards]):
             totals.count("per_shard", f"server {number}", applied=shard.applied, refused=shard.refused)
             if isinstance(shard, SharedShard):
@@ -635,7 +635,7 @@ class Segment:
         notes: dict[str, Any] = {"events": totals.events, "deaths": self.deaths, "unfinished": self.deaths}
         if self.whole.evaluator is not None:
             notes["batching"] = self.whole.evaluator.rule
-        if task.plan is not None:
-            notes["hybrid"] = task.plan.described()
-        params = None if task.config.timing_only else self.delivered()
+        if setup.plan is not None:
+            notes["hybrid"] = setup.plan.described()
+        params = None if setup.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)

@@ -2,7 +2,7 @@
 
 Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018.
 
-    at every worker i, two strands that share x_i
+    at every worker i, two tasks that share x_i
         compute         x' <- x_i;   g <- gradient of f at x';   x_i <- x_i - lr g
         communicate     pick a neighbor j;   x_i, x_j <- (x_i + x_j) / 2, atomically
 

@@ -105,7 +105,7 @@ class AsySVRG:
             gradient = await worker.gradient_at(snapshot, indices, draw=start)
             total += gradient * len(indices)
             kept["weight"] += len(indices)
-            worker.still_here()
+            worker.heartbeat()
         await worker.contribute(total, kept["weight"])
         kept["phase"] = None
 
@@ -122,4 +122,4 @@ class AsySVRG:
             gradient = await worker.gradient()
             gradient = gradient - await worker.gradient_again(snapshot) + mean
             await worker.add(gradient, alone=self.lock != "none")
-            worker.still_here()
+            worker.heartbeat()

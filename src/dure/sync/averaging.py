@@ -228,7 +228,7 @@ class Averaging:
         if self.weights == "fisher":
             self.weigh(worker, gradient)
         worker.step(gradient)
-        worker.still_here()
+        worker.heartbeat()
 
     def weigh(self, worker: Worker, gradient: torch.Tensor) -> None:
         """Add to the diagonal of the Fisher information, as far as this round has seen it."""

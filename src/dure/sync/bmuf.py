@@ -115,7 +115,7 @@ class BMUF:
         try:
             while True:
                 worker.step(await worker.gradient())
-                worker.still_here()
+                worker.heartbeat()
                 if worker.server is None:
                     await self.meet(worker, under_way)
                 elif worker.clock % self.period == 0:

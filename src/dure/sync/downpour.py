@@ -151,7 +151,7 @@ class Downpour:
         if overlap:
             worker.adopt(await worker.finished("pull") or await worker.pull())
             if worker.steps_left > self.n_fetch:  # a later step uses it
-                await worker.pull_beside()
+                await worker.pull_async()
         elif self.local_lr:
             worker.adopt(await worker.pull())
         else:

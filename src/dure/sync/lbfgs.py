@@ -95,15 +95,15 @@ class LBFGS:
     # ---- the replicas
 
     async def work(self, worker: Worker) -> None:
-        errands = worker.errands
-        assert errands is not None
+        work_queue = worker.work_queue
+        assert work_queue is not None
         while True:
-            errand = await errands.ask(worker)
+            assignment = await work_queue.ask(worker)
             sums = Sums(worker.params)
-            for indices, draw in errand.portions(errands.batches):
+            for indices, draw in assignment.portions(work_queue.batches):
                 gradient = await worker.evaluate(indices, draw=draw)
                 sums.add(gradient.values, gradient.loss, len(indices))
-            await errands.push(worker, errand, sums)
+            await work_queue.push(worker, assignment, sums)
 
     # ---- the coordinator
 

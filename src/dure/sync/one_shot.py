@@ -55,7 +55,7 @@ class OneShot:
         try:
             while True:
                 worker.step(await worker.gradient())
-                worker.still_here()
+                worker.heartbeat()
         except EndOfWork:
             if worker.server is None:
                 await worker.mean_params()

@@ -35,7 +35,7 @@ class Retuning(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Remedied:
+class Corrected:
     """`method` with `remedies`; in all that is not said here it is the method."""
 
     method: Any
@@ -56,12 +56,12 @@ def remedied(method: Any, remedy: Correction | Retuning) -> Any:
         raise StrategyError(f"{_name(remedy)} is joined twice to {_name(inner)}: once is enough.")
     if not getattr(inner, "stale_gradients", False):
         raise StrategyError(_refusal(inner, remedy))
-    return Remedied(inner, (*remedies, remedy))
+    return Corrected(inner, (*remedies, remedy))
 
 
 def parts(method: Any) -> tuple[Any, tuple[Correction | Retuning, ...]]:
     """The method itself, and what is joined to it."""
-    return (method.method, method.remedies) if isinstance(method, Remedied) else (method, ())
+    return (method.method, method.remedies) if isinstance(method, Corrected) else (method, ())
 
 
 def corrections(method: Any) -> tuple[Correction, ...]:

@@ -20,7 +20,7 @@ from dure.core.node import EndOfWork, Ghost, Operation, Suspend, nothing
 from dure.errors import CallTimeout, DivergedError, Evicted, Quarantined, Superseded, UsageError
 from dure.job.gradient_source import DataSource, GradientSource, LocalOptimizer
 from dure.topology.collective.agreement import Agreement, going_on
-from dure.topology.collective.compressed import CodedGroup
+from dure.topology.collective.compressed import CompressedGroup
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
@@ -107,7 +107,7 @@ class Worker:
     group: Group | None = None
     peer: Peer | None = None
     shared: Access | None = None
-    errands: PortionClient | None = None
+    work_queue: PortionClient | None = None
     rows: RowClient | None = None
     total_weight: float = 1.0
     buffers: torch.Tensor | None = None
@@ -663,7 +663,7 @@ class Worker:
             "void": self._is_skipped(update),
         }
 
-    async def pull_beside(self) -> None:
+    async def pull_async(self) -> None:
         """Start a pull and go on; `finished("pull")` has it."""
         assert self.server is not None
         await self._begin("pull", self._pull(self.server))
@@ -687,14 +687,14 @@ class Worker:
 
     async def _begin(self, what: str, work: Coroutine[Operation[Any], None, Any]) -> None:
         """Have `work` go on beside the method, until a checkpoint at the latest."""
-        strand = self._beside[what] = self.node.spawn(work, f"{what} of {self.node.name}")
-        strand.when_done(nothing)  # its error is raised in who waits for it
+        task = self._beside[what] = self.node.spawn(work, f"{what} of {self.node.name}")
+        task.when_done(nothing)  # its error is raised in who waits for it
         await self.node.sleep(0.0)  # it gets its turn before a computation holds up the node
 
-    def still_here(self) -> None:
+    def heartbeat(self) -> None:
         """Let nobody who waits take this worker for dead, though it works for long without a push."""
         if self.server is not None:
-            self.server.still_here()
+            self.server.heartbeat()
 
     # ---- over shared memory
 
@@ -769,7 +769,7 @@ class Worker:
     @property
     def encodes(self) -> bool:
         """Whether a codec encodes what travels over this worker's group."""
-        return isinstance(self.group, CodedGroup)
+        return isinstance(self.group, CompressedGroup)
 
     def mean(
         self, values: torch.Tensor, share: float | None = None, *, since: torch.Tensor | None = None
@@ -781,7 +781,7 @@ class Worker:
         """
         assert self.group is not None
         share = self.share if share is None else share
-        if since is not None and isinstance(self.group, CodedGroup):
+        if since is not None and isinstance(self.group, CompressedGroup):
             return self.group.mean_change(values, since, share)
         return self.group.all_reduce(values * share)
 
@@ -819,7 +819,7 @@ class Worker:
             "versions": self.versions,
         }
         coded = {} if self.server is None else states(self.server.coders)
-        if isinstance(self.group, CodedGroup):
+        if isinstance(self.group, CompressedGroup):
             coded, plain["rounds"] = self.group.state()
         tensors |= {f"coded.{name}": value for name, value in coded.items()}
         plain["optimizer"] = counts
@@ -850,7 +850,7 @@ class Worker:
         if self.peer is not None:
             self.peer.restore(plain["peer"])
         coded = {name[6:]: value for name, value in tensors.items() if name.startswith("coded.")}
-        if isinstance(self.group, CodedGroup):
+        if isinstance(self.group, CompressedGroup):
             self.group.restore(coded, plain["rounds"])
         elif self.server is not None:
             restore(self.server.coders, coded)

@@ -32,7 +32,7 @@ from dure.errors import DureError, PeerLost, Quarantined, UsageError
 from dure.job.replica import Replica
 from dure.run.strategy import Strategy, make, member_text
 from dure.runtime.launch.monitor import RankMonitor
-from dure.runtime.launch.rendezvous import Meeting, Place, place
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
@@ -41,9 +41,9 @@ from dure.topology.collective.choice import Collective
 from dure.topology.hybrid.choice import Hybrid
 from dure.topology.parameter_server.choice import ParameterServer
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
-from dure.user_loop.peers import Peers
+from dure.user_loop.peers import CollectiveSession
 from dure.user_loop.sampler import EpochSampler, share_of
-from dure.user_loop.servers import Hosts, name_of_run
+from dure.user_loop.servers import ServerSession, name_of_run
 from dure.user_loop.source import LoopSource
 from dure.user_loop.wrapped import check_unwrapped
 
@@ -103,27 +103,27 @@ def attach(
     check_step(optimizer)
     _check_values(model)
     replica = Replica(model)
-    meeting = Meeting(place() or Place(), "attach")
+    rendezvous = Rendezvous(place() or RankEnvironment(), "attach")
     with ExitStack() as undo:
-        undo.push(partial(_tell_if_failed, meeting))
+        undo.push(partial(_tell_if_failed, rendezvous))
         mine = UserOptimizer(optimizer, replica)
         undo.callback(mine.close)
-        run, sizes = _introduce(meeting, strategy, replica, batch_size)
-        credentials = credentials_of(meeting, None if key_file is None else Path(key_file), integrity)
-        node = ProcessNode(Identity(run, f"worker {meeting.place.rank}", meeting.place.rank), credentials)
+        run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
+        credentials = credentials_of(rendezvous, None if key_file is None else Path(key_file), integrity)
+        node = ProcessNode(Identity(run, f"worker {rendezvous.place.rank}", rendezvous.place.rank), credentials)
         undo.callback(node.wire.close)
-        monitor = RankMonitor(meeting, frozen_after)
+        monitor = RankMonitor(rendezvous, frozen_after)
         undo.callback(monitor.close)
         node.loop.check = monitor.check
         worker = _worker(node, replica, mine, sizes)
-        ties: Peers | Hosts
+        ties: CollectiveSession | ServerSession
         if isinstance(strategy.topology, ParameterServer):
-            ties = Hosts(node, meeting, replica, strategy, mine, credentials)
+            ties = ServerSession(node, rendezvous, replica, strategy, mine, credentials)
         else:
             assert isinstance(strategy.topology, Collective)
-            ties = Peers(node, meeting, replica, strategy.sync.delivers, strategy.topology)
+            ties = CollectiveSession(node, rendezvous, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
-    return Attached(strategy, meeting, replica, mine, worker, ties, monitor)
+    return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
 
 
 def _check_strategy(strategy: Strategy) -> None:
@@ -153,7 +153,7 @@ def _check_values(model: nn.Module) -> None:
             )
 
 
-def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
+def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
     """The name of the run, and everybody's batch sizes. Raises `UsageError` if ranks want different things."""
     layers = [[layer.name, list(layer.shape)] for layer in replica.layers]
     constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
@@ -165,7 +165,7 @@ def _introduce(meeting: Meeting, strategy: Strategy, replica: Replica, batch_siz
         "layers": hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16],
     }
     mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
-    everybody = meeting.exchange("about", mine)
+    everybody = rendezvous.exchange("about", mine)
     for what in ("strategy", "model"):
         for rank, theirs in enumerate(everybody):
             if theirs[what] != everybody[0][what]:
@@ -198,22 +198,24 @@ def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes
     )
 
 
-def _tell(meeting: Meeting, error: BaseException) -> None:
+def _tell(rendezvous: Rendezvous, error: BaseException) -> None:
     """Leave word of `error` for the others, if they can still be reached."""
     with suppress(RuntimeError):
-        if meeting.failure() is None:
-            meeting.fail(f"{type(error).__name__}: {error}")
+        if rendezvous.failure() is None:
+            rendezvous.fail(f"{type(error).__name__}: {error}")
 
 
-def _tell_if_failed(meeting: Meeting, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+def _tell_if_failed(
+    rendezvous: Rendezvous, kind: type[BaseException] | None, error: BaseException | None, _: object
+) -> None:
     if error is not None:
-        _tell(meeting, error)
+        _tell(rendezvous, error)
 
 
-def _reason(meeting: Meeting) -> str | None:
+def _reason(rendezvous: Rendezvous) -> str | None:
     """What somebody has said of its failure, if the store can still be reached."""
     with suppress(RuntimeError):
-        return meeting.failure()
+        return rendezvous.failure()
     return None
 
 
@@ -238,16 +240,16 @@ class Attached:
     def __init__(
         self,
         strategy: Strategy,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         replica: Replica,
         optimizer: UserOptimizer,
         worker: Worker,
-        ties: Peers | Hosts,
+        ties: CollectiveSession | ServerSession,
         monitor: RankMonitor,
     ) -> None:
         self.strategy = strategy
         self.ended = False
-        self._meeting = meeting
+        self._meeting = rendezvous
         self._replica = replica
         self._optimizer = optimizer
         self._worker = worker

@@ -18,21 +18,21 @@ from dure.user_loop.exchange import Exchange, Failed
 if TYPE_CHECKING:
     from dure.core.node import Group
     from dure.job.replica import Replica
-    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
     from dure.sync.worker import Worker
     from dure.topology.collective.choice import Collective
     from dure.user_loop.source import LoopSource
 
 
-class Sends:
-    """The group of all ranks in `meeting`, by a collective written from sends; the same to `Peers` as an `Engine`.
+class SentCollectives:
+    """The group of all ranks in `rendezvous`, by a collective written from sends; used in place of an `Engine`.
 
     Raises `UsageError` for a model that is not in main memory.
     """
 
-    def __init__(self, node: ProcessNode, meeting: Meeting, replica: Replica, topology: Collective) -> None:
-        size, interface = meeting.place.world_size, meeting.place.interface
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, topology: Collective) -> None:
+        size, interface = rendezvous.place.world_size, rendezvous.place.interface
         if replica.device.type != "cpu":
             raise UsageError(
                 f"the model is on {replica.device}, and {topology.algorithm} sends from main memory: attach a model on "
@@ -42,23 +42,23 @@ class Sends:
         self.group: Group = AloneGroup(node)
         if not self.alone:
             self.group = SentGroup(node, range(size), topology, node.meter)
-            places = meeting.exchange("place", [interface, node.wire.listen(interface)])
+            places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
             node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
     def close(self, *, failed: bool = False) -> None:
         """Nothing: what there is, is the node's."""
 
 
-class Peers:
+class CollectiveSession:
     """Ties over collectives. `delivers` is the method's (`sync.base.Sync`)."""
 
     def __init__(
-        self, node: ProcessNode, meeting: Meeting, replica: Replica, delivers: str, topology: Collective
+        self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, delivers: str, topology: Collective
     ) -> None:
         self._node = node
         self._replica = replica
         by_engine = topology.algorithm == "engine"
-        self._engine = Engine(node, meeting) if by_engine else Sends(node, meeting, replica, topology)
+        self._engine = Engine(node, rendezvous) if by_engine else SentCollectives(node, rendezvous, replica, topology)
         self._delivers = delivers
         self._agreement = Agreement(self._engine.group, replica.device)
         self._source: LoopSource | None = None

@@ -16,7 +16,7 @@ from dure.errors import CallTimeout, UsageError
 from dure.job.optimizer import OptimizerSpec, Segment
 from dure.job.replica import as_bytes, copy_bytes
 from dure.run.strategy import catalogue, member_text, name_of
-from dure.runtime.launch.helper import Helper
+from dure.runtime.launch.helper import ShardProcess
 from dure.runtime.launch.room import HELPER_NBYTES, check_memory, physical_memory
 from dure.sync.remedied import compares, server_rule
 from dure.topology.parameter_server.client import ServerClient, Servers
@@ -27,7 +27,7 @@ from dure.user_loop.optimizer import ServerRule
 if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.run.strategy import Strategy
-    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
     from dure.runtime.wire import Credentials
     from dure.sync.worker import Worker
@@ -41,13 +41,13 @@ MOST_SHARDS = 64
 """Servers of an attached model on one machine: each is a process of its own."""
 
 
-class Hosts:
+class ServerSession:
     """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer."""
 
     def __init__(
         self,
         node: ProcessNode,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         replica: Replica,
         strategy: Strategy,
         mine: UserOptimizer,
@@ -67,7 +67,7 @@ class Hosts:
             )
         self._node = node
         self._credentials = credentials
-        self._meeting = meeting
+        self._meeting = rendezvous
         self._replica = replica
         self._sync = sync
         self._ranges = held_by(topology, replica.layers, replica.numel)
@@ -75,9 +75,9 @@ class Hosts:
         self._rule = None if one == other else ServerRule(mine.optimizer, replica)
         if self._rule is not None:
             mine.refuse_states()
-        self._world_size = meeting.place.world_size
+        self._world_size = rendezvous.place.world_size
         self._spec = server_rule(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
-        self._helpers: list[Helper] = []
+        self._helpers: list[ShardProcess] = []
         self._check_room()
 
     def processes(self) -> Mapping[str, int]:
@@ -148,7 +148,7 @@ class Hosts:
             request = {**self._request(number), "buffers": 0, "constants": 0}
             if number == 0:
                 request |= {"buffers" if each is worker.buffers else "constants": each.numel() for each in first}
-            self._helpers.append(Helper("dure.user_loop.host", f"server {number}", request))
+            self._helpers.append(ShardProcess("dure.user_loop.host", f"server {number}", request))
         for number, helper in zip(mine, self._helpers, strict=True):
             self._meeting.put(f"server {number}", [place.interface, helper.answer()["port"]])
 

@@ -119,7 +119,7 @@ def test_standard_output_is_given_back(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_helper_that_prints_answers(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
-    from dure.runtime.launch.helper import Helper
+    from dure.runtime.launch.helper import ShardProcess
 
     (tmp_path / "chatty.py").write_text(
         "import os\n"
@@ -129,7 +129,7 @@ def test_a_helper_that_prints_answers(capfd: pytest.CaptureFixture[str], tmp_pat
         "    starter.answer(twice=2 * starter.request()['number'])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    helper = Helper("chatty", "server 5", {"number": 4})
+    helper = ShardProcess("chatty", "server 5", {"number": 4})
     assert helper.answer() == {"twice": 8}
     helper.until_gone()
     shown = capfd.readouterr()

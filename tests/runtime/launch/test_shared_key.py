@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from dure.errors import UsageError
 from dure.runtime.launch.engine_store import EngineStore, connected, listening_store
-from dure.runtime.launch.rendezvous import Meeting, Place
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
 from dure.runtime.launch.shared_key import KEY, credentials_of
 
 
 @pytest.fixture
 def ranks():
     """Three ranks that meet in this process."""
-    meetings = [Meeting(Place(), "test") for _ in range(3)]
+    meetings = [Rendezvous(RankEnvironment(), "test") for _ in range(3)]
     store = dist.HashStore()
-    for rank, meeting in enumerate(meetings):
-        meeting.place, meeting.store = Place(rank, 3, "127.0.0.1"), store
+    for rank, rendezvous in enumerate(meetings):
+        rendezvous.place, rendezvous.store = RankEnvironment(rank, 3, "127.0.0.1"), store
     return meetings
 
 
@@ -41,13 +41,13 @@ def test_rank_0_draws_a_key_and_hands_it_out_once(ranks):
     assert len(first[0]) == 32
     assert first == [first[0]] * 3
     assert not ranks[0].store.check([KEY])
-    assert credentials_of(Meeting(Place(), "alone"), None).key != first[0]
+    assert credentials_of(Rendezvous(RankEnvironment(), "alone"), None).key != first[0]
 
 
 def test_with_a_key_file_nothing_secret_is_in_the_store(ranks, file):
     assert keys(ranks, [file] * 3) == [bytes(range(40))] * 3
     assert ranks[0].store.get(KEY) == b"null"
-    assert credentials_of(Meeting(Place(), "alone"), file).key == bytes(range(40))
+    assert credentials_of(Rendezvous(RankEnvironment(), "alone"), file).key == bytes(range(40))
 
 
 @pytest.mark.parametrize(("has", "lacks"), [(0, 1), (1, 0)])

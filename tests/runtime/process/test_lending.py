@@ -12,9 +12,9 @@ from support.runs import local, virtual
 
 from dure.errors import UsageError
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import AtHand
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.worker import Worker
 from dure.topology.parameter_server.buffers import Buffer
@@ -27,8 +27,8 @@ def segment(shards: int = 1) -> Segment:
     cluster = Cluster.uniform(2)
     strategy = f"ssp:bound=1 ps:shards={shards}"
     config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=2, steps=STEPS)
-    task, _ = resolve(config, AtHand(cluster=cluster))
-    return Segment(VirtualRun(task, cluster, Watch()), None)
+    setup, _ = resolve(config, Prebuilt(cluster=cluster))
+    return Segment(VirtualRun(setup, cluster, Callbacks()), None)
 
 
 def spied(run: Segment, look: Callable[[Worker], None]) -> None:

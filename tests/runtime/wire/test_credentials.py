@@ -63,7 +63,9 @@ def test_keys_are_random_long_and_shown_nowhere():
     assert one.key != other.key
     assert len(one.key) == 32
     assert Credentials.of(other.plain()) == other
-    start = Start.of(name="worker 0", run="run", incarnation=0, hub=["127.0.0.1", 1], credentials=one.plain(), terms={})
+    start = Start.of(
+        name="worker 0", run="run", incarnation=0, driver=["127.0.0.1", 1], credentials=one.plain(), terms={}
+    )
     for shown in (repr(one), str(one), repr(start)):
         assert one.key.hex() not in shown
         assert repr(one.key) not in shown

@@ -297,12 +297,12 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
         assert (exchanged.versions, exchanged.values.unique().tolist()) == ([6], [-3.0])
         exchanged.release()
 
-    strand = worker.spawn(work())
-    strand.when_done(lambda: None)
-    while not strand.done:
+    task = worker.spawn(work())
+    task.when_done(lambda: None)
+    while not task.done:
         worker.loop.turn(0.0)
         server.loop.turn(0.0)
-    strand.result()
+    task.result()
     assert client.lends
     assert not server.wire._shared.staging._idle, "memory was made for what was received"
     assert worker.wire._shared.borrower._kept, "a version was copied from where it lies"

@@ -11,7 +11,7 @@ from dure.core.mixing import contraction, metropolis_mixing, mixing, pairwise_mi
 from dure.errors import StrategyError
 from dure.run.strategy import Strategy
 from dure.topology.gossip.choice import GRAPHS, Gossip
-from dure.topology.gossip.graph import build, knit, size
+from dure.topology.gossip.graph import build, reconnect, size
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8, 16, 31])
@@ -91,15 +91,15 @@ def test_knit_together_the_rest_is_connected(name):
     for seed in range(50):
         chance = random.Random(seed)
         gone = chance.sample(range(16), chance.randrange(1, 15))
-        rest = knit(graph, gone)
+        rest = reconnect(graph, gone)
         assert sorted(rest) == sorted(set(range(16)) - set(gone))
         assert nx.is_connected(rest)
-    assert set(knit(graph, ()).edges) == set(graph.edges)
+    assert set(reconnect(graph, ()).edges) == set(graph.edges)
 
 
 def test_the_neighbors_of_who_is_gone_become_neighbors():
-    assert sorted(knit(build(Gossip("ring"), 6), {0}).neighbors(5)) == [1, 4]
-    assert sorted(knit(build(Gossip("ring"), 6), {0, 5}).neighbors(4)) == [1, 3]
+    assert sorted(reconnect(build(Gossip("ring"), 6), {0}).neighbors(5)) == [1, 4]
+    assert sorted(reconnect(build(Gossip("ring"), 6), {0, 5}).neighbors(4)) == [1, 3]
 
 
 @pytest.mark.parametrize("workers", [3, 4, 6, 9])

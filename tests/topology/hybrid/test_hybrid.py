@@ -20,14 +20,14 @@ from dure.core.node import Address
 from dure.core.ranges import size
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec, RangesOptimizer, RowOptimizer
 from dure.job.overlap import Overlap
 from dure.job.replica import Layer, Replica
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import Constant
 from dure.topology.hybrid.choice import Hybrid
-from dure.topology.hybrid.placement import Place, Use, decide, measure
+from dure.topology.hybrid.placement import ClusterShape, Use, decide, measure
 from dure.topology.hybrid.rows import RowShard, added
 
 FILE = row_jobs.__file__
@@ -51,7 +51,7 @@ def test_every_way_gives_the_same_bits(strategy, sizes):
     """Half the loss's rates are powers of two and so are the workers' shares: sums are exact in any order."""
     around, through = (virtual(bags(), s, workers=4, batch_sizes=sizes, steps=5) for s in ("bsp collective", strategy))
     assert torch.equal(around.params, through.params)
-    assert not torch.equal(around.params, around.task.initial)
+    assert not torch.equal(around.params, around.setup.initial)
     assert around.rows[-1]["loss"] == through.rows[-1]["loss"]
 
 
@@ -80,7 +80,7 @@ def test_on_processes_it_is_the_same(strategy):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     for key in ("samples", "updates_applied"):
         assert real.summary[key] == modelled.summary[key]
-    servers = modelled.task.servers
+    servers = modelled.setup.servers
     assert [real.summary["per_shard"][f"server {s}"]["applied"] for s in range(servers)] == [7] * servers
 
 
@@ -92,12 +92,12 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
 # ---- bytes
 
 
-def expected_bytes(task, rank: int, steps: int) -> tuple[int, int]:
+def expected_bytes(setup, rank: int, steps: int) -> tuple[int, int]:
     """Sent and received by a worker: the ring's part, and rows of WIDTH numbers of 8 bytes with 4 of their own."""
-    sampler = task._draw_samplers()[rank]
-    batches = [task.job.train.inputs[sampler.next()] for _ in range(steps)]
+    sampler = setup._draw_samplers()[rank]
+    batches = [setup.job.train.inputs[sampler.next()] for _ in range(steps)]
     rows = sum(len(batch.unique()) for batch in batches)
-    ring = ring_all_reduce(WIDTH, task.workers, Link(0, 0, 1), 8)
+    ring = ring_all_reduce(WIDTH, setup.workers, Link(0, 0, 1), 8)
     row = WIDTH * 8
     return steps * ring.sent[rank] + rows * (row + 4 + 4), steps * ring.received[rank] + rows * row
 
@@ -107,7 +107,7 @@ def test_bytes_are_those_of_the_rows_and_their_numbers(run, shards):
     finished = run(f"{FILE}:bags", f"bsp hybrid:servers=table.weight,shards={shards}", workers=2, steps=4)
     for rank in range(2):
         counted = finished.summary["per_worker"][f"worker {rank}"]
-        assert (counted["bytes_sent"], counted["bytes_received"]) == expected_bytes(finished.task, rank, 4)
+        assert (counted["bytes_sent"], counted["bytes_received"]) == expected_bytes(finished.setup, rank, 4)
 
 
 def layer(rows: int = 100, width: int = 8) -> Layer:
@@ -119,12 +119,12 @@ def layer(rows: int = 100, width: int = 8) -> Layer:
 def test_costs_are_those_of_the_paper_and_the_numbers(workers, share):
     """Per machine in and out: servers 4 a V (N-1)/N, ring 4 V (N-1)/N, all_gather 2 a V (N-1); numbers beside it."""
     rows, nbytes, n = 100 * share, 100 * 8 * 4, workers
-    cost = Use(layer(), rows).cost(Place(n, n, True, 4))
+    cost = Use(layer(), rows).cost(ClusterShape(n, n, True, 4))
     numbers = 4 * rows
     assert cost.servers == pytest.approx(4 * (share * nbytes + numbers) * (n - 1) / n)
     assert cost.all_reduce == pytest.approx(4 * nbytes * (n - 1) / n)
     assert cost.all_gather == pytest.approx(2 * (share * nbytes + numbers) * (n - 1))
-    assert Use(layer(), None).cost(Place(n, n, True, 4)).servers == pytest.approx(cost.all_reduce)
+    assert Use(layer(), None).cost(ClusterShape(n, n, True, 4)).servers == pytest.approx(cost.all_reduce)
 
 
 @pytest.mark.parametrize(("workers", "shards"), [(2, 2), (8, 8), (8, 1), (8, 2), (48, 12)])
@@ -133,7 +133,7 @@ def test_the_decision_flips_where_the_rule_says(workers, shards, colocated):
     row, rows = 8 * 4, 1000
     exchanged = 1 + (workers - 2) / shards if colocated else max(1, workers / shards)
     flip = 2 * (workers - 1) / workers / exchanged * row / (row + 4)
-    place = Place(workers, shards, colocated, 4)
+    place = ClusterShape(workers, shards, colocated, 4)
     for share, held in ((flip * 0.999, True), (flip * 1.001, False)):
         use = Use(layer(rows), rows * share)
         assert use.by_servers(place) is held
@@ -153,14 +153,14 @@ def test_the_record_says_what_was_decided_and_why():
     assert (said["table.weight"]["by"], said["shift"]["by"]) == ("servers", "all_reduce")
     assert 0.1 < said["table.weight"]["share_read"] < said["table.weight"]["share_read_by_all"] < 1
     assert said["table.weight"]["nbytes"]["servers"] < said["table.weight"]["nbytes"]["all_reduce"]
-    assert virtual(bags(rows=None), "bsp hybrid", workers=4, steps=1).task.servers == 0
+    assert virtual(bags(rows=None), "bsp hybrid", workers=4, steps=1).setup.servers == 0
 
 
 def test_what_all_reduce_sends_while_it_is_computed_is_what_servers_do_not_hold():
     for strategy in ("bsp hybrid", "bsp hybrid:servers=none", "bsp hybrid:servers=shift"):
-        task, _ = resolved(bags(), strategy, on="virtual", workers=4)
-        (first, *_) = task.plan.ring
-        assert task.slices == [(size(task.plan.ring), first[0] / task.replica.numel)]
+        setup, _ = resolved(bags(), strategy, on="virtual", workers=4)
+        (first, *_) = setup.plan.ring
+        assert setup.slices == [(size(setup.plan.ring), first[0] / setup.replica.numel)]
 
 
 def test_a_gradient_is_not_there_before_it_is_computed():
@@ -212,7 +212,7 @@ def test_rows_are_added_in_the_order_of_the_workers():
 
 def test_a_gradient_is_handed_over_in_parts():
     job = bags()
-    evaluator = Evaluator(job, exact=True)
+    evaluator = GradientEngine(job, exact=True)
     inputs, targets = torch.tensor([[4, 4, 2]]), torch.zeros(1, WIDTH, dtype=torch.float64)
     values = evaluator.initial_values(0)
     work = GradientWork(0, 0, values, inputs, targets, seed=0, flops=0.0)
@@ -238,7 +238,9 @@ def test_slices_leave_out_what_servers_hold():
 
 def shard(world: World, number: int = 0, shards: int = 2, workers: int = 2) -> RowShard:
     plan = decide(
-        Hybrid(("all",)), [Use(layer(5, 2), 2.0), Use(Layer("b", 10, 13, (3,)), None)], Place(workers, shards, True, 4)
+        Hybrid(("all",)),
+        [Use(layer(5, 2), 2.0), Use(Layer("b", 10, 13, (3,)), None)],
+        ClusterShape(workers, shards, True, 4),
     )
     part = plan.part(number)
     return RowShard(world.node("server 0"), part, part.taken_from(torch.arange(13.0)), OptimizerSpec(lr=1.0), workers)
@@ -275,13 +277,13 @@ def test_who_asks_for_a_version_that_is_being_made_gets_it():
             await node.call(place, "read", numbers(1), into=into, version=1)
         await pushed
 
-    strands = [world.spawn(role(rank), f"worker {rank}") for rank in range(2)]
+    tasks = [world.spawn(role(rank), f"worker {rank}") for rank in range(2)]
     world.run_ready()
     for channel in world.choices():
         while world.channels[channel]:
             world.channels[channel].popleft()()  # all arrive before anything else happens
     world.settle()
-    assert all(strand.done for strand in strands)
+    assert all(task.done for task in tasks)
     assert [each.tolist() for each in into] == [[8, 9], [2, 3]]
 
 

@@ -62,10 +62,10 @@ class One:
         return self.world.run(coroutine)
 
     def start(self, coroutine: Any, name: str) -> Any:
-        strand = self.world.spawn(coroutine, name)
-        strand.when_done(lambda: None)
+        task = self.world.spawn(coroutine, name)
+        task.when_done(lambda: None)
         self.world.settle()
-        return strand
+        return task
 
 
 def update(size: float) -> torch.Tensor:
@@ -195,9 +195,9 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
                 await client.exchange(update(1.0), room())
         await client.leave()
 
-    strands = [one.world.spawn(work(client), f"worker {client.worker}") for client in one.clients]
+    tasks = [one.world.spawn(work(client), f"worker {client.worker}") for client in one.clients]
     one.world.settle(draw.choice)
-    assert [strand.done for strand in strands] == [True] * 3
+    assert [task.done for task in tasks] == [True] * 3
     assert sorted(one.shard.log or ()) == [(worker, 0, seq) for worker in range(3) for seq in range(1, 6)]
     assert one.shard.values.tolist() == [-15.0] * NUMEL
 
@@ -233,43 +233,43 @@ class Processes:
     def exchange(self, rank: int, **options: Any) -> Any:
         """Start one of worker `rank`."""
         client = ServerClient(self.nodes[rank], rank, self.servers, **options)
-        strand = self.nodes[rank].spawn(client.exchange(torch.ones(self.numel), torch.empty(self.numel)))
-        strand.when_done(lambda: None)
-        return strand
+        task = self.nodes[rank].spawn(client.exchange(torch.ones(self.numel), torch.empty(self.numel)))
+        task.when_done(lambda: None)
+        return task
 
-    def turn(self, strands: Sequence[Any], seconds: float) -> None:
-        """Until all `strands` are done, or for so long."""
+    def turn(self, tasks: Sequence[Any], seconds: float) -> None:
+        """Until all `tasks` are done, or for so long."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not all(strand.done for strand in strands):
+        while time.monotonic() < until and not all(task.done for task in tasks):
             for node in self.all:
                 node.loop.turn(0.001)
 
     def pass_time(self, seconds: float) -> None:
         self.turn([Operation(self.nodes[0].loop)], seconds)
 
-    def ended(self, strand: Any) -> Any:
-        """What comes of `strand`."""
-        strand.when_done(lambda: None)
-        self.turn([strand], 20.0)
-        return strand.result()
+    def ended(self, task: Any) -> Any:
+        """What comes of `task`."""
+        task.when_done(lambda: None)
+        self.turn([task], 20.0)
+        return task.result()
 
 
 def test_updates_of_more_bytes_than_a_server_takes_at_once_all_come_in_before_anybody_goes_on() -> None:
     """Who waits for the others holds no memory that their updates need."""
     with Processes(100_000, Limits(staging_nbytes=410_000)) as world:
-        strands = [world.exchange(rank) for rank in range(3)]
-        world.turn(strands, 20.0)
-        assert [strand.result().values.unique().tolist() for strand in strands] == [[-3.0]] * 3
+        tasks = [world.exchange(rank) for rank in range(3)]
+        world.turn(tasks, 20.0)
+        assert [task.result().values.unique().tolist() for task in tasks] == [[-3.0]] * 3
 
 
 def test_who_is_not_answered_in_time_asks_for_as_long_as_it_takes() -> None:
     with Processes(10) as world:
         early = [world.exchange(rank, timeout=0.05, attempts=2) for rank in range(2)]
         world.turn(early, 0.5)
-        assert not any(strand.done for strand in early)
+        assert not any(task.done for task in early)
         late = world.exchange(2)
         world.turn([*early, late], 20.0)
-        assert [strand.result().values.unique().tolist() for strand in (*early, late)] == [[-3.0]] * 3
+        assert [task.result().values.unique().tolist() for task in (*early, late)] == [[-3.0]] * 3
         assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
 
 

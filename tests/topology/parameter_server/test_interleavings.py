@@ -78,7 +78,7 @@ class Play:
         ranges = split([], self.num_shards, self.num_shards)
         may_refuse = self.policy().may_refuse
         self.servers = Servers(addresses, ranges, clock, ordered=self.ordered, may_refuse=may_refuse, timing_only=True)
-        self.strands = [self.world.spawn(self.work(w), f"worker {w}") for w in range(self.workers)]
+        self.tasks = [self.world.spawn(self.work(w), f"worker {w}") for w in range(self.workers)]
         self.world.run_ready()
 
     async def work(self, worker: int) -> None:
@@ -108,7 +108,7 @@ class Play:
         self.acknowledged.append((client.worker, client.seq))
 
     def choices(self) -> list[Channel]:
-        mortal = self.mortal and not self.killed and not self.strands[0].done
+        mortal = self.mortal and not self.killed and not self.tasks[0].done
         return self.world.choices() + ([KILL] if mortal else [])
 
     def take(self, channel: Channel) -> None:
@@ -122,10 +122,10 @@ class Play:
         told.append(lambda: self.clock.lost("worker 0"))
 
     def check_end(self) -> None:
-        for worker, strand in enumerate(self.strands):
-            assert strand.done, f"worker {worker} hangs"
+        for worker, task in enumerate(self.tasks):
+            assert task.done, f"worker {worker} hangs"
             if not (self.killed and worker == 0):
-                strand.result()
+                task.result()
         first = self.shards[0]
         log = first.log or []
         waiting = [(worker, seq) for worker, seqs in self.clock.state()["open"] for seq in seqs]  # for more of a group

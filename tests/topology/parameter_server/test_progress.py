@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dure.topology.parameter_server.progress import Patience
+from dure.topology.parameter_server.progress import ProgressMonitor
 
 
 class Time:
@@ -20,7 +20,7 @@ class Time:
 def paced(pace, steps=5):
     """Workers that have made `steps` steps of `pace` seconds each, and begin another at the same moment."""
     time = Time()
-    patience = Patience(time, seconds=5.0)
+    patience = ProgressMonitor(time, seconds=5.0)
     for worker, seconds in pace.items():
         time.seconds = 100.0 - seconds * steps
         patience.begin(worker)
@@ -64,7 +64,7 @@ def test_a_worker_of_few_steps_is_given_ten_times_as_long_as_the_slowest(steps):
 
 def test_nobody_is_late_before_anybody_has_made_a_step():
     time = Time()
-    patience = Patience(time, seconds=5.0)
+    patience = ProgressMonitor(time, seconds=5.0)
     patience.begin(0)
     time.seconds = 1e6
     assert patience.late([0, 1]) == []

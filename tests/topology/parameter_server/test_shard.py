@@ -18,7 +18,7 @@ from support.stale import Bench
 
 from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
 from dure.core.ranges import gather
-from dure.core.sequence import Ledger
+from dure.core.sequence import SequenceTracker
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment, restrict
 from dure.topology.parameter_server.choice import SPLITS
@@ -192,9 +192,9 @@ def test_snapshots_without_lead_are_bsp_with_summed_updates() -> None:
 
     def result(policy: Policy, reduce: str, seed: int) -> torch.Tensor:
         fleet = Fleet(2, spec=OptimizerSpec(lr=1 / 16), policy=policy, workers=3, reduce=reduce, values=dyadic[9])
-        strands = [fleet.world.spawn(work(client), f"worker {client.worker}") for client in fleet.clients]
+        tasks = [fleet.world.spawn(work(client), f"worker {client.worker}") for client in fleet.clients]
         fleet.world.settle(random.Random(seed).choice)
-        assert all(strand.done for strand in strands)
+        assert all(task.done for task in tasks)
         return torch.cat([shard.values for shard in fleet.shards])
 
     expected = result(Barrier(), "sum", 0)
@@ -208,12 +208,12 @@ def test_all_shards_are_asked_before_any_has_answered(ordered: bool) -> None:
     fleet = Fleet(4, policy=Barrier() if ordered else None)
     client, into = fleet.clients[0], torch.empty(NUMEL)
     for begun in (client.push(vector(1), base=[0] * 4), client.pull(into), client.status()):
-        strand = fleet.world.spawn(begun, "a call of every shard")
+        task = fleet.world.spawn(begun, "a call of every shard")
         fleet.world.run_ready()
         asked = fleet.world.choices()
         assert [address.node for _, address in asked] == [f"server {shard}" for shard in range(4)]
         fleet.world.settle(lambda choices: choices[-1])
-        assert strand.done
+        assert task.done
 
 
 # ---- versions are values
@@ -428,7 +428,7 @@ def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> No
             assert versions == [step + 1] * 2
             assert torch.equal(pulled.values, fleet.model())
         assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
-        assert fleet.clock.handle(Call("hub", "status", {}, ())).fields["clocks"] == {"0": 10}
+        assert fleet.clock.handle(Call("driver", "status", {}, ())).fields["clocks"] == {"0": 10}
         assert len(fates) < 99 - 50 * (1 + rate)
         return fleet.model()
 
@@ -446,11 +446,11 @@ def test_a_repeated_update_is_acknowledged_and_not_applied() -> None:
 
 
 def test_the_ledger_knows_what_is_missing() -> None:
-    ledger = Ledger()
+    ledger = SequenceTracker()
     assert [ledger.first_time(0, 0, seq) for seq in (1, 2, 5, 2, 4, 4, 3, 6, 3)] == [
         True, True, True, False, True, False, True, True, False,
     ]  # fmt: skip
-    again = Ledger()
+    again = SequenceTracker()
     ledger.first_time(0, 0, 9)
     again.restore(json.loads(json.dumps(ledger.state())))
     assert [again.first_time(0, 0, seq) for seq in (9, 7, 7, 10)] == [False, True, False, True]
@@ -608,7 +608,7 @@ def test_an_answer_asked_for_twice_is_given_twice() -> None:
     twice = [fleet.world.spawn(fleet.clients[0].ask(), f"question {q}") for q in range(2)]
     fleet.world.settle()
     fleet.run(fleet.clients[1].push(vector(1), base=[0, 0]))
-    assert [strand.result() for strand in twice] == [2, 2]
+    assert [task.result() for task in twice] == [2, 2]
 
 
 # ---- counters, and runs without numbers
@@ -706,7 +706,7 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     assert seen == [1502]
     fresh = Shard(fleet.shards[0].node, torch.zeros(NUMEL), OptimizerSpec(lr=1.0), log=True)
     fresh.restore(tensors, plain)
-    fresh.come_back(1)
+    fresh.start_generation(1)
     fleet.world.services[fleet.servers.shards[0]] = fresh
     assert fresh.values.tolist() == [-2.0] * NUMEL
     assert fleet.run(client.pull(one.clone())).versions > seen, "a version went backwards"
@@ -722,7 +722,7 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     (status,) = fleet.run(client.status())
     assert (status["epoch"], status["version"]) == (1, 3)
     fresh.restore(*fresh.state())
-    fresh.come_back(2)
+    fresh.start_generation(2)
     assert fleet.run(client.pull(one.clone())).versions > again
 
 
@@ -732,7 +732,7 @@ def test_the_clock_tells_a_shard_that_comes_back_who_is_gone() -> None:
     fleet.clock.lost("worker 1")
     fleet.world.settle()
     fleet.shards[1].restore(tensors, plain)
-    fleet.shards[1].ledger = Ledger()
+    fleet.shards[1].ledger = SequenceTracker()
     fleet.run(fleet.clock.returned(fleet.servers.shards[1]))
     with pytest.raises(Evicted, match="incarnation 0 of worker 1 is over"):
         fleet.shards[1].ledger.check(1, 0)

@@ -24,7 +24,7 @@ from dure.errors import Superseded
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
-from dure.run.virtual import Segment, VirtualRun, Watch
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.fused import clocked_at, serve_clock
@@ -166,7 +166,7 @@ def test_a_newcomer_pulls_model_and_velocity_once() -> None:
         machines=(Machines(count=3, compute=Constant(seconds=0.01)),),
         events=(Event(at=0.055, kind="crash", worker=1), Event(at=0.155, kind="join", worker=1)),
     )
-    task, found = resolved(
+    setup, found = resolved(
         "digits-mlp",
         "bsp ps:shards=2 sign",
         cluster,
@@ -176,9 +176,9 @@ def test_a_newcomer_pulls_model_and_velocity_once() -> None:
         eval_every=1000,
     )
     assert found is not None
-    segment = Segment(VirtualRun(task, found, Watch()), None)
+    segment = Segment(VirtualRun(setup, found, Callbacks()), None)
     segment.run()
-    ranges = task.ranges
+    ranges = setup.ranges
     for worker in segment.workers.values():
         for shard, part in zip(segment.shards, ranges, strict=True):
             assert isinstance(shard, Shard)
@@ -193,12 +193,12 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run(strategy: str, tmp_path: Pat
     options: dict[str, Any] = {"workers": 3, "steps": 12, "optimizer": "adam:lr=0.001"}
     whole = virtual("digits-mlp", strategy, **options)
     options["out"] = tmp_path
-    task, cluster = resolved("digits-mlp", strategy, on="virtual", eval_every=1000, checkpoint_every=5, **options)
+    setup, cluster = resolved("digits-mlp", strategy, on="virtual", eval_every=1000, checkpoint_every=5, **options)
     assert cluster is not None
     states: list[Any] = []
-    watch = Watch(checkpoint=lambda step, state: states.append(state))
-    cut = VirtualRun(task, cluster, watch).run()
-    resumed = VirtualRun(task, cluster, Watch()).run(states[0])
+    watch = Callbacks(checkpoint=lambda step, state: states.append(state))
+    cut = VirtualRun(setup, cluster, watch).run()
+    resumed = VirtualRun(setup, cluster, Callbacks()).run(states[0])
     assert cut.params is not None
     assert resumed.params is not None
     torch.testing.assert_close(cut.params, whole.params, rtol=0, atol=0)
@@ -245,14 +245,14 @@ class Followed:
     def step(self, lr: float | None = None, skipping: Collection[int] = ()) -> list[torch.Tensor]:
         """One update of everybody, without a gradient of the workers `skipping`; what each has then."""
         rooms = [torch.full((NUMEL,), math.nan) for _ in self.clients]
-        strands = []
+        tasks = []
         for client, room in zip(self.clients, rooms, strict=True):
             void = client.worker in skipping
             update = torch.zeros(NUMEL) if void else torch.randn(NUMEL, generator=self.random)
-            strands.append(self.world.spawn(client.exchange(update, room, lr=lr, void=void), "exchange"))
+            tasks.append(self.world.spawn(client.exchange(update, room, lr=lr, void=void), "exchange"))
         self.world.settle()
-        for strand in strands:
-            strand.result()
+        for task in tasks:
+            task.result()
         return rooms
 
     def go_on(self, client: ServerClient) -> torch.Tensor:

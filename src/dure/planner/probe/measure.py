@@ -1,4 +1,4 @@
-"""What messages, updates and steps cost here, measured: `dure probe` asks, a `Sounder` on each host answers.
+"""What messages, updates and steps cost here, measured: `dure probe` asks, a `LinkBenchmark` on each host answers.
 
     caller                            host                        what it shows
       ping  ------------------------->                            the smallest round trip, and the cores' time for it
@@ -27,7 +27,7 @@ from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import Method
 from dure.errors import Refused
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
 from dure.runtime.launch.sentinel import Starter
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.job.job import Job
 
-SERVICE = "sounder"
+SERVICE = "benchmark"
 
 SIZES = tuple(1 << power for power in range(16, 24))
 """Bytes of the messages that are measured: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
@@ -76,7 +76,7 @@ class OpenShard(Shard):
     protocol: ClassVar[Mapping[str, Method]] = {}
 
 
-class Sounder:
+class LinkBenchmark:
     """The service of a host: takes and gives messages, and measures those between itself and a peer.
 
     | method       | fields | reply                                                                     |
@@ -135,7 +135,7 @@ class Sounder:
         if kind == "over":
             self.over.resolve()
             return Reply()
-        raise Refused(f'a sounder has no method "{call.method}".')
+        raise Refused(f'a benchmark has no method "{call.method}".')
 
     async def _measure(self, peer: str) -> Reply:
         there = Address(peer, SERVICE)
@@ -257,7 +257,7 @@ class Sounder:
 
 def begin_steps(job: Job) -> Callable[[], object]:
     """A function that does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
-    evaluator = Evaluator(job, exact=True)
+    evaluator = GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     values = evaluator.initial_values(0)
     optimizer = FlatOptimizer(job.optimizer, values.numel(), values.dtype)
@@ -297,9 +297,9 @@ def main(starter: Starter) -> None:
     request = starter.request()
     identity = Identity(request["run"], request["name"], request["rank"])
     node = ProcessNode(identity, Credentials.of(request["credentials"]))
-    sounder = Sounder(node)
-    node.serve(SERVICE, sounder)
+    benchmark = LinkBenchmark(node)
+    node.serve(SERVICE, benchmark)
     port = node.wire.listen(request["interface"])
     starter.answer(port=port)
-    node.loop.run_until(sounder.over)
+    node.loop.run_until(benchmark.over)
     node.wire.close()

@@ -1,7 +1,7 @@
 """`dure probe`: measure hosts and what is between them, and describe them as a cluster file.
 
     rank 0, or this process alone           every rank                         beside it
-      conducts                                a sounder  ---- local ------------> a second sounder
+      conducts                                a benchmark  ---- local ------------> a second benchmark
       "measure" ------------------------------> with each partner, one pair at a time
       "apply", "compute" ---------------------> by itself
 
@@ -28,12 +28,12 @@ from dure.core.cost import Fit, _rounded, codec_cost, fit
 from dure.core.node import Address
 from dure.errors import PeerLost, UsageError
 from dure.job.replica import Replica
-from dure.planner.probe.measure import SERVICE, Figures, Sounder
+from dure.planner.probe.measure import SERVICE, Figures, LinkBenchmark
 from dure.planner.probe.short_runs import described as described_steps
 from dure.planner.probe.short_runs import short_runs
 from dure.run.strategy import codec_name, make
-from dure.runtime.launch.helper import Helper
-from dure.runtime.launch.rendezvous import Meeting, Place, place
+from dure.runtime.launch.helper import ShardProcess
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, Servers, SharedHost
@@ -272,32 +272,32 @@ def probe(
     if workers < 1:
         raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
     named = _named(codecs)
-    here = place() or Place()
-    meeting = Meeting(here, "probe")
-    run = meeting.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
-    credentials = credentials_of(meeting, key_file)
+    here = place() or RankEnvironment()
+    rendezvous = Rendezvous(here, "probe")
+    run = rendezvous.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
+    credentials = credentials_of(rendezvous, key_file)
     node = ProcessNode(Identity(run, f"host {here.rank}", here.rank), credentials)
-    sounder = Sounder(node, job, named)
-    node.serve(SERVICE, sounder)
+    benchmark = LinkBenchmark(node, job, named)
+    node.serve(SERVICE, benchmark)
     with ExitStack() as stack:
         stack.callback(node.wire.close)
         beside = _begin_beside(node, here, credentials, stack)
-        stack.callback(sounder.over.resolve)  # whoever goes from here on is not missed
-        places = meeting.exchange("place", [here.interface, node.wire.listen(here.interface)])
+        stack.callback(benchmark.over.resolve)  # whoever goes from here on is not missed
+        places = rendezvous.exchange("place", [here.interface, node.wire.listen(here.interface)])
         node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
-        besides = meeting.exchange("beside", [here.interface, beside.answer()["port"]])
+        besides = rendezvous.exchange("beside", [here.interface, beside.answer()["port"]])
         node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides)}
-        meeting.exchange("ready", True)
-        node.on_lost = lambda loss: _lost(loss, sounder)
+        rendezvous.exchange("ready", True)
+        node.on_lost = lambda loss: _lost(loss, benchmark)
         if here.rank:
-            node.loop.run_until(sounder.over)
+            node.loop.run_until(benchmark.over)
             found = None
         else:
             found = node.loop.run_until(node.spawn(_conduct(node, here.world_size, list(named)), "the measurements"))
-            sounder.over.resolve()
+            benchmark.over.resolve()
         node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
         beside.until_gone()
-        meeting.part()
+        rendezvous.part()
     if found is None:
         return None
     if here.world_size == 1 and job is not None:
@@ -310,18 +310,18 @@ def probe(
     return found
 
 
-def _begin_beside(node: ProcessNode, here: Place, credentials: Credentials, stack: ExitStack) -> Helper:
+def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credentials, stack: ExitStack) -> ShardProcess:
     """A second process on this host."""
     name = f"beside {here.rank}"
     request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
     request["credentials"] = credentials.plain()
-    helper = Helper("dure.planner.probe.measure", name, request)
+    helper = ShardProcess("dure.planner.probe.measure", name, request)
     stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
     return helper
 
 
-def _lost(loss: Loss, sounder: Sounder) -> None:
-    if not sounder.over.done and not loss.finished:
+def _lost(loss: Loss, benchmark: LinkBenchmark) -> None:
+    if not benchmark.over.done and not loss.finished:
         raise PeerLost(f"{loss.peer} is gone in the middle of the measurements: {loss.reason}.")
 
 

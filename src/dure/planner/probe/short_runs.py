@@ -24,7 +24,7 @@ import numpy as np
 
 from dure.planner.probe.measure import Figures
 from dure.run.config import TrainConfig
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 
 PERIOD = 8
 STEPS = 400
@@ -55,13 +55,13 @@ def short_runs(job: str, data: Path | None, workers: int, step: float) -> Figure
     steps = max(FEWEST, min(STEPS, round(LONGEST / step)))
     shared = {"job": job, "data": data, "workers": workers, "steps": steps, "on": "local"}
     found: Figures = {"all_reduce": None, "gradient": None}
-    with Nursery() as nursery:
-        found["steps"] = [_gaps(each) for each in _begun(shared | {"strategy": "one-shot"}, nursery)]
+    with ForkServer() as fork_server:
+        found["steps"] = [_gaps(each) for each in _begun(shared | {"strategy": "one-shot"}, fork_server)]
         alone = described(found["steps"])
         for name, strategy, period in (("all_reduce", f"averaging:period={PERIOD}", PERIOD), ("gradient", "bsp", 1)):
             if workers == 1:
                 break
-            begun = _begun(shared | {"strategy": strategy}, nursery)
+            begun = _begun(shared | {"strategy": strategy}, fork_server)
             rounds = (len(begun[0]) - 1 - WARM) // period
             cycle = statistics.median((each[WARM + rounds * period] - each[WARM]) / rounds for each in begun)
             found[name] = max(cycle - slowest(alone, workers, period), 0.0)
@@ -87,14 +87,17 @@ def _gaps(begun: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in zip(begun[WARM:], begun[WARM + 1 :], strict=False)]
 
 
-def _begun(options: Mapping[str, Any], nursery: Nursery) -> list[list[float]]:
+def _begun(options: Mapping[str, Any], fork_server: ForkServer) -> list[list[float]]:
     """When each worker of a real run began each of its steps, in seconds."""
-    from dure.run.prebuilt import AtHand
+    from dure.run.prebuilt import Prebuilt
     from dure.run.train import run
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        run(TrainConfig.of({**options, "eval_every": 10**9, "trace": True, "out": out}), AtHand(nursery=nursery))
+        run(
+            TrainConfig.of({**options, "eval_every": 10**9, "trace": True, "out": out}),
+            Prebuilt(fork_server=fork_server),
+        )
         events = json.loads((out / "trace.json").read_text())["traceEvents"]
     begun: dict[int, list[float]] = {}
     for event in events:

@@ -20,7 +20,7 @@ from dure.job.optimizer import OptimizerSpec
 SLOPE = 1e-3
 
 
-def stand_in(layers: Sequence[int], seconds: float) -> Job:
+def synthetic_job(layers: Sequence[int], seconds: float) -> Job:
     """A job whose model has `layers` of so many parameters, and whose steps take `seconds`."""
     return Job(
         model=lambda: StandIn(layers, seconds),

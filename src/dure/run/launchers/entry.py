@@ -1,4 +1,4 @@
-"""The program of a nursery: it loads a run's job once, and forks the run's processes (`runtime.launch.nursery`)."""
+"""The program of a fork server (`runtime.launch.fork_server`): load a run's job once, and fork the run's processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dure.runtime.launch.fork_server import Ends, serve
 
 def load(config: Mapping[str, Any]) -> Callable[..., None]:
     """What each process of a run with this configuration (plain) does with its arguments."""
-    task, _ = resolve(TrainConfig.of(config))
-    task.prepare()
-    return lambda **arguments: process.main(task, process.Start.of(**arguments))
+    setup, _ = resolve(TrainConfig.of(config))
+    setup.prepare()
+    return lambda **arguments: process.main(setup, process.LaunchSpec.of(**arguments))
 
 
 if __name__ == "__main__":

@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 
 from dure.errors import DureError, UsageError
 from dure.run import checkpoint
-from dure.run.driver import Hub
+from dure.run.driver import Driver
 from dure.run.outcome import Outcome
-from dure.run.restart_policy import Restarts
-from dure.runtime.launch.fork_server import Nursery
+from dure.run.restart_policy import RestartPolicy
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.launch.room import check_memory, physical_memory
 
 if TYPE_CHECKING:
-    from dure.run.setup import Task
-    from dure.run.virtual import Watch
+    from dure.run.setup import Setup
+    from dure.run.virtual import Callbacks
 
 
 def run_processes(
-    task: Task,
-    watch: Watch,
+    setup: Setup,
+    watch: Callbacks,
     resume: Path | None,
     folder: Path | None,
     *,
     named: bool,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
     interruption: Interruption | None = None,
 ) -> Outcome:
-    """Train `task` on processes of this machine.
+    """Train `setup` on processes of this machine.
 
-    `named`: its job can be made again from its name. `nursery`, if it was begun earlier, is its owner's to close.
+    `named`: its job can be made again from its name. `fork_server`, if it was begun earlier, is its owner's to close.
     Raises `Interrupted` after `interruption`, once a checkpoint is written where that is possible.
     """
     interruption = interruption or Interruption()
@@ -42,41 +42,41 @@ def run_processes(
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
-    check_memory(task.workers + task.servers, task.replica.params.nbytes, physical_memory())
-    task.prepare()  # what is wrong with it is said here, before a process starts
+    check_memory(setup.workers + setup.servers, setup.replica.params.nbytes, physical_memory())
+    setup.prepare()  # what is wrong with it is said here, before a process starts
     with ExitStack() as stack:
-        if nursery is None:
-            nursery = stack.enter_context(Nursery())
-        nursery.load(task.config.plain())
-        stack.callback(nursery.clear)
-        restarts = Restarts(task, folder)
+        if fork_server is None:
+            fork_server = stack.enter_context(ForkServer())
+        fork_server.load(setup.config.plain())
+        stack.callback(fork_server.clear)
+        restarts = RestartPolicy(setup, folder)
 
-        def make() -> Hub:
-            return Hub(task, watch, nursery, folder=folder, restarts=restarts, interruption=interruption)
+        def make() -> Driver:
+            return Driver(setup, watch, fork_server, folder=folder, restarts=restarts, interruption=interruption)
 
-        return keep_running(make, nursery, resume, interruption)
+        return keep_running(make, fork_server, resume, interruption)
 
 
 def keep_running(
-    make: Callable[[], Hub], nursery: Nursery, resume: Path | None, interruption: Interruption | None = None
+    make: Callable[[], Driver], fork_server: ForkServer, resume: Path | None, interruption: Interruption | None = None
 ) -> Outcome:
-    """One hub after another, each going on from the last checkpoint, until the work is done."""
+    """One driver after another, each going on from the last checkpoint, until the work is done."""
     interruption = interruption or Interruption()
-    before: Hub | None = None
+    before: Driver | None = None
     pause: float | None = 0.0
     while True:
-        hub = make()
+        driver = make()
         try:
-            hub.node.loop.run_until(hub.node.sleep(pause or 0.0))
+            driver.node.loop.run_until(driver.node.sleep(pause or 0.0))
             with interruption.deferred():
-                return hub.run(resume, after=before)
+                return driver.run(resume, after=before)
         except DureError:
-            pause = hub.begin_again()
+            pause = driver.begin_again()
             if pause is None:
                 raise
         finally:
-            hub.close()
-        nursery.clear()
-        assert hub.folder is not None
-        resume, before = hub.folder, hub
-        hub.watch.rewind(checkpoint.rows(checkpoint.load(resume)))
+            driver.close()
+        fork_server.clear()
+        assert driver.folder is not None
+        resume, before = driver.folder, driver
+        driver.watch.rewind(checkpoint.rows(checkpoint.load(resume)))

@@ -1,12 +1,12 @@
 """A real run whose workers `torchrun` has started: every rank is one.
 
     rank 0                                                       rank r
-      hub, and a nursery that forks
+      driver, and a fork server that forks
         worker 0, and the servers s with s modulo ranks = 0        worker r, in this process
-      notes in the store: "start worker r", "start server s" -->   a nursery that forks its servers
+      notes in the store: "start worker r", "start server s" -->   a fork server that forks its servers
       note: the finished record ------------------------------->   the same record
 
-The hub is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice: it
+The driver is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice: it
 ends all. Told to (`--max-restarts`), it starts all again, and the run goes on from its last checkpoint.
 """
 
@@ -24,20 +24,20 @@ from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run
 from dure.report.values import versions
 from dure.run.config import TrainConfig
-from dure.run.driver import Hub
-from dure.run.process import Start
+from dure.run.driver import Driver
+from dure.run.process import LaunchSpec
 from dure.run.process import main as be_member
-from dure.runtime.launch.fork_server import Nursery
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.relay import relayed
-from dure.runtime.launch.rendezvous import Meeting, place
+from dure.runtime.launch.rendezvous import Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
 
 if TYPE_CHECKING:
     from dure.run.outcome import Outcome
-    from dure.run.prebuilt import AtHand
-    from dure.run.setup import Task
-    from dure.run.virtual import Watch
+    from dure.run.prebuilt import Prebuilt
+    from dure.run.setup import Setup
+    from dure.run.virtual import Callbacks
 
 RUN_SECONDS = 10.0 * 24 * 3600
 """How long a rank waits for what rank 0 makes of a run in which it has done its part."""
@@ -69,7 +69,7 @@ def after_restart(config: TrainConfig) -> TrainConfig:
 def run_together(
     config: TrainConfig,
     run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run],
-    resolve: Callable[[TrainConfig], tuple[Task, Any]],
+    resolve: Callable[[TrainConfig], tuple[Setup, Any]],
 ) -> Run:
     """Take part in the run that `config` asks for, with all ranks; its record, the same at each.
 
@@ -83,120 +83,122 @@ def run_together(
             "torchrun --nproc-per-node 4 -m dure train digits-mlp --on torchrun, or use --on local."
         )
     config = config.for_workers(here.world_size)
-    meeting = Meeting(here, "train")
+    rendezvous = Rendezvous(here, "train")
     if here.rank:
         with relayed(f"worker {here.rank}"):
-            return _follow(config, meeting, *resolve(config))
+            return _follow(config, rendezvous, *resolve(config))
     try:
         with relayed("launcher"):
-            run = run_here(config, lambda *given: _lead(meeting, *given))
+            run = run_here(config, lambda *given: _lead(rendezvous, *given))
     except BaseException as error:
         with suppress(RuntimeError):
-            meeting.fail(f"{type(error).__name__}: {error}")
+            rendezvous.fail(f"{type(error).__name__}: {error}")
         raise
-    meeting.put("record", {"history": run.history, "summary": run.summary()})
-    meeting.part()
+    rendezvous.put("record", {"history": run.history, "summary": run.summary()})
+    rendezvous.part()
     return run
 
 
 def _lead(
-    meeting: Meeting, task: Task, watch: Watch, saved: Path | None, folder: Path | None, at_hand: AtHand
+    rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None, prebuilt: Prebuilt
 ) -> Outcome:
     """What rank 0 does: the launcher's part of the run."""
-    if at_hand.job is not None:
+    if prebuilt.job is not None:
         raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
     if folder is not None:
-        (folder.parent / LAUNCH).write_text(meeting.place.launch, encoding="utf-8")
-    credentials = credentials_of(meeting, task.config.key_file, task.config.integrity)
+        (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
+    credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
     with ExitStack() as stack:
-        stack.callback(RankMonitor(meeting, task.config.frozen_after, ranks=()).close)  # the other ranks hear it
-        nursery = stack.enter_context(Nursery())
-        nursery.load(task.config.plain())
-        ranks = Ranks(nursery, meeting)
-        interface = meeting.place.interface
-        hub = Hub(task, watch, ranks, folder=folder, interface=interface, credentials=credentials)
-        stack.callback(hub.close)
-        return hub.run(saved)
+        stack.callback(RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close)  # the other ranks hear it
+        fork_server = stack.enter_context(ForkServer())
+        fork_server.load(setup.config.plain())
+        ranks = Ranks(fork_server, rendezvous)
+        interface = rendezvous.place.interface
+        driver = Driver(setup, watch, ranks, folder=folder, interface=interface, credentials=credentials)
+        stack.callback(driver.close)
+        return driver.run(saved)
 
 
 class Ranks:
     """A launcher that starts what belongs to rank 0, and tells the other ranks to start what is theirs."""
 
-    def __init__(self, nursery: Nursery, meeting: Meeting) -> None:
-        self._nursery = nursery
-        self._meeting = meeting
+    def __init__(self, fork_server: ForkServer, rendezvous: Rendezvous) -> None:
+        self._fork_server = fork_server
+        self._meeting = rendezvous
 
     @property
     def exited(self) -> Mapping[str, int]:
         """Those that belong to rank 0: of the others' ends their connections tell."""
-        return self._nursery.exited
+        return self._fork_server.exited
 
     @property
     def processes(self) -> Mapping[str, int]:
         """Those of rank 0: the others have only their heartbeats."""
-        return self._nursery.processes
+        return self._fork_server.processes
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process of rank 0; those of other ranks are torchrun's to end."""
-        self._nursery.signal(name, number)
+        self._fork_server.signal(name, number)
 
     def start(self, name: str, **arguments: Any) -> None:
         if _owner(name, self._meeting) == 0:
-            self._nursery.start(name, interface=self._meeting.place.interface, **arguments)
+            self._fork_server.start(name, interface=self._meeting.place.interface, **arguments)
         else:
             del arguments["credentials"]  # which each rank has; the store is no place for them
             self._meeting.put(f"start {name}", arguments)
 
     def look(self) -> None:
-        self._nursery.look()
+        self._fork_server.look()
         reason = self._meeting.failure()
         if reason is not None:
             raise PeerLost(f"{reason}.")
 
     def last_words(self, name: str) -> str:
-        return self._nursery.last_words(name)
+        return self._fork_server.last_words(name)
 
 
-def _follow(config: TrainConfig, meeting: Meeting, task: Task, _: Any) -> Run:
+def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup, _: Any) -> Run:
     """What the other ranks do: one worker each, and their servers in processes of their own."""
-    rank = meeting.place.rank
+    rank = rendezvous.place.rank
     mine: dict[str, Any] = {
-        "interface": meeting.place.interface,
-        "credentials": credentials_of(meeting, config.key_file, config.integrity).plain(),
+        "interface": rendezvous.place.interface,
+        "credentials": credentials_of(rendezvous, config.key_file, config.integrity).plain(),
     }
     with ExitStack() as stack:
-        monitor = RankMonitor(meeting, config.frozen_after, ranks=[0])  # the launcher there watches all others
+        monitor = RankMonitor(rendezvous, config.frozen_after, ranks=[0])  # the launcher there watches all others
         stack.callback(monitor.close)
-        _start_servers(task, meeting, stack, mine)
-        given = meeting.get(f"start worker {rank}")
+        _start_servers(setup, rendezvous, stack, mine)
+        given = rendezvous.get(f"start worker {rank}")
         try:
-            be_member(task, Start.of(name=f"worker {rank}", **mine, **given), monitor.check)
+            be_member(setup, LaunchSpec.of(name=f"worker {rank}", **mine, **given), monitor.check)
         except SystemExit:
-            _let_rank_0_speak(meeting)
+            _let_rank_0_speak(rendezvous)
             raise
-        record = meeting.get("record", RUN_SECONDS, monitor.check)
-        meeting.part()
+        record = rendezvous.get("record", RUN_SECONDS, monitor.check)
+        rendezvous.part()
     return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
 
 
-def _start_servers(task: Task, meeting: Meeting, stack: ExitStack, mine: Mapping[str, Any]) -> None:
+def _start_servers(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
     names = [
-        name for name in map("server {}".format, range(task.servers)) if _owner(name, meeting) == meeting.place.rank
+        name
+        for name in map("server {}".format, range(setup.servers))
+        if _owner(name, rendezvous) == rendezvous.place.rank
     ]
     if not names:
         return
-    nursery = stack.enter_context(Nursery())
-    nursery.load(task.config.plain())
+    fork_server = stack.enter_context(ForkServer())
+    fork_server.load(setup.config.plain())
     for name in names:
-        given = meeting.get(f"start {name}")
-        nursery.start(name, **mine, **given)
+        given = rendezvous.get(f"start {name}")
+        fork_server.start(name, **mine, **given)
 
 
-def _let_rank_0_speak(meeting: Meeting) -> None:
+def _let_rank_0_speak(rendezvous: Rendezvous) -> None:
     with suppress(RemoteError, DureError):
-        meeting.get("record", WORD_SECONDS)
+        rendezvous.get("record", WORD_SECONDS)
 
 
-def _owner(name: str, meeting: Meeting) -> int:
+def _owner(name: str, rendezvous: Rendezvous) -> int:
     """The rank on whose machine `name` lives."""
-    return int(name.split()[1]) % meeting.place.world_size
+    return int(name.split()[1]) % rendezvous.place.world_size

@@ -1,21 +1,22 @@
 """The process from which a run's processes on this machine are forked, and the launcher's end of it.
 
-    launcher ── starts ──> nursery: imports torch (meanwhile the launcher does too)
-    launcher ── {"config": ...} ──> nursery: loads the job once, then waits
+    launcher ── starts ──> fork server: imports torch (meanwhile the launcher does too)
+    launcher ── {"config": ...} ──> fork server: loads the job once, then waits
                               ├── fork ──> server 0
                               ├── fork ──> worker 0      milliseconds each; the data are shared, not copied
                               └── fork ──> worker 1
-    launcher ── {"start": "worker 2", ...} ──> nursery ── {"exited": "worker 2", "status": -9} ──> launcher
+    launcher ── {"start": "worker 2", ...} ──> fork server ── {"exited": "worker 2", "status": -9} ──> launcher
 
-The nursery never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
-behind: when the launcher is gone, however it went, the nursery reads the end of the pipe of requests and kills its
-children; when the nursery is gone, the system kills them (Linux), and each watches a pipe whose other end only the
+The fork server never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
+behind: when the launcher is gone, however it went, the fork server reads the end of the pipe of requests and kills its
+children; when the fork server is gone, the system kills them (Linux), and each watches a pipe whose other end only the
 launcher holds. Each child leads a process group: processes that the user's code starts in it, as a DataLoader does, are
 killed when the child has ended. They escape only by a group of their own.
 
-Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the nursery and its children.
-The nursery reads what its children print and writes it to the launcher's standard error, each line after the name of
-its process (`relay`); what the job prints while the nursery loads it goes to a file and appears once it is loaded.
+Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the fork server and its
+children. The fork server reads what its children print and writes it to the launcher's standard error, each line after
+the name of its process (`relay`); what the job prints while the fork server loads it goes to a file and appears once it
+is loaded.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ STOP_SECONDS = 5.0
 """How long processes may take to end when they are told to."""
 
 PROGRAM = "dure.run.launchers.entry"
-"""The module that a nursery runs."""
+"""The module that a fork server runs."""
 
 LOADER = "fork server"
-"""Name before the lines that the job prints while the nursery loads it."""
+"""Name before the lines that the job prints while the fork server loads it."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Ends(NamedTuple):
-    """Descriptors of a nursery that lead to its launcher.
+    """Descriptors of a fork server that lead to its launcher.
 
     `life` is a pipe that the launcher alone can write to; `requests` and `answers` carry JSON lines; `shown` is the
-    launcher's standard error; `output` is the file of the nursery's own output, its standard output and error.
+    launcher's standard error; `output` is the file of the fork server's own output, its standard output and error.
     """
 
     life: int
@@ -65,7 +66,7 @@ class Ends(NamedTuple):
     output: int
 
 
-class Nursery:
+class ForkServer:
     """The launcher's end: starts processes, hears of their ends, leaves none behind. A context manager.
 
     `exited` maps names to exit statuses, negative for the signal that ended them.
@@ -77,7 +78,7 @@ class Nursery:
         self._words: dict[str, str] = {}
         self._partial = b""
         self._forked = False
-        self._output = tempfile.TemporaryFile(prefix="dure-")  # noqa: SIM115  (open for as long as the nursery)
+        self._output = tempfile.TemporaryFile(prefix="dure-")  # noqa: SIM115  (open for as long as the fork server)
         life, self._sentinel = os.pipe()
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
@@ -97,9 +98,9 @@ class Nursery:
             os.close(end)
 
     def load(self, config: Mapping[str, Any]) -> None:
-        """Have the nursery make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
+        """Have the fork server make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
 
-        A nursery can serve one run after another.
+        A fork server can serve one run after another.
         """
         self.pids.clear()
         self.exited.clear()
@@ -167,7 +168,7 @@ class Nursery:
         os.close(self._answers)
         self._output.close()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -176,7 +177,7 @@ class Nursery:
         self.close()
 
     def _kill_groups(self) -> None:
-        """The nursery was killed, and with it its children: kill the processes that they have started."""
+        """The fork server was killed, and with it its children: kill the processes that they have started."""
         for name, pid in self.pids.items():
             if name not in self.exited:
                 _kill_group(pid)
@@ -218,7 +219,7 @@ class _Output(NamedTuple):
 
 
 class _Forks:
-    """The nursery's own side. `load` makes of a configuration what its processes run."""
+    """The fork server's own side. `load` makes of a configuration what its processes run."""
 
     def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
         self.ends = ends
@@ -267,7 +268,7 @@ class _Forks:
             self._fork(request["start"], request["arguments"])
 
     def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
-        nursery = os.getpid()
+        fork_server = os.getpid()
         relay.flush()  # a buffer that is not empty would be written by the child too
         source, sink = os.pipe()
         pid = os.fork()
@@ -282,7 +283,7 @@ class _Forks:
             return
         status = 1
         try:
-            self._settle(source, sink, nursery)
+            self._settle(source, sink, fork_server)
             self.main(name=name, **arguments)
             status = 0
         except SystemExit as end:
@@ -299,8 +300,8 @@ class _Forks:
             relay.flush()
             os._exit(status)
 
-    def _settle(self, source: int, sink: int, nursery: int) -> None:
-        """In the child: own standard streams and signals, and an eye on launcher and nursery."""
+    def _settle(self, source: int, sink: int, fork_server: int) -> None:
+        """In the child: own standard streams and signals, and an eye on launcher and fork server."""
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -311,7 +312,7 @@ class _Forks:
         watch(self.ends.life)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != nursery:
+        if os.getppid() != fork_server:
             os._exit(1)
 
     def _reap(self) -> None:
@@ -367,7 +368,7 @@ def _kill_group(leader: int) -> None:
 
 
 def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
-    """Be the nursery: of a configuration, `load` makes what processes run. Ends this process when the launcher ends."""
+    """Serve requests until the launcher ends, then exit; `load` makes of a configuration what processes run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -31,7 +31,7 @@ LOOK_SECONDS = 1.0
 """How long a wait for its end lasts before signals are looked at."""
 
 
-class Helper:
+class ShardProcess:
     """The starter's end of a helper process `name` that runs `main` of `module`, which gets `request`."""
 
     def __init__(self, module: str, name: str, request: Mapping[str, Any]) -> None:

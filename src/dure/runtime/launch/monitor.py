@@ -20,7 +20,7 @@ from dure.runtime.heartbeat import PERIOD_SECONDS, Silence
 from dure.runtime.launch.process_state import is_stopped
 
 if TYPE_CHECKING:
-    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.launch.rendezvous import Rendezvous
 
 NAMED = 3
 """A silent rank is named after this part of the time after which it ends the training."""
@@ -32,15 +32,15 @@ log = logging.getLogger("dure")
 
 
 class RankMonitor:
-    """Leaves this rank's heartbeats in the store of `meeting`, and reads the others', until `close`.
+    """Leaves this rank's heartbeats in the store of `rendezvous`, and reads the others', until `close`.
 
     `check` raises `PeerLost` once one of `ranks` (all, if not given), or the process of a server, has been silent for
     `frozen_after` seconds. `servers` gives the numbers of the server processes that this rank has started.
     `reachable`: the store answers.
     """
 
-    def __init__(self, meeting: Meeting, frozen_after: float, ranks: Collection[int] | None = None) -> None:
-        place = meeting.place
+    def __init__(self, rendezvous: Rendezvous, frozen_after: float, ranks: Collection[int] | None = None) -> None:
+        place = rendezvous.place
         watched = range(place.world_size) if ranks is None else ranks
         self.servers: Callable[[], Mapping[str, int]] = dict
         self.reachable = True
@@ -48,7 +48,7 @@ class RankMonitor:
         self._period = min(PERIOD_SECONDS, frozen_after / 8)
         self._rank = place.rank
         self._others = {f"alive {rank}": f"rank {rank}" for rank in watched if rank != place.rank}
-        shared: Any = meeting.store
+        shared: Any = rendezvous.store
         self._store: Any = (
             shared.clone() if place.world_size > 1 else None
         )  # a connection of its own: others wait for long

@@ -44,7 +44,7 @@ _SIOCGIFADDR = 0x8915  # Linux; elsewhere the engine is left to itself
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnvironment:
     """Where this process stands among those that were started together. `master` is None in a world of one.
 
     `restarts` counts how often the elastic agent has started all of them again, under the same `launch`. `local_size`
@@ -69,7 +69,7 @@ class Place:
             return str(probe.getsockname()[0])
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place | None:
+def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     """This process's place, as its environment tells; None if nobody has started it together with others.
 
     Raises `UsageError` where the environment makes no sense.
@@ -89,7 +89,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     master = environ["MASTER_ADDR"] if world_size > 1 else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     local_size = int(environ.get("LOCAL_WORLD_SIZE") or world_size)
-    return Place(rank, world_size, master, restarts, _launch(environ), local_size)
+    return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size)
 
 
 def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -135,13 +135,13 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-class Meeting:
+class Rendezvous:
     """A store where the ranks at `place` leave notes for each other under keys; every wait is bounded.
 
     `topic` and how often a rank has met under it keep one meeting apart from the next. `store` is the engine's.
     """
 
-    def __init__(self, place: Place, topic: str) -> None:
+    def __init__(self, place: RankEnvironment, topic: str) -> None:
         import torch.distributed as dist
 
         self.place = place
@@ -191,7 +191,7 @@ class Meeting:
         return json.loads(self.store.get("failure")) if self.store.check(["failure"]) else None
 
 
-def _engine_store(place: Place) -> Any:
+def _engine_store(place: RankEnvironment) -> Any:
     import torch.distributed as dist
 
     if place.world_size == 1:
@@ -204,6 +204,6 @@ def _engine_store(place: Place) -> Any:
     return store
 
 
-def _hosts_store(place: Place, environ: Mapping[str, str] = os.environ) -> bool:
+def _hosts_store(place: RankEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the ranks' store is to be in this process: torchrun's agent has one, other launchers have none."""
     return place.rank == 0 and environ.get(AGENT_STORE) != "True"

@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from dure.errors import UsageError
-from dure.runtime.launch.rendezvous import Meeting
+from dure.runtime.launch.rendezvous import Rendezvous
 from dure.runtime.wire import Credentials
 from dure.runtime.wire.credentials import Integrity
 
 KEY = "key"
 
 
-def credentials_of(meeting: Meeting, key_file: Path | None, integrity: Integrity = "mac") -> Credentials:
-    """The credentials of the run of all ranks in `meeting`; every rank calls this.
+def credentials_of(rendezvous: Rendezvous, key_file: Path | None, integrity: Integrity = "mac") -> Credentials:
+    """The credentials of the run of all ranks in `rendezvous`; every rank calls this.
 
     Raises:
         UsageError: `key_file` cannot be read, may be read by others, or is given at some ranks only.
@@ -28,21 +28,21 @@ def credentials_of(meeting: Meeting, key_file: Path | None, integrity: Integrity
     """
     if key_file is not None:
         mine = Credentials.of_file(key_file, integrity)
-    elif meeting.place.rank == 0:
+    elif rendezvous.place.rank == 0:
         mine = Credentials.drawn(integrity)
-    if meeting.place.world_size == 1:
+    if rendezvous.place.world_size == 1:
         return mine
-    if meeting.place.rank == 0:
-        meeting.put(KEY, None if key_file is not None else mine.key.hex())
-    note = meeting.get(KEY)
+    if rendezvous.place.rank == 0:
+        rendezvous.put(KEY, None if key_file is not None else mine.key.hex())
+    note = rendezvous.get(KEY)
     if (note is None) != (key_file is not None):
-        has, lacks = ("0", meeting.place.rank) if note is None else (meeting.place.rank, "0")
+        has, lacks = ("0", rendezvous.place.rank) if note is None else (rendezvous.place.rank, "0")
         raise UsageError(f"rank {has} has a key file and rank {lacks} has none: give every rank one, or none.")
     if note is None:
         return mine
     credentials = Credentials(bytes.fromhex(note), integrity)
-    meeting.exchange("has key", True)
-    if meeting.place.rank == 0:
+    rendezvous.exchange("has key", True)
+    if rendezvous.place.rank == 0:
         with suppress(RuntimeError):  # a store that deletes nothing
-            meeting.store.delete_key(KEY)
+            rendezvous.store.delete_key(KEY)
     return credentials

@@ -38,7 +38,7 @@ class AloneGroup:
         return self._done(None)
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
-        """As `Evaluator.backward` gives it."""
+        """As `GradientEngine.backward` gives it."""
         assert self._node.evaluator is not None
         self._node.evaluator.replica.zero_grad()
         return self._done(self._node.evaluator.backward(work, share))

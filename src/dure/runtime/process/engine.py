@@ -13,18 +13,18 @@ from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.group import TIMEOUT, ProcessGroup
 
 if TYPE_CHECKING:
-    from dure.runtime.launch.rendezvous import Meeting
+    from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
 
 
 class Engine:
-    """The group of all ranks in `meeting`; apart from the user's own process group where there is one.
+    """The group of all ranks in `rendezvous`; apart from the user's own process group where there is one.
 
     `group` is what methods use; `alone` says that there is nobody else.
     """
 
-    def __init__(self, node: ProcessNode, meeting: Meeting) -> None:
-        self.alone = meeting.place.world_size == 1
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous) -> None:
+        self.alone = rendezvous.place.world_size == 1
         self.group: ProcessGroup | AloneGroup = AloneGroup(node)
         self._engine: dist.ProcessGroup | None = None
         self._is_mine = False
@@ -32,11 +32,11 @@ class Engine:
         if self.alone:
             return
         before = _sockets()
-        world = range(meeting.place.world_size)
+        world = range(rendezvous.place.world_size)
         if dist.is_initialized():
             self._engine = dist.new_group(timeout=TIMEOUT)
         else:
-            store = dist.PrefixStore("engine", meeting.store)  # type: ignore[attr-defined]
+            store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
             dist.init_process_group(store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
             self._is_mine = True
         self._connections = dict(_sockets().items() - before.items())

@@ -30,7 +30,7 @@ LOOK = timedelta(seconds=1)
 class Collective(Operation[Any]):
     """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works.
 
-    Then other strands and the wire have a turn: a role whose every operation is the engine's would never let them.
+    Then other tasks and the wire have a turn: a role whose every operation is the engine's would never let them.
     """
 
     __slots__ = ("_finish", "_node", "_works")
@@ -57,7 +57,7 @@ class Collective(Operation[Any]):
             finally:
                 self._node.loop.waiting = False
             self._works = ()  # they keep the engine's connections open
-            yield from self._node.loop.breath().__await__()
+            yield from self._node.loop.yield_once().__await__()
         return self.result()
 
     def _wait(self, work: Any) -> None:

@@ -1,6 +1,6 @@
 """Real time: each node is a process; its roles and services run on one thread, its bytes travel by `runtime.wire`.
 
-The loop below turns the wire while every strand waits. A computation runs at once, on the loop's thread; what
+The loop below turns the wire while every task waits. A computation runs at once, on the loop's thread; what
 is on its way meanwhile goes on in the wire's helper thread, and is heard of when the computation is done.
 """
 
@@ -24,7 +24,7 @@ from dure.core.node import (
     Operation,
     Reply,
     Service,
-    Strand,
+    Task,
     TensorSpec,
     Work,
     nothing,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Group
-    from dure.job.gradients import Evaluator
+    from dure.job.gradients import GradientEngine
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ IDLE_SECONDS = 1.0
 
 
 class ProcessLoop(Loop):
-    """Runs strands; sleeps in the wire until a message, a timer or a death.
+    """Runs tasks; sleeps in the wire until a message, a timer or a death.
 
     `waiting`: it sleeps now. `check` is called at least once a second of a wait; it raises what ends the wait.
     """
@@ -80,7 +80,7 @@ class ProcessLoop(Loop):
         self._sequence += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
 
-    def breath(self) -> Operation[None]:
+    def yield_once(self) -> Operation[None]:
         """Done when everybody else has had a turn, the wire too: for who waits for nothing that the loop sees."""
         operation: Operation[None] = Operation(self, "its turn")
         self.after(0.0, operation.resolve)
@@ -123,7 +123,7 @@ class ProcessNode:
         seed: int = 0,
         trace: bool = False,
         limits: Limits | None = None,
-        evaluator: Evaluator | None = None,
+        evaluator: GradientEngine | None = None,
     ) -> None:
         self.loop = ProcessLoop()
         self.identity = identity
@@ -225,7 +225,7 @@ class ProcessNode:
             self.loop.after(timeout, lambda: winner.resolve(None))
         return winner
 
-    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Task[T]:
         return self.loop.spawn(coroutine, name or self.name)
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:

@@ -31,7 +31,7 @@ from dure.core import units
 from dure.core.collective_cost import HEADER, SMALL
 from dure.core.cost import CodecCost
 from dure.core.units import PositiveSeconds, Seconds
-from dure.core.validated import Described, Fault
+from dure.core.validated import FieldError, Validated
 from dure.core.yaml_text import read_yaml
 from dure.errors import ClusterError
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Speed
@@ -43,7 +43,7 @@ PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(unit
 _COMPUTE_STREAM = 1  # sets these random streams apart from others made from the same (seed, worker)
 
 
-class Link(Described):
+class Link(Validated):
     """What connects a machine to the rest: bytes per second in each direction, and seconds of latency.
 
     Between machines with different links the larger latency counts.
@@ -53,7 +53,7 @@ class Link(Described):
     latency: Seconds = 1e-4
 
 
-class Machines(Described):
+class Machines(Validated):
     """`count` machines of one kind. `link` is the cluster's unless given.
 
     `speed` divides the duration of every step: a number, one number for each machine, or a distribution from
@@ -70,25 +70,25 @@ class Machines(Described):
     def _one_speed_each(self) -> Machines:
         if isinstance(self.speed, tuple) and len(self.speed) != self.count:
             problem = f"{len(self.speed)} speeds for {self.count} machines: write one for each, or a single number"
-            raise Fault(("speed",), problem)
+            raise FieldError(("speed",), problem)
         return self
 
 
-class Servers(Described):
+class Servers(Validated):
     """The machines of parameter servers that are not beside workers. `link` is the cluster's unless given."""
 
     cores: int = Field(default=4, ge=1)
     link: Link | None = None
 
 
-class RoundCost(Described):
+class RoundCost(Validated):
     """A round between neighbors in the engine's ring takes `start` seconds, and `byte` seconds per byte sent."""
 
     start: Seconds = 1e-4
     byte: PerByte = 0.1e-9
 
 
-class SharedHost(Described):
+class SharedHost(Validated):
     """One machine whose `cores` all workers and servers share: each of them is a process on it.
 
     Processes at work share the cores equally. A message costs its sender's process and then its receiver's process
@@ -101,7 +101,7 @@ class SharedHost(Described):
     gradient: RoundCost = RoundCost()
 
 
-class Event(Described):
+class Event(Validated):
     """What happens to a worker, and when.
 
     crash   it dies, with all that it had not sent
@@ -127,18 +127,20 @@ class Event(Described):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Event:
         if self.kind == "pause" and self.duration is None:
-            raise Fault(("for",), "a pause needs to say how long it lasts, such as for: 5 s")
+            raise FieldError(("for",), "a pause needs to say how long it lasts, such as for: 5 s")
         if self.kind == "slow" and self.factor is None:
-            raise Fault(("factor",), "slow needs to say how many times as long steps take, such as factor: 5")
+            raise FieldError(("factor",), "slow needs to say how many times as long steps take, such as factor: 5")
         if self.kind in ("crash", "join") and self.duration is not None:
             right = "write a join event for the time at which the worker comes back" if self.kind == "crash" else ""
-            raise Fault(("for",), f"a {self.kind} has no duration: {right or 'leave it out'}")
+            raise FieldError(("for",), f"a {self.kind} has no duration: {right or 'leave it out'}")
         if self.kind != "slow" and self.factor is not None:
-            raise Fault(("factor",), f"{self.factor} has no meaning for a {self.kind}: leave it out, or write slow")
+            raise FieldError(
+                ("factor",), f"{self.factor} has no meaning for a {self.kind}: leave it out, or write slow"
+            )
         return self
 
 
-class Cluster(Described):
+class Cluster(Validated):
     """A virtual cluster; see the head of this module. Raises `ClusterError` for what describes none.
 
     Costs: `alpha` seconds of a core per message and `beta` per byte of it, at both ends; `gamma` seconds per byte
@@ -174,12 +176,12 @@ class Cluster(Described):
             worker, kind = event.worker, event.kind
             if worker >= self.workers:
                 right = f"write 0 to {self.workers - 1}, or describe more machines"
-                raise Fault(("events", i, "worker"), f"there is no worker {worker} among {self.workers}: {right}")
+                raise FieldError(("events", i, "worker"), f"there is no worker {worker} among {self.workers}: {right}")
             present = there.get(worker, kind != "join")
             if present == (kind == "join"):
                 problem = f"worker {worker} cannot {kind} at {units.as_seconds(event.at)}: "
                 problem += "it is there already" if present else "it crashed before; let it join first"
-                raise Fault(("events", i, "kind"), problem)
+                raise FieldError(("events", i, "kind"), problem)
             there[worker] = kind != "crash"
         return self
 

@@ -29,14 +29,14 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from dure.core import units
 from dure.core.units import Flops, PositiveSeconds, Seconds
-from dure.core.validated import Described
+from dure.core.validated import Validated
 
 Factors = NDArray[np.float64]
 
 _BLOCK = 512  # draws made at once
 
 
-class _Compute(Described):
+class _Compute(Validated):
     """What all distributions share: the mean of a step, given (`seconds`) or from the work's operations."""
 
     seconds: PositiveSeconds | None = None
@@ -169,7 +169,7 @@ Compute = Annotated[
 ]
 
 
-class LogNormalSpeeds(Described):
+class LogNormalSpeeds(Validated):
     """Machines whose speeds are log-normal with median 1."""
 
     distribution: Literal["lognormal"]
@@ -179,7 +179,7 @@ class LogNormalSpeeds(Described):
         return float(np.exp(self.sigma * rng.standard_normal()))
 
 
-class UniformSpeeds(Described):
+class UniformSpeeds(Validated):
     """Machines whose speeds are spread evenly from `low` to `high`."""
 
     distribution: Literal["uniform"]

@@ -59,7 +59,7 @@ class Round:
         self.compute_ended: dict[int, float] = {}
 
 
-class Meeting:
+class CollectiveRounds:
     """The rounds of one set of ranks; each member's n-th operation is part of round n."""
 
     def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
@@ -122,8 +122,8 @@ class VirtualGroup:
         self.ranks: Sequence[int] = ranks
         runtime = node.runtime
         if ranks not in runtime.groups:
-            runtime.groups[ranks] = Meeting(runtime, ranks)
-        self.meeting: Meeting = runtime.groups[ranks]
+            runtime.groups[ranks] = CollectiveRounds(runtime, ranks)
+        self.collective_rounds: CollectiveRounds = runtime.groups[ranks]
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,12 +154,12 @@ class VirtualGroup:
         return self._collective("barrier", Ghost(0), lambda values: [None] * len(values))
 
     def _collective(self, kind: str, value: Any, share: Callable[[list[Any]], Sequence[Any]]) -> Operation[Any]:
-        runtime, meeting = self.node.runtime, self.meeting
+        runtime, collective_rounds = self.node.runtime, self.collective_rounds
         operation: Operation[Any] = Operation(runtime.kernel, f"{kind} with the others")
-        number, _ = meeting.join(self.node.rank, kind)
+        number, _ = collective_rounds.join(self.node.rank, kind)
 
         def end(round_: Round) -> None:
-            order = [round_.arrived[rank] for rank in meeting.ranks]
+            order = [round_.arrived[rank] for rank in collective_rounds.ranks]
             seconds = self._charge(kind, order[0][1])
 
             def finish() -> None:
@@ -168,7 +168,7 @@ class VirtualGroup:
 
             runtime.kernel.at(runtime.kernel.now + seconds, finish)
 
-        meeting.arrive(number, self.node.rank, operation, value, end)
+        collective_rounds.arrive(number, self.node.rank, operation, value, end)
         return operation
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
@@ -176,9 +176,9 @@ class VirtualGroup:
 
         They are those of a real run (`overlap.cut`). Backward goes from the last parameter to the first, evenly.
         """
-        runtime, meeting, node = self.node.runtime, self.meeting, self.node
+        runtime, collective_rounds, node = self.node.runtime, self.collective_rounds, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
-        number, round_ = meeting.join(node.rank, "mean_gradient")
+        number, round_ = collective_rounds.join(node.rank, "mean_gradient")
         round_.started[node.rank] = runtime.kernel.now
         computation = node.compute(work)
 
@@ -187,14 +187,14 @@ class VirtualGroup:
                 return
             gradient: Gradient = computation.result()
             round_.compute_ended[node.rank] = runtime.kernel.now
-            meeting.arrive(number, node.rank, operation, gradient.scaled(share), self._end_gradients)
+            collective_rounds.arrive(number, node.rank, operation, gradient.scaled(share), self._end_gradients)
 
         computation.when_done(computed)
         return operation
 
     def _end_gradients(self, round_: Round) -> None:
         runtime = self.node.runtime
-        order = [round_.arrived[rank] for rank in self.meeting.ranks]
+        order = [round_.arrived[rank] for rank in self.collective_rounds.ranks]
         started, ended = round_.started, round_.compute_ended
         self._charge("all_reduce", order[0][1].values)
         last = max(ended.values())

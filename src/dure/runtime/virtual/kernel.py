@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from dure.core.node import Loop, Strand
+from dure.core.node import Loop, Task
 from dure.errors import DeadlockError
 
 
@@ -37,14 +37,14 @@ class Kernel(Loop):
         """Call off a timer that has not come: no run goes on for its sake."""
         self._void.add(timer)
 
-    def weather(self, time: float, callback: Callable[[], None]) -> None:
+    def external_event(self, time: float, callback: Callable[[], None]) -> None:
         """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
         self._sequence += 1
         heappush(self._weather, (time, self._sequence, callback))
 
     def run(self) -> None:
         """Until nothing is left to happen but the weather."""
-        heap, weather, ready, void = self._heap, self._weather, self.ready, self._void
+        heap, external_event, ready, void = self._heap, self._weather, self.ready, self._void
         events = 0
         while True:
             while ready:
@@ -55,7 +55,9 @@ class Kernel(Loop):
                 void.remove(heappop(heap)[1])
                 continue
             events += 1
-            self.now, _, callback = heappop(weather if weather and weather[0][0] <= heap[0][0] else heap)
+            self.now, _, callback = heappop(
+                external_event if external_event and external_event[0][0] <= heap[0][0] else heap
+            )
             callback()
         self.events += events
 
@@ -67,9 +69,9 @@ class Kernel(Loop):
             return True
         return False
 
-    def check_deadlock(self, expected: Sequence[Strand[Any]]) -> None:
+    def check_deadlock(self, expected: Sequence[Task[Any]]) -> None:
         """Raise `DeadlockError` if one of `expected` has not ended though nothing is left to happen."""
-        stuck = [strand for strand in expected if not strand.done]
+        stuck = [task for task in expected if not task.done]
         if stuck:
             waits = "; ".join(f"{s.name} waits for {s.waits_for.label if s.waits_for else 'nothing'}" for s in stuck)
             raise DeadlockError(f"nobody can go on at {self.now:.6g} virtual seconds: {waits}")

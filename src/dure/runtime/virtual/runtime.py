@@ -20,12 +20,12 @@ from dure.core.node import (
     Address,
     Apply,
     Call,
-    Coding,
+    CodecWork,
     Ghost,
     Operation,
     Reply,
     Service,
-    Strand,
+    Task,
     Work,
     nothing,
 )
@@ -37,7 +37,7 @@ from dure.runtime.virtual.kernel import Kernel
 if TYPE_CHECKING:
     import torch
 
-    from dure.job.gradients import Evaluator
+    from dure.job.gradients import GradientEngine
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Durations
     from dure.runtime.virtual.network import Network, Pair
@@ -108,8 +108,8 @@ class VirtualNode:
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
         self.running: dict[Computation, None] = {}
-        self.strands: list[Strand[Any]] = []
-        self._most_strands = 64
+        self.tasks: list[Task[Any]] = []
+        self._most_tasks = 64
         self.alive = True
         self.incarnation = 0
         self.paused_until = 0.0
@@ -163,14 +163,14 @@ class VirtualNode:
             winner.when_done(lambda: None if winner.result() is None else kernel.void(timer))
         return winner
 
-    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Strand[T]:
-        strand = self.runtime.kernel.spawn(coroutine, name or self.name)
-        strands = self.strands
-        strands.append(strand)
-        if len(strands) > self._most_strands:
-            self.strands = [s for s in strands if not s.done]
-            self._most_strands = 64 + 2 * len(self.strands)
-        return strand
+    def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Task[T]:
+        task = self.runtime.kernel.spawn(coroutine, name or self.name)
+        tasks = self.tasks
+        tasks.append(task)
+        if len(tasks) > self._most_tasks:
+            self.tasks = [s for s in tasks if not s.done]
+            self._most_tasks = 64 + 2 * len(self.tasks)
+        return task
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
         kernel = self.runtime.kernel
@@ -178,7 +178,7 @@ class VirtualNode:
         if self.process is not None and not seconds:
             self.process.run(0.0, operation.resolve, last=True)  # a turn for all that waits
             return operation
-        (kernel.weather if background else kernel.at)(kernel.now + seconds, operation.resolve)
+        (kernel.external_event if background else kernel.at)(kernel.now + seconds, operation.resolve)
         return operation
 
     def now(self) -> float:
@@ -207,16 +207,16 @@ class VirtualNode:
     # ---- events of the cluster
 
     def crash(self) -> None:
-        """Gone, without a word: strands end where they stand, messages under way are lost."""
+        """Gone, without a word: tasks end where they stand, messages under way are lost."""
         self.alive = False
         self.runtime.network.drop(self.name)
         for computation in self.running:
             computation.abandon()
             computation.done = True
         self.running.clear()
-        for strand in self.strands:
-            if not strand.done:
-                strand.kill()
+        for task in self.tasks:
+            if not task.done:
+                task.kill()
 
     def revive(self) -> None:
         """A new incarnation: what the one before was doing is forgotten."""
@@ -224,7 +224,7 @@ class VirtualNode:
         self.incarnation += 1
         self.paused_until = 0.0
         self.slowness = 1.0
-        self.strands.clear()
+        self.tasks.clear()
 
     def pause(self, seconds: float) -> None:
         """Stand still for `seconds`: computations and answers are late by what is left of them."""
@@ -450,7 +450,7 @@ class VirtualRuntime:
         self,
         cluster: Cluster,
         network: Callable[[Kernel], Network],
-        evaluator: Evaluator | None,
+        evaluator: GradientEngine | None,
         *,
         seed: int,
         start: float = 0.0,
@@ -488,14 +488,16 @@ class VirtualRuntime:
     def seconds_of(self, node: VirtualNode, work: Work) -> float:
         """How long `work` takes on `node`, by the cluster's model."""
         if isinstance(work, Apply):
-            return self._coding_seconds(node, work.codings) if work.codings else work.nbytes * self.cluster.gamma
+            return (
+                self._coding_seconds(node, work.codec_works) if work.codec_works else work.nbytes * self.cluster.gamma
+            )
         flops = work.flops if isinstance(work, GradientWork) else 0.0
         return self.durations[node.name].draw(flops) * node.slowness
 
-    def _coding_seconds(self, node: VirtualNode, codings: Sequence[Coding]) -> float:
+    def _coding_seconds(self, node: VirtualNode, codec_works: Sequence[CodecWork]) -> float:
         """What a codec takes there: a worker's machine is as fast at that as at its steps."""
         own = self.durations.get(node.name)
-        return self.codec.seconds(codings) * node.slowness / (1.0 if own is None else own.speed)
+        return self.codec.seconds(codec_works) * node.slowness / (1.0 if own is None else own.speed)
 
     def value_of(self, computation: Computation) -> Any:
         """The value of a finished gradient, which brings the other pending ones along where they batch."""
@@ -534,9 +536,9 @@ class VirtualRuntime:
             call.lose(node)
         if node.alive:
             return  # it is back, and says so itself when it joins
-        for members, meeting in self.groups.items():
+        for members, collective_rounds in self.groups.items():
             if node.rank in members and node.name.startswith("worker"):
-                meeting.lose(node.rank)
+                collective_rounds.lose(node.rank)
         for other in self.nodes.values():
             for service in other.services.values():
                 lost = getattr(service, "lost", None)

@@ -35,7 +35,7 @@ from dure.runtime.wire.values import Host, Identity, Limits, Traffic
 if TYPE_CHECKING:
     import torch
 
-    from dure.runtime.wire.reactor import Pump
+    from dure.runtime.wire.reactor import Reactor
 
 _SOCKET_NBYTES = 4 << 20
 _WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
@@ -44,7 +44,7 @@ _WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
 class Shared:
     """What all links of one wire share."""
 
-    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Pump, credentials: Credentials) -> None:
+    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Reactor, credentials: Credentials) -> None:
         self.identity = identity
         self.host = host
         self.limits = limits

@@ -27,7 +27,7 @@ from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.link import Shared
 from dure.runtime.wire.outbound import Outbound, Pending
-from dure.runtime.wire.reactor import Pump
+from dure.runtime.wire.reactor import Reactor
 from dure.runtime.wire.unix_socket import HERE, is_loopback, is_mine, listen_nearby
 from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
 
@@ -48,7 +48,7 @@ class Wire:
         credentials: Credentials,
     ) -> None:
         """`credentials` are the same in all processes of a job: no other is let in, or called."""
-        self._pump = Pump()
+        self._pump = Reactor()
         self._shared = Shared(identity, host or ServesNobody(), limits or Limits(), self._pump, credentials)
         self._callers = Callers(self._shared)
         self._hosts: dict[str, Outbound] = {}

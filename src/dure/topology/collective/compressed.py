@@ -20,7 +20,7 @@ import torch
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.core.finite import all_finite
-from dure.core.node import Address, Apply, Call, Coding, Operation, Reply, TensorSpec, nothing, taking
+from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
 from dure.core.ranges import Shaped, equal_ranges
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from dure.topology.collective.message_group import Meter
 
 SERVICE = "stripe"
-"""What a node's `Desk` is called by."""
+"""What a node's `ChunkServer` is called by."""
 
 
-class Desk:
+class ChunkServer:
     """Where the messages of a round arrive; a service. Rounds are numbered, and nobody is more than one ahead.
 
     | method | fields       | tensors         | reply                                              |
@@ -112,7 +112,7 @@ class Desk:
         messages = {place: message for place, (message, _) in came.items()}
         shares = {place: share for place, (_, share) in came.items()}
         nbytes = 4 * self._owner.numel * len(came)
-        work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codings(len(came)))
+        work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codec_works(len(came)))
         try:
             complete.resolve((await self._node.compute(work), self.faulty(number)))
         except DamagedMessage as error:  # nobody may wait for what will never be
@@ -129,7 +129,7 @@ class Desk:
         )
 
 
-class CodedGroup:
+class CompressedGroup:
     """`group`, whose `mean_gradient` and `mean_change` travel encoded."""
 
     def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Shaped], meter: Meter) -> None:
@@ -144,7 +144,7 @@ class CodedGroup:
         self._coders = [codec.coder(layout, seed=node.rank) for layout in layouts]
         mine = 0 if self._gathers else here
         self._owner = Owner(codec, layouts[mine])
-        self._desk = Desk(node, self._members, self._owner, self._coders[mine].most_bytes)
+        self._desk = ChunkServer(node, self._members, self._owner, self._coders[mine].most_bytes)
         self._into = [torch.empty(coder.most_bytes, dtype=torch.uint8) for coder in self._coders]
         self._round = 0
         node.serve(SERVICE, self._desk)
@@ -191,20 +191,20 @@ class CodedGroup:
         compute, calls = self._node.compute, []
         faulty: Sequence[int] = ()
         parts = [values[start:stop] for start, stop in self._ranges]
-        await compute(taking(*(Coding("encode", coder.numel) for coder in self._coders)))
+        await compute(taking(*(CodecWork("encode", coder.numel) for coder in self._coders)))
         for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True):
             message, given = coder.encode(part), {"round": number, "share": share, **more}
             calls.append(self._node.call(Address(owner, SERVICE), "give", message, into=[into], at_most=True, **given))
         for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
             reply = await self._answer(owner, call)
-            await compute(taking(Coding("decode", coder.numel)))
+            await compute(taking(CodecWork("decode", coder.numel)))
             coder.decode(into[: reply.fields["nbytes"]], part)
             faulty = reply.fields.get("faulty", faulty)
         return faulty
 
     async def _gather(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         coder, count = self._coders[0], len(self._members)
-        await self._node.compute(taking(Coding("encode", coder.numel)))
+        await self._node.compute(taking(CodecWork("encode", coder.numel)))
         message = coder.encode(values * (share * count))
         calls = [
             self._node.call(Address(member, SERVICE), "take", message, round=number, share=share, **more)
@@ -213,7 +213,7 @@ class CodedGroup:
         for member, call in zip(self._members, calls, strict=True):
             await self._answer(member, call)
         await self._desk.complete(number)
-        await self._node.compute(taking(Coding("combine", coder.numel, count)))
+        await self._node.compute(taking(CodecWork("combine", coder.numel, count)))
         add_up(coder, self._desk.messages(number), values)
         return self._desk.faulty(number)
 

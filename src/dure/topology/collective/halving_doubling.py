@@ -28,14 +28,14 @@ from dure.core.ranges import Range, equal_ranges
 if TYPE_CHECKING:
     import torch
 
-    from dure.topology.collective.ranks import Line
+    from dure.topology.collective.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class HalvingDoubling:
     """The ranks of `line`; rank P + e is the extra of rank e."""
 
-    line: Line
+    line: Ranks
 
     @cached_property
     def power(self) -> int:

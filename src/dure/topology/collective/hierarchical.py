@@ -23,14 +23,14 @@ from dure.topology.collective.tree import Tree
 if TYPE_CHECKING:
     import torch
 
-    from dure.topology.collective.ranks import Line
+    from dure.topology.collective.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class Hierarchical:
     """The ranks of `line`, `per_host` of them in a row on each host; on the last there may be fewer."""
 
-    line: Line
+    line: Ranks
     per_host: int
 
     @cached_property

@@ -22,7 +22,7 @@ from dure.core.node import Operation, nothing
 from dure.core.ranges import Range, equal_ranges
 from dure.topology.collective.halving_doubling import HalvingDoubling
 from dure.topology.collective.hierarchical import Hierarchical
-from dure.topology.collective.ranks import SERVICE, Line, Loss
+from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
 from dure.topology.collective.ring import Ring
 from dure.topology.collective.tree import Tree
 
@@ -45,11 +45,11 @@ class Meter(Protocol):
     def add(self, kind: str, start: float, end: float, detail: str = "") -> None: ...
 
 
-def algorithm_of(topology: Collective, line: Line) -> Algorithm:
+def algorithm_of(topology: Collective, line: Ranks) -> Algorithm:
     """The algorithm that `topology` names, among the ranks of `line`."""
     if topology.per_host is not None:
         return Hierarchical(line, topology.per_host)
-    makers: dict[str, Callable[[Line], Algorithm]] = {
+    makers: dict[str, Callable[[Ranks], Algorithm]] = {
         "ring": Ring,
         "tree": Tree,
         "halving-doubling": HalvingDoubling,
@@ -68,9 +68,9 @@ class SentGroup:
         self.ranks: Sequence[int] = tuple(ranks)
         self._node = node
         self._meter = meter
-        self._loss = Loss(node, self.ranks)
+        self._loss = GroupFailure(node, self.ranks)
         node.serve(SERVICE, self._loss)
-        self._line = Line(node, tuple(ranks), self._loss)
+        self._line = Ranks(node, tuple(ranks), self._loss)
         self._algorithm = algorithm_of(topology, self._line)
         self._last: Operation[Any] | None = None
 

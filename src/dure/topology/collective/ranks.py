@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from dure.core.node import Node
 
 SERVICE = "collective"
-"""What a node's `Loss` is called by."""
+"""What a node's `GroupFailure` is called by."""
 
 
-class Loss:
+class GroupFailure:
     """Who of `ranks` is gone, as all of them hear of it; a service, whose one method `gone` names a `rank`."""
 
     def __init__(self, node: Node, ranks: Sequence[int]) -> None:
@@ -71,12 +71,12 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Line:
+class Ranks:
     """`ranks` in a row, as the one on `node` sees them: each goes by its place, this one by `here`."""
 
     node: Node
     ranks: tuple[int, ...]
-    loss: Loss
+    loss: GroupFailure
 
     @cached_property
     def here(self) -> int:
@@ -85,9 +85,9 @@ class Line:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def among(self, places: Sequence[int]) -> Line:
+    def among(self, places: Sequence[int]) -> Ranks:
         """The line of those at `places`, of whom this rank is one."""
-        return Line(self.node, tuple(self.ranks[place] for place in places), self.loss)
+        return Ranks(self.node, tuple(self.ranks[place] for place in places), self.loss)
 
     def send(self, place: int, part: torch.Tensor) -> Operation[None]:
         """Start to send `part`, which is lent until this has ended."""

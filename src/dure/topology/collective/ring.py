@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Operation
-    from dure.topology.collective.ranks import Line
+    from dure.topology.collective.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
     """The ranks of `line`, each with the next one on its right, the last with the first."""
 
-    line: Line
+    line: Ranks
 
     async def all_reduce(self, whole: torch.Tensor) -> None:
         cuts = equal_ranges(whole.numel(), len(self.line))

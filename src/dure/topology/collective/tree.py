@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Operation
-    from dure.topology.collective.ranks import Line
+    from dure.topology.collective.ranks import Ranks
 
 AHEAD = 2
 """Children whose vectors a rank has room for at one time."""
@@ -67,7 +67,7 @@ def place_of(here: int, size: int) -> tuple[int | None, list[Subtree]]:
 class Tree:
     """The ranks of `line`, the first of them at the root."""
 
-    line: Line
+    line: Ranks
 
     @cached_property
     def parent(self) -> int | None:

@@ -94,7 +94,7 @@ def _read(name: str) -> nx.Graph:
     return _ranked(found)
 
 
-def knit(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
+def reconnect(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
     """`graph` without those who are gone: the neighbors of each are linked in a row, so that it stays connected."""
     import networkx as nx
 

@@ -22,7 +22,7 @@ added. So the sum of all models is what it was, averaging by averaging; and one 
 | a connection ends, and both live         | asks whether it counted    | takes the difference back            |
 | `meet` arrives twice                     |                            | answers the same again               |
 
-A neighbor that is gone is left out, and the graph knit together around it (`graph.knit`); one that is heard of again is
+A neighbor that is gone is left out, and the graph reconnected around it (`graph.knit`); one that is heard of again is
 a neighbor again. A worker that is through averages no more, so that what it has delivered stays as it is.
 """
 
@@ -38,7 +38,7 @@ import torch
 from dure.core.node import Address, Call, Cancelled, Ghost, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, TRUTH, WORKERS, Method, listed
 from dure.errors import Busy, CallTimeout, Refused, RemoteError
-from dure.topology.gossip.graph import knit
+from dure.topology.gossip.graph import reconnect
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -132,7 +132,7 @@ class Peer:
         self._number = 0
         self._away = set(absent) - {self.rank}
         self._through: set[int] = set()
-        self._knitted: tuple[set[int], list[int]] = set(), sorted(graph.neighbors(self.rank))
+        self._reconnected: tuple[set[int], list[int]] = set(), sorted(graph.neighbors(self.rank))
         self._leaving = False
         self._asked = False
         self._begun = 0
@@ -234,9 +234,9 @@ class Peer:
     def _neighbors(self) -> list[int]:
         """Those who are there, in an order that depends on the seed, the worker and its clock."""
         gone = self._away | self._through
-        if gone != self._knitted[0]:
-            self._knitted = gone, sorted(knit(self.graph, gone).neighbors(self.rank))
-        around = self._knitted[1]
+        if gone != self._reconnected[0]:
+            self._reconnected = gone, sorted(reconnect(self.graph, gone).neighbors(self.rank))
+        around = self._reconnected[1]
         order = np.random.default_rng((self._seed, self.rank, self.model.clock, _STREAM)).permutation(len(around))
         return [around[place] for place in order]
 

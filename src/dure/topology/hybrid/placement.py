@@ -74,7 +74,7 @@ class Cost(NamedTuple):
     all_gather: float
 
 
-class Place(NamedTuple):
+class ClusterShape(NamedTuple):
     """Who works with how many servers, and whether these are on the workers' machines."""
 
     workers: int
@@ -97,14 +97,14 @@ class Use(NamedTuple):
     rows: float | None
     union: float | None = None
 
-    def cost(self, place: Place) -> Cost:
+    def cost(self, place: ClusterShape) -> Cost:
         """What each way costs. A dense gradient has no row numbers."""
         n = place.workers
         nbytes = (self.layer.stop - self.layer.start) * place.itemsize
         used = float(nbytes) if self.rows is None else self.rows * (nbytes / self.layer.shape[0] + NUMBER_NBYTES)
         return Cost(2 * used * place.exchanged, 4 * nbytes * (n - 1) / n, 2 * used * (n - 1))
 
-    def by_servers(self, place: Place) -> bool:
+    def by_servers(self, place: ClusterShape) -> bool:
         """Whether servers move fewer bytes, of a parameter of which a batch reads only some rows."""
         cost = self.cost(place)
         return self.rows is not None and cost.servers < cost.all_reduce
@@ -124,7 +124,7 @@ class Plan:
     ring: Ranges
     parts: Mapping[str, Sequence[int]]
     uses: Sequence[Use]
-    place: Place
+    place: ClusterShape
 
     def described(self) -> dict[str, Any]:
         """For the record: of each parameter where it goes, what is read of it, and what each way would cost."""
@@ -244,7 +244,7 @@ def _use(layer: Slice, rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> U
     return Use(layer, sum(counts) / len(counts), sum(unions) / len(unions))
 
 
-def decide(topology: Hybrid, uses: Sequence[Use], place: Place) -> Plan:
+def decide(topology: Hybrid, uses: Sequence[Use], place: ClusterShape) -> Plan:
     """Who holds what. Raises `StrategyError` for a name that is no parameter's."""
     held = [index for index, use in enumerate(uses) if _is_held(topology.servers, use, place)]
     known = [use.layer.name for use in uses]
@@ -262,7 +262,7 @@ def decide(topology: Hybrid, uses: Sequence[Use], place: Place) -> Plan:
     return Plan(shards, [table_of(uses[i].layer) for i in tables], whole, ring, parts, uses, place)
 
 
-def _is_held(servers: Sequence[str], use: Use, place: Place) -> bool:
+def _is_held(servers: Sequence[str], use: Use, place: ClusterShape) -> bool:
     return use.layer.name in servers or "all" in servers or ("auto" in servers and use.by_servers(place))
 
 

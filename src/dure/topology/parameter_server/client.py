@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from dure.core.node import Address, Coding, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
+from dure.core.node import Address, CodecWork, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
 from dure.core.ranges import Ranges, gather, pieces
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded, WorkOver
 from dure.topology.parameter_server.verdicts import Follower, apply_verdicts
@@ -450,7 +450,7 @@ class ServerClient:
 
         await self._every(start)
 
-    def still_here(self) -> None:
+    def heartbeat(self) -> None:
         """Tell the clock, now and then, that this worker makes progress though it has pushed nothing for a while."""
         now = self.node.now()
         if self.servers.clock is not None and now >= self._spoke + PROGRESS_SECONDS:
@@ -500,7 +500,7 @@ class ServerClient:
     async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """Messages of `update`, by shard. A residual changes here, so this is once for all attempts."""
         slices = (gather(update, ranges) for ranges in self.servers.ranges)
-        await self.node.compute(taking(*(Coding("encode", coder.numel) for coder in self.coders)))
+        await self.node.compute(taking(*(CodecWork("encode", coder.numel) for coder in self.coders)))
         return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 
     async def _withdraw(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from dure.core.node import Address, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
-from dure.core.sequence import Ledger
+from dure.core.sequence import SequenceTracker
 from dure.errors import Evicted, PeerLost, Refused
 from dure.topology.fields import LIFE, STAGED
 from dure.topology.parameter_server.policies import Abort, Accept, Close, End, Policy, Start, Verdict
-from dure.topology.parameter_server.progress import EVICT_SECONDS, Patience
+from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
 
 
 class ClockService:
@@ -63,12 +63,12 @@ class ClockService:
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
         self.shards_return = False
-        self._patience = Patience(node.now, evict_seconds)
+        self._patience = ProgressMonitor(node.now, evict_seconds)
         self._guarding = False
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)
         self._expected = set(workers)
-        self._ledger = Ledger()
+        self._ledger = SequenceTracker()
         self._asking: dict[int, Operation[Reply]] = {}
         self._offering: dict[int, Operation[Reply]] = {}
         self._watching: dict[int, Operation[Reply]] = {}

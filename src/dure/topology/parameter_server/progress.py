@@ -28,7 +28,7 @@ RECENT = 15
 """Steps that the median is taken of."""
 
 
-class Patience:
+class ProgressMonitor:
     """Since when each worker is busy, and how long its steps take. `now` gives seconds."""
 
     def __init__(self, now: Callable[[], float], seconds: float = EVICT_SECONDS) -> None:

@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from dure.codec.exchange import tallying
-from dure.core.node import Apply, Call, Coding, Ghost, Node, Operation, Reply, TensorSpec, nothing, taking
+from dure.core.node import Apply, Call, CodecWork, Ghost, Node, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, Method, listed, maybe, nullable
 from dure.core.ranges import Ranges
-from dure.core.sequence import Ledger
+from dure.core.sequence import SequenceTracker
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
 from dure.topology.fields import CLOSED, COMMAND, LEFT, LIFE, PUSHED
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["ClockService", "Joined", "Pulled", "ServerClient", "Servers", "Shard"]
 
 
-EPOCH = 1 << 40
+GENERATION = 1 << 40
 """Versions of one life of a shard that applies on arrival; a version is its epoch times this, plus a count."""
 
 
@@ -106,8 +106,8 @@ class Shard:
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
     A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group. An update is made of
     `gradients` mini-batches; the shard counts those in its values.
-    A shard that has lost what it applied since a snapshot goes on from there in a new epoch (`come_back`), so that no
-    version ever stands for two things.
+    A shard that has lost what it applied since a snapshot goes on from there in a new generation (`start_generation`),
+    so that no version ever stands for two things.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Shard:
             self.optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
         self.current.publish(0)
         self.corrections = corrections
-        self.ledger = Ledger()
+        self.ledger = SequenceTracker()
         self.applied = 0
         self.refused = 0
         self.gradients = 0
@@ -229,7 +229,7 @@ class Shard:
 
     async def _push_message(self, coder: Coder, call: Call) -> Reply:
         """As `_take`, of what is decoded first: in turn, as all that keeps a shard busy."""
-        await self.in_turn(taking(Coding("decode", coder.numel)))
+        await self.in_turn(taking(CodecWork("decode", coder.numel)))
         answer = self._take(self._decoded(coder, call))
         return answer if isinstance(answer, Reply) else await answer
 
@@ -663,8 +663,8 @@ class Shard:
         log = None if self.log is None else [list(entry) for entry in self.log]
         return Reply(
             {
-                "version": self.version % EPOCH,
-                "epoch": self.version // EPOCH,
+                "version": self.version % GENERATION,
+                "epoch": self.version // GENERATION,
                 "applied": self.applied,
                 "refused": self.refused,
                 "gradients": self.gradients,
@@ -744,9 +744,9 @@ class Shard:
         if self.corrections is not None:
             self.corrections.restore(tensors, plain["remedies"], self._holding(tensors))
 
-    def come_back(self, lives: int) -> None:
+    def start_generation(self, lives: int) -> None:
         """Go on alone after `restore`, for the `lives`-th time in this run; workers may have seen later versions."""
-        self._returned = (self.version // EPOCH + lives) * EPOCH + self.version % EPOCH
+        self._returned = (self.version // GENERATION + lives) * GENERATION + self.version % GENERATION
         self.current.publish(self._returned)
         if self.corrections is not None:
             self.corrections.forget_readers()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.core.node import Apply, Coding, Node, nothing, taking
+from dure.core.node import Apply, CodecWork, Node, nothing, taking
 from dure.core.ranges import Ranges, gather, pieces
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
 
@@ -62,9 +62,9 @@ class Follower:
         self._signs = torch.empty_like(self.values)
 
     @property
-    def decoding(self) -> Coding:
+    def decoding(self) -> CodecWork:
         """Cost of decoding a verdict, in virtual time."""
-        return Coding("decode", self.values.numel())
+        return CodecWork("decode", self.values.numel())
 
     def apply(self, fields: Mapping[str, Any]) -> None:
         """Make the shard's step by the verdict in `message`; `fields` are those of the reply that brought it.

@@ -32,7 +32,7 @@ import torch
 from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Method, maybe, nullable
-from dure.core.sequence import Ledger
+from dure.core.sequence import SequenceTracker
 from dure.errors import Refused
 from dure.topology.fields import CLOSED, LEFT, LIFE
 
@@ -350,7 +350,7 @@ class SharedShard:
         self.node = node
         self.segment = segment
         self.path = path
-        self.ledger = Ledger()
+        self.ledger = SequenceTracker()
         self.closed = 0
         self.weight = 0.0
         self.total: torch.Tensor | None = None

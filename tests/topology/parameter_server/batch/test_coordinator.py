@@ -19,7 +19,7 @@ from dure.core.node import Call
 from dure.errors import DivergedError, Evicted, Refused
 from dure.job.data.dataset import Data
 from dure.job.gradient import GradientWork
-from dure.job.gradients import Evaluator
+from dure.job.gradients import GradientEngine
 from dure.job.job import Job
 from dure.job.models.quadratic import Point, half_square
 from dure.job.optimizer import OptimizerSpec
@@ -66,7 +66,7 @@ class Node(TestNode):
     """Evaluates gradients, and says some things twice, as one does who has waited too long for an answer."""
 
     __test__ = False
-    evaluator: Evaluator
+    evaluator: GradientEngine
     repeats = 0.0
 
     def compute(self, work):
@@ -101,15 +101,15 @@ class Play(World):
         self.mortal = mortal
         job = dyadic(portion)
         strategy = f"lbfgs:push_every={push_every} ps:shards={shards}"
-        self.task, _ = resolved(job, strategy, on="virtual", workers=workers, steps=10**6)
-        Node.evaluator, Node.repeats = Evaluator(job), repeats
+        self.setup, _ = resolved(job, strategy, on="virtual", workers=workers, steps=10**6)
+        Node.evaluator, Node.repeats = GradientEngine(job), repeats
         servers = [Node(self, f"server {number}") for number in range(shards)]
-        self.shards = [self.task.shard(node, number) for number, node in enumerate(servers)]
+        self.shards = [self.setup.shard(node, number) for number, node in enumerate(servers)]
         for node, shard in zip(servers, self.shards, strict=True):
             node.serve("shard", shard)
-        self.clock = self.task.clock(servers[0])
+        self.clock = self.setup.clock(servers[0])
         servers[0].serve("clock", self.clock)
-        self.coordinator = self.task.coordinator(self.clock)
+        self.coordinator = self.setup.coordinator(self.clock)
         servers[0].serve("coordinator", self.coordinator)
         self.leading = self.spawn(self.coordinator.lead(lead), "the coordinator")
         self.roles = {}
@@ -120,12 +120,12 @@ class Play(World):
 
     def start(self, rank):
         node = Node(self, f"worker {rank}")
-        worker = self.task.worker(node, rank, Meter(node.name))
+        worker = self.setup.worker(node, rank, Meter(node.name))
         self.roles[rank] = self.spawn(self.role(worker, rank), node.name)
 
     async def role(self, worker, rank):
         await worker.join(newcomer=bool(self.deaths))
-        await work_through(self.task.sync, worker)
+        await work_through(self.setup.sync, worker)
         self.ended.append(rank)
         await worker.server.leave()
 

@@ -41,7 +41,7 @@ class Portion(NamedTuple):
     draw: int
 
 
-class Errand(NamedTuple):
+class Assignment(NamedTuple):
     """Portions of one batch, to be evaluated at one point."""
 
     evaluation: int
@@ -55,7 +55,7 @@ class Errand(NamedTuple):
 
 
 class Sums:
-    """Gradients and losses of an errand's portions, each times its number of samples."""
+    """Gradients and losses of an assignment's portions, each times its number of samples."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.vector = like.clone().zero_()
@@ -80,7 +80,7 @@ class PortionClient:
         self._report: dict[str, Any] | None = None
         self._at = 0
 
-    async def ask(self, worker: EvaluatingWorker) -> Errand:
+    async def ask(self, worker: EvaluatingWorker) -> Assignment:
         """The next portions; `worker.params` are the point to evaluate them at, fetched once per evaluation.
 
         Raises `EndOfWork`, and `Suspend` for a checkpoint.
@@ -96,9 +96,9 @@ class PortionClient:
                 raise Suspend
             if "failed" in fields:
                 raise DivergedError(fields["failed"])
-            errand = Errand(**fields)
-            if errand.evaluation == self._at or await self._fetch(worker, errand):
-                return errand
+            assignment = Assignment(**fields)
+            if assignment.evaluation == self._at or await self._fetch(worker, assignment):
+                return assignment
 
     async def _ask(self, worker: EvaluatingWorker) -> Reply:
         report, self._report = self._report, None
@@ -108,19 +108,19 @@ class PortionClient:
             with suppress(CallTimeout):
                 return await worker.node.call(COORDINATOR, "ask", due=due, **fields)
 
-    async def _fetch(self, worker: EvaluatingWorker, errand: Errand) -> bool:
+    async def _fetch(self, worker: EvaluatingWorker, assignment: Assignment) -> bool:
         """The point; False if it is gone, because others have done the rest meanwhile."""
         started = worker.node.now()
         try:
-            await self._server.fetch(worker.params, errand.point)
+            await self._server.fetch(worker.params, assignment.point)
         except Refused:
             return False
         worker.meter.add("communicate", started, worker.node.now(), "fetch")
-        self._at = errand.evaluation
+        self._at = assignment.evaluation
         return True
 
-    async def push(self, worker: EvaluatingWorker, errand: Errand, sums: Sums) -> None:
-        """Leave the sums of an errand with the shards, to be reported with the next `ask`."""
+    async def push(self, worker: EvaluatingWorker, assignment: Assignment, sums: Sums) -> None:
+        """Leave the sums of an assignment with the shards, to be reported with the next `ask`."""
         started = worker.node.now()
         losses, seq = sums.losses, None
         if not sums.finite:
@@ -133,4 +133,4 @@ class PortionClient:
             except Refused:  # a part of it is no number, though the loss is one; the other shards have theirs
                 losses, seq = [], self._server.seq
         worker.meter.add("communicate", started, worker.node.now(), "push")
-        self._report = {"evaluation": errand.evaluation, "run": errand.run, "seq": seq, "losses": losses}
+        self._report = {"evaluation": assignment.evaluation, "run": assignment.run, "seq": seq, "losses": losses}

@@ -31,7 +31,7 @@ from dure.core.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
 from dure.errors import DureError, Evicted, Refused
 from dure.topology.fields import REPORT
 from dure.topology.parameter_server.batch.portions import Portions, Run
-from dure.topology.parameter_server.progress import EVICT_SECONDS, Patience
+from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
 
 if TYPE_CHECKING:
     from dure.job.data.batches import Batches
@@ -96,7 +96,7 @@ class Coordinator:
         self._present: dict[int, int] = {}
         self._fenced: dict[int, int] = {}
         self._outstanding: list[Operation[Reply]] = []
-        self._patience = Patience(node.now, limits.evict_seconds)
+        self._patience = ProgressMonitor(node.now, limits.evict_seconds)
         self._due = self._past_the_first = False
         self._resumed: Operation[None] | None = None
         self._told: set[int] = set()
