@@ -6,7 +6,7 @@
 Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
 
 `--costs` draws lines through what encoding, decoding and combining take for slices of a thousand to 4 million values:
-microseconds of a call and nanoseconds of a value, as `runtime.coding` has them for virtual time.
+microseconds of a call and nanoseconds of a value, as `codec.cost` has them for virtual time.
 """
 
 from __future__ import annotations

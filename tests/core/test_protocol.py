@@ -24,7 +24,7 @@ from dure.run.process import CONTROL
 from dure.runtime.process.node import Outbox, ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.compressed import ChunkServer
-from dure.topology.collective.ranks import Loss
+from dure.topology.collective.ranks import GroupFailure
 from dure.topology.fields import CLOSED, COMMAND, PUSHED, REPORT
 from dure.topology.gossip.peer import Peer
 from dure.topology.hybrid.rows import RowShard
@@ -44,7 +44,7 @@ SERVICES = [
     ChunkServer,
     Coordinator,
     Peer,
-    Loss,
+    GroupFailure,
     Shard,
     RowShard,
     SharedShard,

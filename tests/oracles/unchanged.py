@@ -1,7 +1,8 @@
 """Compare the results of two checkouts bit for bit: `unchanged.py OTHER [--keep FOLDER]`.
 
 Both checkouts train the same strategies in virtual time, each in a process of its own, by public names alone. The
-parameters, the virtual seconds and the bytes sent must be equal. `OTHER` then writes checkpoints that this checkout resumes.
+parameters, the virtual seconds and the bytes sent must be equal. `OTHER` also writes checkpoints, which this checkout
+resumes.
 With `--keep` the results of `OTHER` are written to the folder, or read from it where they are there.
 """
 

@@ -134,7 +134,9 @@ def strike(trial: Trial, process: subprocess.Popen[bytes], mark: str, rng: rando
     time.sleep(trial.after)
     here = children(mark, process.pid)
     pid = process.pid
-    if trial.target != "launcher" and here:
+    if trial.target != "launcher":
+        if not here:
+            return  # the run is over but for its launcher
         forking = [each for each in here if parent(each) == process.pid]
         forked = [each for each in here if each not in forking]
         pid = rng.choice(sorted(forked if trial.target == "child" and forked else forking or here))

@@ -860,8 +860,8 @@ def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
 
 ENDS_AT_ONCE = """
 import os, signal
-from dure.runtime.launch.helper import Helper
-helper = Helper("takes_long_to_import", "server 0", {})
+from dure.runtime.launch.helper import ShardProcess
+helper = ShardProcess("takes_long_to_import", "server 0", {})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

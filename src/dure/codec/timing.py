@@ -1,6 +1,6 @@
 """What a codec takes on this machine: encoding, decoding and combining slices of several sizes, timed.
 
-`runtime.coding` says what the operations are, and what lines through these points are for. What a codec takes may
+`codec.cost` says what the operations are, and what lines through these points are for. What a codec takes may
 depend on the values, so a job's are its gradients.
 """
 

@@ -71,7 +71,7 @@ class Gradient:
 
 
 class Apart(NamedTuple):
-    """The part of a gradient that is for servers (`runtime.gradients`).
+    """The part of a gradient that is for servers (`job.gradients`).
 
     `rows` has, of each table, the numbers of the rows that may differ from zero, ascending, and their values (count,
     width). `whole` is the gradient of what servers hold whole, flat.

@@ -9,9 +9,11 @@
 | `metrics`    | counters, staleness, time shares, time to a target               |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
+| `run`        | a run's record that writes its own report                        |
 | `sinks`      | where a history goes besides: JSON Lines, TensorBoard            |
 | `table`      | runs side by side in the terminal                                |
 | `trace`      | who did what when, for Perfetto                                  |
+| `values`     | a run's record as a value                                        |
 
 Nothing here reads a clock, and nothing imports a runtime or a method.
 """
@@ -22,7 +24,7 @@ from dure.report.html import write_report
 from dure.report.metrics import Counters, Staleness, TimeShare, time_to
 from dure.report.progress import Progress
 from dure.report.record import RunFolder
-from dure.report.run import read_run
+from dure.report.run import Run, read_run
 from dure.report.sinks import JsonLines, Sink, TensorBoard
 from dure.report.table import comparison_table, print_table
 from dure.report.trace import write_trace

@@ -119,9 +119,9 @@ class Progress:
     def _terminal_bar(self) -> Bar:
         fixed = Column(no_wrap=True)
         return Bar(
-            TextColumn("{setup.description}", markup=False, table_column=fixed),
+            TextColumn("{task.description}", markup=False, table_column=fixed),
             BarColumn(bar_width=None),
-            TextColumn("{setup.fields[state]}", markup=False, style="cyan", table_column=fixed),
+            TextColumn("{task.fields[state]}", markup=False, style="cyan", table_column=fixed),
             console=self._console,
             auto_refresh=False,
             expand=True,

@@ -7,7 +7,8 @@
 | slow    | come       | none, and it works | named after `warn_after` seconds; the run goes on                     |
 | waiting | come       | none, and it waits | nothing: it waits for another process                                 |
 
-Eviction by the servers' clock (`topology.patience`) is apart from this: it looks at steps where others wait.
+Eviction by the servers' clock (`topology.parameter_server.progress`) is apart from this: it looks at steps where others
+wait.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Setup:
 
     @property
     def coordinated(self) -> bool:
-        """Whether the method is led by a coordinator, which hands out the work (`topology.coordinator`)."""
+        """Whether a coordinator leads the method and hands out its work."""
         return hasattr(self.sync, "coordinate")
 
     @cached_property

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dure.errors import ClusterError
+from dure.runtime.virtual import compute as compute_module
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Compute, Constant, Durations, LogNormal, Pareto, ShiftedExponential, Trace
-from dure.runtime.virtual.runtime import compute as compute_module
 
 RANDOM: dict[str, Compute] = {
     "shifted-exponential": ShiftedExponential(shift=0.3),

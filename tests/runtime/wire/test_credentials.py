@@ -6,7 +6,7 @@ import secrets
 import pytest
 
 from dure.errors import UsageError
-from dure.run.process import Start
+from dure.run.process import LaunchSpec
 from dure.runtime.wire import Credentials
 
 KEY = secrets.token_bytes(32)
@@ -63,7 +63,7 @@ def test_keys_are_random_long_and_shown_nowhere():
     assert one.key != other.key
     assert len(one.key) == 32
     assert Credentials.of(other.plain()) == other
-    start = Start.of(
+    start = LaunchSpec.of(
         name="worker 0", run="run", incarnation=0, driver=["127.0.0.1", 1], credentials=one.plain(), terms={}
     )
     for shown in (repr(one), str(one), repr(start)):

@@ -79,11 +79,11 @@ def _pieces(source: IO[bytes], nbytes: int) -> Iterator[bytes]:
 
 
 def _progress(pieces: Iterable[bytes], file: Published) -> Iterator[bytes]:
-    columns = (TextColumn("{setup.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        setup = bar.add_task(file.name, total=file.nbytes)
+        task = bar.add_task(file.name, total=file.nbytes)
         for piece in pieces:
-            bar.update(setup, advance=len(piece))
+            bar.update(task, advance=len(piece))
             yield piece
 
 

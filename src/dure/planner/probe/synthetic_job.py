@@ -36,8 +36,8 @@ def synthetic_job(layers: Sequence[int], seconds: float) -> Job:
 
 def job_file(layers: Sequence[int], seconds: float) -> str:
     """The text of a job file whose function `job` makes it."""
-    head = "from dure.planner.probe.synthetic_job import stand_in"
-    return f"{head}\n\n\ndef job():\n    return stand_in({[*layers]}, {seconds})\n"
+    head = "from dure.planner.probe.synthetic_job import synthetic_job"
+    return f"{head}\n\n\ndef job():\n    return synthetic_job({[*layers]}, {seconds})\n"
 
 
 class StandIn(nn.Module):

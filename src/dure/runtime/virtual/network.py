@@ -21,7 +21,7 @@ Rules, all of them:
   wire, as on one connection, so a pair of nodes is one share of a queue whatever it has to say;
 - nodes on one machine do not use the card: alpha + bytes / memory bandwidth, one after another per pair.
   Such bytes are counted apart, as `bytes_local`;
-- where the cluster is one `host`, nodes are processes that share its cores (`runtime.cores`): a message takes
+- where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.cores`): a message takes
   alpha + bytes * beta of its sender's process, then the link's latency, then as much of its receiver's process;
 - what a crashed node had sent arrives if it had left the node's card entirely, else it is lost; what was on its
   way to it vanishes.

@@ -1,6 +1,6 @@
 """Virtual time: gradients are real, seconds are modelled, one process plays every node.
 
-The kernel is a heap of (time, sequence, callback); coroutines are resumed by the loop of `runtime.base`.
+The kernel is a heap of (time, sequence, callback); coroutines are resumed by the loop of `core.node`.
 Compute times come from the cluster's distributions, messages from its network model, and a gradient is
 evaluated when its value is first needed, together with all others that have started meanwhile.
 """

@@ -93,7 +93,7 @@ class Reactor:
         self.lock = threading.RLock()
         self.timers = Timers()
         self.events: deque[Callable[[], None]] = deque()  # for the owner's thread
-        self.setups: deque[Callable[[], None]] = deque()  # for the next turn
+        self.callbacks: deque[Callable[[], None]] = deque()  # for the next turn
         self._selector = selectors.DefaultSelector()
         self._masks: dict[int, int] = {}
         self._woken, self._waker = socket.socketpair()
@@ -123,9 +123,9 @@ class Reactor:
             self._selector.register(sock, mask, ready)
         self._masks[fd] = mask
 
-    def soon(self, setup: Callable[[], None]) -> None:
-        """Have `setup` run within the next turn."""
-        self.setups.append(setup)
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Have `callback` run within the next turn."""
+        self.callbacks.append(callback)
         if self.lent:
             self.wake()
 
@@ -185,7 +185,7 @@ class Reactor:
         self._waker.close()
 
     def _bounded(self, timeout: float) -> float:
-        if self.events or self.setups:
+        if self.events or self.callbacks:
             return 0.0
         due = self.timers.wait()
         return timeout if due is None else min(timeout, due)
@@ -195,8 +195,8 @@ class Reactor:
             if self._masks.get(key.fd, 0) or key.data is self:
                 key.data.ready(mask)
         self.timers.run()
-        for _ in range(len(self.setups)):
-            self.setups.popleft()()
+        for _ in range(len(self.callbacks)):
+            self.callbacks.popleft()()
 
     def _help(self) -> None:
         while True:
@@ -214,7 +214,7 @@ class Reactor:
     def _help_once(self) -> None:
         with self.lock:
             due = self.timers.wait()
-            wait = 0.0 if self.setups else _LONGEST_WAIT if due is None else min(_LONGEST_WAIT, due)
+            wait = 0.0 if self.callbacks else _LONGEST_WAIT if due is None else min(_LONGEST_WAIT, due)
         found = self._selector.select(wait)
         with self.lock:
             self._handle(found)

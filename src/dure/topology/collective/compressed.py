@@ -7,7 +7,7 @@
     gather        take (round, message) -----------------> everybody, who adds up all messages in rank order
 
 `codec.exchange` says which codecs go which way, and what an owner does. Virtual time charges encoding, decoding and
-combining by what the codec costs (`runtime.coding`).
+combining by what the codec costs (`codec.cost`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     hierarchical       tree, ring of hosts, tree      tree, ring, tree        `hierarchical`
 
 All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
-the others each rank keeps its slice of an all_reduce. What each costs: `runtime.sent_collectives`.
+the others each rank keeps its slice of an all_reduce. What each costs: `planner.closed_forms`.
 """
 
 from __future__ import annotations
