@@ -13,8 +13,8 @@ class Gossip:
     """Every worker has a model of its own and talks to its neighbors in `graph`, one at a time.
 
     `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", pairs of ranks as
-    in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.gossip.graph`). A networkx graph
-    is kept as its pairs.
+    in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.gossip.graph`). A networkx
+    graph is kept as its pairs.
     """
 
     graph: str = "exponential"
