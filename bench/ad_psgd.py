@@ -95,7 +95,6 @@ class Gossiping(Dure):
     @property
     def averagings(self) -> int:
         """How many this worker has begun and that came to something."""
-        assert self.worker.peer is not None
         return self.worker.peer.averaged
 
 

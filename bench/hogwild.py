@@ -39,6 +39,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.setup import Setup
 from dure.topology.shared_memory.segment import SharedShard
+from dure.topology.shared_memory.session import MemorySession
 
 PAIRS = [("dure", "PyTorch's example")]
 
@@ -58,7 +59,7 @@ class Shared(Dure):
         self.owner = setup.shard(self.node, 0) if rank == 0 else None
         assert self.owner is None or isinstance(self.owner, SharedShard)
         segment = setup.segment_at(from_first(rank, self.owner and self.owner.path))
-        self.worker.shared = setup.access(self.node, rank, segment)
+        self.worker.sessions.memory = MemorySession(self.worker, setup.access(self.node, rank, segment))
         assert self.node.evaluator is not None
         self.node.evaluator.read_in_place(segment.values)
 

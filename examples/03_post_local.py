@@ -34,9 +34,9 @@ class PostLocal:
             while True:
                 worker.step(await worker.gradient())
                 if worker.clock % self.period == 0:
-                    await worker.mean_params()
+                    await worker.group.mean_params()
         except EndOfWork:
-            await worker.mean_params()
+            await worker.group.mean_params()
 
 
 if __name__ == "__main__":

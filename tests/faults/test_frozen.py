@@ -51,7 +51,7 @@ def test_a_worker_that_stands_still_is_left_behind_refused_and_taken_in_again(st
     assert first.refused == 1, "its first push after the pause is refused"
     assert segment.workers[1].clock == STEPS
     period = segment.setup.period
-    assert len(mine) * period <= segment.workers[1].clock - segment.workers[1].entered <= (len(mine) + 1) * period
+    assert len(mine) * period <= segment.workers[1].clock - segment.workers[1].joined_at <= (len(mine) + 1) * period
     assert outcome.history[-1]["accuracy"] > 0.9
 
 

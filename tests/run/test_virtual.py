@@ -362,11 +362,11 @@ class Forgetful:
         return optimizer
 
     async def work(self, worker: Any) -> None:
-        await worker.admission()
+        await worker.server.admission()
         await worker.gradient()
         if worker.rank == 0:
-            await worker.push(await worker.gradient())
-            await worker.admission()
+            await worker.server.push(await worker.gradient())
+            await worker.server.admission()
         else:
             await worker.node.recv("worker 0", worker.params, tag=worker.rank)
 

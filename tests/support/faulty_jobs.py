@@ -27,7 +27,8 @@ from dure.job.data.dataset import Data
 from dure.job.data.split import IID
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.client import Pulled, ServerClient
+from dure.topology.parameter_server.client import ServerClient
+from dure.topology.replica import Pulled
 
 ROWS = 64
 DIM = 1 << 17  # half a megabyte per push: a kill lands in the middle of one
@@ -145,7 +146,7 @@ def note_models(folder: Path) -> None:
 
 
 def note_pushes(folder: Path) -> None:
-    push, exchange = ServerClient.push, ServerClient.exchange
+    push, push_pull = ServerClient.push, ServerClient.push_pull
 
     def note(client: ServerClient, word: str, *figures: int) -> None:
         line = " ".join(map(str, (word, client.worker, client.incarnation, *figures))) + "\n"
@@ -160,15 +161,15 @@ def note_pushes(folder: Path) -> None:
 
     async def noted_too(client: ServerClient, update: Tensor, into: Tensor | None, **options: Any) -> Pulled:
         note(client, "pushes", client.seq + 1, round(float(update[0]) * ROWS))
-        pulled = await exchange(client, update, into, **options)
+        pulled = await push_pull(client, update, into, **options)
         note(client, "acknowledged", client.seq)
         return pulled
 
     ServerClient.push = noted  # type: ignore[method-assign,assignment]
-    ServerClient.exchange = noted_too  # type: ignore[method-assign,assignment]
+    ServerClient.push_pull = noted_too  # type: ignore[method-assign,assignment]
 
 
-class FieldError:
+class Fault:
     """A loss that goes wrong once, at worker processes, after some steps of each."""
 
     def __init__(self, happen: Callable[[], None], after: int) -> None:
@@ -187,15 +188,15 @@ def raises() -> Job:
     def happen() -> None:
         raise RuntimeError("the labels of this batch\nare upside down")
 
-    return job(256, FieldError(happen, after=20))
+    return job(256, Fault(happen, after=20))
 
 
 def exits() -> Job:
-    return job(256, FieldError(lambda: os._exit(0), after=20))
+    return job(256, Fault(lambda: os._exit(0), after=20))
 
 
 def crashes() -> Job:
-    return job(256, FieldError(lambda: os.kill(os.getpid(), signal.SIGSEGV), after=20))
+    return job(256, Fault(lambda: os.kill(os.getpid(), signal.SIGSEGV), after=20))
 
 
 def one(happen: Callable[[], None], folder: Path, after: int = 20) -> Job:
@@ -208,7 +209,7 @@ def one(happen: Callable[[], None], folder: Path, after: int = 20) -> Job:
             return
         happen()
 
-    return job(256, FieldError(first, after))
+    return job(256, Fault(first, after))
 
 
 def one_raises(data_root: Path) -> Job:
@@ -234,7 +235,7 @@ def starts_processes(data_root: Path) -> Job:
         if not note.exists():
             note.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
-    fault = FieldError(start, after=1)
+    fault = Fault(start, after=1)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         time.sleep(0.002)

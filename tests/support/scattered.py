@@ -24,7 +24,7 @@ class Scattered:
         return getattr(self.method, name)
 
     async def work(self, worker: Any) -> None:
-        if worker.group is not None:
+        if not worker.over_servers:
             worker.keep("center").copy_(worker.params)
         worker.params.fill_(self.starts[worker.rank])
         await self.method.work(worker)

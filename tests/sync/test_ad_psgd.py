@@ -191,8 +191,8 @@ def test_a_newcomer_begins_as_a_copy_of_a_neighbor_at_its_clock():
         events=(Event(at=0.3, kind="join", worker=2),),
     )
     _, models, segment = scattered("ad-psgd gossip:graph=ring", [4.0, 4.0, 4.0], cluster, steps=60)
-    assert 28 <= segment.workers[2].entered <= 32
-    assert segment.steps == [60, 60, 60 - segment.workers[2].entered]
+    assert 28 <= segment.workers[2].joined_at <= 32
+    assert segment.steps == [60, 60, 60 - segment.workers[2].joined_at]
     assert models == [4.0] * 3
     assert segment.workers[2].peer.averaged > 5
 

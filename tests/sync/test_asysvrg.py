@@ -109,7 +109,7 @@ def test_a_checkpoint_in_the_middle_of_the_full_gradient_loses_no_portion(monkey
     suspended: list[int] = []
 
     def at_a_portion(segment: Any, worker: Any) -> bool:
-        if not suspended and worker.clock and int(worker.shared.segment.claims[0]) == 300:
+        if not suspended and worker.clock and int(worker.memory.access.segment.claims[0]) == 300:
             suspended.append(worker.clock)
             segment.suspending = True
         return bool(segment.suspending)

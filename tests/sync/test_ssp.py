@@ -102,13 +102,13 @@ def test_the_check_would_see_a_cache_that_is_too_old(reads, monkeypatch):
     async def work(self: SSP, worker: Any) -> None:
         while True:
             if worker.kept_plain.get("cached", -math.inf) < worker.clock - self.bound - 1:
-                await worker.admission()
-                worker.adopt(await worker.pull())
-                worker.kept_plain["cached"] = worker.slowest
+                await worker.server.admission()
+                await worker.server.pull()
+                worker.kept_plain["cached"] = worker.server.slowest
             gradient = await worker.gradient()
             before = worker.params.clone()
             worker.step(gradient)
-            await worker.push(worker.params - before)
+            await worker.server.push(worker.params - before)
 
     monkeypatch.setattr(SSP, "work_on_cache", work)
     virtual(tally(), "ssp:bound=1,form=rmw ps", CLUSTERS["uneven"], steps=STEPS, exact=True)

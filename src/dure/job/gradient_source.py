@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from dure.core.node import Group, Node, Operation
+    from dure.core.node import Node, Operation
     from dure.job.gradient import Gradient, GradientWork
     from dure.job.optimizer import OptimizerSpec
+
+
+class MeanGradients(Protocol):
+    """What a source sees of the group of a worker."""
+
+    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+        """Start the gradient of `work`, times `share`, summed over the group."""
+        ...
 
 
 class Requester(Protocol):
@@ -21,7 +29,9 @@ class Requester(Protocol):
     node: Node
     params: torch.Tensor
     buffers: torch.Tensor | None
-    group: Group | None
+
+    @property
+    def group(self) -> MeanGradients: ...
 
     def settle(self, values: torch.Tensor) -> None:
         """Copy the parameters to `values`, where a loop of the user's computes with them."""

@@ -51,7 +51,6 @@ class JobSource:
         return requester.node.compute(self.next(requester))
 
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
-        assert requester.group is not None
         return requester.group.mean_gradient(self.next(requester), self.share)
 
     def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:

@@ -38,6 +38,7 @@ from dure.runtime.wire import Credentials, Identity, Loss
 from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.shared_memory.session import MemorySession
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
@@ -317,8 +318,8 @@ class WorkerProcess(RunProcess):
         return Control(bye=self.bye.resolve, stop_at=self._stop_at, frozen=self._neighbor_frozen, **handlers)
 
     def _neighbor_frozen(self, name: str) -> None:
-        if hasattr(self, "worker") and self.worker.peer is not None:
-            self.worker.peer.frozen(name)
+        if hasattr(self, "worker") and self.worker.sessions.peer is not None:
+            self.worker.sessions.peer.frozen(name)
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         node, setup = self.node, self.setup
@@ -328,14 +329,14 @@ class WorkerProcess(RunProcess):
             lead_engine(where[0])
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
         self.worker = worker = setup.worker(node, node.rank, node.meter)
-        if worker.server is not None:
-            worker.server.return_seconds = self.terms.return_seconds
+        if worker.over_servers:
+            worker.server.client.return_seconds = self.terms.return_seconds
         if setup.shares_memory:
             await self._map_memory()
         worker.on_step = self._on_step
         worker.on_boundary = self._on_boundary
-        if worker.rows is not None:
-            worker.rows.copies = self.snapshots.is_due
+        if worker.sessions.rows is not None:
+            worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
         if setup.needs_everybody:
             assert node.evaluator is not None
@@ -356,7 +357,8 @@ class WorkerProcess(RunProcess):
         """See the memory that the first server owns, and have gradients computed on what lies there."""
         where = await self.node.call(Address("server 0", "shard"), "where")
         segment = self.setup.segment_at(where.fields["path"])
-        self.worker.shared = self.setup.access(self.node, self.node.rank, segment)
+        access = self.setup.access(self.node, self.node.rank, segment)
+        self.worker.sessions.memory = MemorySession(self.worker, access)
         assert self.node.evaluator is not None
         self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
 
@@ -395,14 +397,14 @@ class WorkerProcess(RunProcess):
         await self.snapshots.settled()
         counts = self._counts()
         await self._send_spans()
-        if worker.rows is not None and worker.rank == 0:
-            await worker.rows.copy(worker.params, worker.clock)  # it is the one whose model counts
+        if worker.sessions.rows is not None and worker.rank == 0:
+            await worker.sessions.rows.client.copy(worker.params, worker.clock)  # it is the one whose model counts
         values = worker.delivering(self.setup.sync.delivers)
         tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
             "seconds": seconds,
             "steps": worker.clock,
-            "done": worker.clock - worker.entered,
+            "done": worker.clock - worker.joined_at,
             "updates": self.setup.gradients_in(worker),
             "refused": worker.refused,
             **counts,
@@ -433,12 +435,12 @@ class WorkerProcess(RunProcess):
     def _report(self, now: float) -> None:
         """Report this worker's steps to the driver."""
         worker, self._said = self.worker, now
-        done, at = worker.clock - worker.entered, self.snapshots.at
+        done, at = worker.clock - worker.joined_at, self.snapshots.at
         self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
 
     def _counts(self) -> dict[str, int]:
         """What this worker has exchanged, before a checkpoint that it came from too."""
-        group, counts = self.worker.group, self.counters()
+        group, counts = self.worker.sessions.members, self.counters()
         return {name: self.counted[name] + counts[name] + getattr(group, name, 0) for name in COUNTED}
 
     def _bytes_sent(self) -> int:

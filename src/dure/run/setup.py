@@ -32,12 +32,14 @@ from dure.sync.worker import Boundary, Worker
 from dure.topology.collective.choice import Collective
 from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.session import GroupSession
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
 from dure.topology.gossip.peer import Peer
 from dure.topology.hybrid.choice import Hybrid
 from dure.topology.hybrid.placement import MEASURED, ClusterShape, Plan, decide, measure
 from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
+from dure.topology.hybrid.session import RowSession
 from dure.topology.parameter_server.batch.client import PortionClient
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
 from dure.topology.parameter_server.batch.portions import Portions
@@ -48,6 +50,7 @@ from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.fused import clocked_at
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.session import ServerSession
 from dure.topology.parameter_server.shard import Shard
 from dure.topology.shared_memory.choice import SharedMemory
 from dure.topology.shared_memory.segment import Access, Layout, SharedShard
@@ -80,7 +83,7 @@ class Setup:
     @property
     def period(self) -> int:
         """Mini-batches of a worker between two places where all are together, and that one tick of the servers' clock
-        stands for. A method whose rounds differ in length says itself where they begin (`Worker.met`, `Note`).
+        stands for. A method whose rounds differ in length says itself where they begin (`Worker.last_sync`, `Stats`).
         """
         period: int = getattr(self.sync, "period", 1)
         return period
@@ -102,7 +105,7 @@ class Setup:
             return True
         if worker.boundary.alone or getattr(self.sync, "streams", False):
             return False
-        return done % self.period == 0 if worker.met is None else done == worker.met
+        return done % self.period == 0 if worker.last_sync is None else done == worker.last_sync
 
     def shown(self, worker: Worker) -> torch.Tensor:
         """The model of a worker of a synchronous method at a step boundary, as the run would deliver it there."""
@@ -112,7 +115,7 @@ class Setup:
     def gradients_in(self, worker: Worker) -> int:
         """How many of a worker's own gradients are in what it delivers without a server."""
         apart = self.sync.delivers in worker.kept  # from its parameters, and told of their gradients now and then
-        return (worker.given if apart else worker.clock - worker.entered) - worker.refused
+        return (worker.given if apart else worker.clock - worker.joined_at) - worker.refused
 
     def gradients_in_common(self, worker: Worker) -> int:
         """How many gradients are in the model that all workers have over collectives, where this worker stands now."""
@@ -318,22 +321,26 @@ class Setup:
             merge_buffers=self.merge_buffers,
         )
         if self.needs_everybody:
-            worker.group = self.group(node, meter)
+            group = self.group(node, meter)
+            worker.sessions.group = GroupSession(worker, group)
             if self.plan is not None and self.servers:
-                worker.rows = RowClient(node, rank, self.plan, self.job.rows, self._shards)
+                client = RowClient(node, rank, self.plan, self.job.rows, self._shards)
+                worker.sessions.rows = RowSession(worker, client, group)
                 dtype, segments = self.replica.dtype, self.rates.segments
                 worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, dtype, segments=segments)
         elif self.servers:
-            worker.server = self.client(node, rank)
+            server = self.client(node, rank)
+            worker.sessions.server = ServerSession(worker, server)
             worker.pushes_rates = not self.servers_have_own_rule
             if self.codec is not None and self.codec.vote() is not None:
                 held = [self._server_segments(ranges) for ranges in self.ranges]
-                worker.server.follow(worker.params, self.server_rule, held)
-            worker.work_queue = PortionClient(worker.server, self.batches) if self.coordinated else None
+                server.follow(worker.params, self.server_rule, held)
+            worker.sessions.work_queue = PortionClient(server, self.batches) if self.coordinated else None
         elif self.graph is not None:
             seed, lives = self.config.seeded, node.incarnation
-            worker.peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
-            node.serve("peer", worker.peer)
+            peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
+            worker.sessions.peer = peer
+            node.serve("peer", peer)
         return worker
 
     def group(self, node: Node, meter: Meter) -> Group:

@@ -63,7 +63,7 @@ class Snapshots:
     def at_boundary(self, worker: Worker) -> None:
         """Take a snapshot that is due at a step boundary, where the model holds all gradients up to the clock."""
         setup, self._clock = self.setup, worker.clock
-        if worker.rows is not None:
+        if worker.sessions.rows is not None:
             self._buffers = _copied(worker.buffers)
         elif not setup.synchronous:
             self._take_of_others(worker)
@@ -78,13 +78,13 @@ class Snapshots:
         if self.setup.coordinated:
             self._clock = worker.clock  # the coordinator hands out the work: there are no step boundaries
             self._take_of_others(worker)
-        elif worker.rows is not None and self.is_due(done):  # then all rows have been read for this step
+        elif worker.sessions.rows is not None and self.is_due(done):  # then all rows have been read for this step
             self._send(worker.params, self._buffers, done, worker.world_size * done)
 
     def _take(self, worker: Worker) -> None:
         if self.is_due(worker.clock):
-            common = worker.server is None
-            updates = self.setup.gradients_in_common(worker) if common else worker.ask_held()
+            common = not worker.over_servers
+            updates = self.setup.gradients_in_common(worker) if common else worker.server.gradients_held()
             self._send(self.setup.shown(worker), [], worker.clock, updates)
 
     def _send(
@@ -109,8 +109,8 @@ class Snapshots:
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
     def _send_part(self, worker: Worker) -> None:
-        own = worker.clock - worker.given if worker.server is not None else self.setup.gradients_in(worker)
-        at_servers = worker.ask_held() if worker.server is not None else 0
+        own = worker.clock - worker.given if worker.over_servers else self.setup.gradients_in(worker)
+        at_servers = worker.server.gradients_held() if worker.over_servers else 0
         values, buffers, step = self.setup.shown(worker).clone(), _copied(worker.buffers), worker.clock
         work = self._sending_part(values, buffers, step, own, at_servers)
         self._parts[step] = self.node.spawn(work, f"a part of step {step} of {self.node.name}")
@@ -140,11 +140,10 @@ class Snapshots:
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
             slowest = (await self.node.call(DRIVER_ADDRESS, "slowest")).fields["steps"]
-            if worker.peer is not None:
+            if worker.sessions.peer is not None:
                 values, updates = await worker.peer.look()
             else:
-                assert worker.server is not None
-                values, updates = await worker.server.look(worker.params.clone())
+                values, updates = await worker.server.client.look(worker.params.clone())
             said = {"seconds": self.node.now(), "steps": slowest, "bytes": self._bytes_sent(), "updates": updates}
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, **said)
 

@@ -32,6 +32,7 @@ from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualNode, VirtualRuntime
 from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.shared_memory.segment import SharedShard
+from dure.topology.shared_memory.session import MemorySession
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
@@ -236,7 +237,8 @@ class Segment:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.setup.worker(node, rank, node.meter)
         if self.shards and isinstance(self.shards[0], SharedShard):
-            worker.shared = self.setup.access(node, rank, self.shards[0].segment)
+            access = self.setup.access(node, rank, self.shards[0].segment)
+            worker.sessions.memory = MemorySession(worker, access)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
         if self.whole.examiner is not None and not self.setup.coordinated:

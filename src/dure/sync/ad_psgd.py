@@ -53,7 +53,6 @@ class ADPSGD:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        assert worker.peer is not None
         while True:
             await worker.begin_step()
             await worker.node.sleep(0.0)  # a turn for what others ask and answer

@@ -80,25 +80,24 @@ class AsySVRG:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            phase = await worker.admission()
+            phase = await worker.server.admission()
             await worker.stop_if_due()
             if phase % 2 == 0:
                 await self.full_gradient(worker, phase)
             else:
                 await self.inner_loop(worker)
-            await worker.arrive()
+            await worker.server.arrive()
 
     async def full_gradient(self, worker: Worker, phase: int) -> None:
         """This worker's part of F at w_t, given to the mean."""
-        assert worker.shared is not None
-        snapshot, samples = worker.shared.vector("snapshot"), worker.samples
+        snapshot, samples = worker.memory.vector("snapshot"), worker.samples
         total, kept = worker.keep("total"), worker.kept_plain
         if kept.get("phase") != phase:
             total.zero_()
             kept.update(phase=phase, weight=0)
         while True:
             await worker.stop_if_due()
-            start = worker.shared.claim(_PORTIONS, self.portion, limit=samples)
+            start = worker.memory.claim(_PORTIONS, self.portion, limit=samples)
             if start is None:
                 break
             indices = torch.arange(start, min(start + self.portion, samples))
@@ -106,20 +105,19 @@ class AsySVRG:
             total += gradient * len(indices)
             kept["weight"] += len(indices)
             worker.heartbeat()
-        await worker.contribute(total, kept["weight"])
+        await worker.memory.contribute(total, kept["weight"], incarnation=worker.server.client.incarnation)
         kept["phase"] = None
 
     async def inner_loop(self, worker: Worker) -> None:
         """Updates of u, until all workers together have made as many as belong to an epoch."""
-        shared, limit = worker.shared, round(self.inner * worker.samples)
-        assert shared is not None
-        snapshot, mean = shared.vector("snapshot"), shared.vector("mean")
+        memory, limit = worker.memory, round(self.inner * worker.samples)
+        snapshot, mean = memory.vector("snapshot"), memory.vector("mean")
         while True:
-            await worker.read(alone=self.lock == "readwrite")
+            await worker.memory.read(alone=self.lock == "readwrite")
             await worker.stop_if_due()
-            if shared.claim(_SAMPLES, worker.source.batch_size, limit=limit) is None:
+            if memory.claim(_SAMPLES, worker.source.batch_size, limit=limit) is None:
                 return
             gradient = await worker.gradient()
             gradient = gradient - await worker.gradient_again(snapshot) + mean
-            await worker.add(gradient, alone=self.lock != "none")
+            await worker.memory.add(gradient, alone=self.lock != "none")
             worker.heartbeat()

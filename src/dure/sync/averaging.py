@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     import torch
 
     from dure.job.gradient_source import LocalOptimizer
-    from dure.sync.worker import Note, Worker
+    from dure.sync.worker import Worker
+    from dure.topology.replica import Stats
 
 _CHOICES = {
     "schedule": ("fixed", "decay", "overhead", "adaptive"),
@@ -83,7 +84,7 @@ class _Rhythm:
     steps: float = 1.0
 
     @classmethod
-    def of(cls, note: Note) -> _Rhythm:
+    def of(cls, note: Stats) -> _Rhythm:
         """That of a worker that said `note`."""
         period, began, rounds = (int(note[name]) for name in ("period", "began", "rounds"))
         first, step, sync, seconds, steps = (note[name] for name in ("first", "step", "sync", "seconds", "steps"))
@@ -188,7 +189,7 @@ class Averaging:
         kept = worker.kept_plain
         self.enter(worker)
         try:
-            while not any(note["last"] for note in worker.heard):
+            while not any(note["last"] for note in worker.stats):
                 if not kept["pushed"]:
                     await self.step(worker)
                 if worker.clock >= kept["due"]:
@@ -201,20 +202,20 @@ class Averaging:
         """Fall into the rhythm in which the others are, or in which this worker was before a restart."""
         kept = worker.kept_plain
         rhythm = _Rhythm(**kept.get("rhythm", {"period": self.period}))
-        if worker.heard:
-            rhythm = self.after(worker.heard)
+        if worker.stats:
+            rhythm = self.after(worker.stats)
         if kept.get("rhythm") != rhythm.plain or worker.clock == kept["began"]:
             self.begin(worker, rhythm)
-        worker.met = kept["began"]
+        worker.last_sync = kept["began"]
 
     def begin(self, worker: Worker, rhythm: _Rhythm) -> None:
         """A new round."""
         kept = worker.kept_plain
-        worker.met = worker.clock
+        worker.last_sync = worker.clock
         steps = rhythm.period if self.pace == "steps" else fitting(rhythm.seconds, kept.get("step", 0.0))
         kept |= {"rhythm": rhythm.plain, "began": worker.clock, "due": worker.clock + steps}
         kept |= {"loss": 0.0, "seconds": 0.0, "pushed": False}
-        if self.pace == "time" or worker.encodes:
+        if self.pace == "time" or (not worker.over_servers and worker.group.encodes):
             worker.keep("start").copy_(worker.params)
         if self.weights == "fisher":
             worker.keep("fisher").zero_()
@@ -252,50 +253,52 @@ class Averaging:
             "last sync": kept.get("sync", 0.0),
             "last": float(last or ending),
         }
-        await (self.meet(worker, note) if worker.server is None else self.meet_at_servers(worker, note))
+        await (self.meet(worker, note) if not worker.over_servers else self.meet_at_servers(worker, note))
         if self.state == "reset":
             reset(worker.optimizer)
-        self.begin(worker, self.after(worker.heard))
+        self.begin(worker, self.after(worker.stats))
 
-    async def meet(self, worker: Worker, note: Note) -> None:
+    async def meet(self, worker: Worker, note: Stats) -> None:
         """Over collectives."""
         if self.schedule in ("overhead", "adaptive") or self.weights == "loss":
-            await worker.tell(note)
+            await worker.group.gather_stats(note)
         else:
-            worker.heard = [note]
+            worker.stats = [note]
         started = worker.node.now()
         if self.weights == "fisher":
             weight = worker.keep("fisher") + LEAST_FISHER
-            worker.params.copy_(await worker.mean(worker.params * weight, 1.0) / await worker.mean(weight, 1.0))
+            worker.params.copy_(
+                await worker.group.mean(worker.params * weight, 1.0) / await worker.group.mean(weight, 1.0)
+            )
         else:
-            since = worker.keep("start") if worker.encodes else None
-            worker.params.copy_(await worker.mean(worker.params, self.share(worker, note), since=since))
+            since = worker.keep("start") if worker.group.encodes else None
+            worker.params.copy_(await worker.group.mean(worker.params, self.share(worker, note), since=since))
         if self.state == "average":
             for vector in worker.optimizer.state()[0].values():
-                vector.copy_(await worker.mean(vector))
-        await worker.mean_buffers()
+                vector.copy_(await worker.group.mean(vector))
+        await worker.group.mean_buffers()
         worker.kept_plain["sync"] = worker.node.now() - started
         worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
 
-    def share(self, worker: Worker, note: Note) -> float:
+    def share(self, worker: Worker, note: Stats) -> float:
         """c_k."""
         if self.weights == "loss":
-            exponents = [-each["round loss"] / self.temperature for each in worker.heard]
+            exponents = [-each["round loss"] / self.temperature for each in worker.stats]
             largest = max(exponents)
             mine = math.exp(-note["round loss"] / self.temperature - largest)
             return mine / sum(math.exp(exponent - largest) for exponent in exponents)
         return worker.share if self.weights == "samples" else 1 / worker.world_size
 
-    async def meet_at_servers(self, worker: Worker, note: Note) -> None:
+    async def meet_at_servers(self, worker: Worker, note: Stats) -> None:
         """Over servers, which divide by the sum of the weights."""
         kept, spent = worker.kept_plain, worker.meter.seconds
         started = spent["communicate"]
         if not kept["pushed"]:
             exponent = -note["round loss"] / self.temperature if self.weights == "loss" else 0.0
-            await worker.push(self.contribution(worker), weight=note["weight"], exponent=exponent, note=note)
+            await worker.server.push(self.contribution(worker), weight=note["weight"], exponent=exponent, stats=note)
             kept |= {"pushed": True, "sync": spent["communicate"] - started}
         started = spent["communicate"]
-        await worker.proceed(to_write=True)
+        await worker.server.next_version()
         kept["sync"] += spent["communicate"] - started
 
     def contribution(self, worker: Worker) -> torch.Tensor:
@@ -308,7 +311,7 @@ class Averaging:
 
     # ---- the schedule
 
-    def after(self, notes: Sequence[Note]) -> _Rhythm:
+    def after(self, notes: Sequence[Stats]) -> _Rhythm:
         """The rhythm after a round in which the workers said `notes`: the same at all of them."""
         last = _Rhythm.of(notes[0])
         clock = int(max(note["clock"] for note in notes))
@@ -326,7 +329,7 @@ class Averaging:
         now = replace(now, period=self.next_period(now, loss, due=due))
         return now if self.pace == "steps" else self.timed(now, notes)
 
-    def timed(self, rhythm: _Rhythm, notes: Sequence[Note]) -> _Rhythm:
+    def timed(self, rhythm: _Rhythm, notes: Sequence[Stats]) -> _Rhythm:
         """With the seconds of the next round, and the mean of the steps that workers will do in it."""
         paces = [note["round step"] for note in notes]
         seconds = rhythm.period * statistics.median(paces)

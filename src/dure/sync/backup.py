@@ -71,7 +71,7 @@ class Backup:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            worker.follow(await worker.proceed())
+            worker.set_clock(await worker.server.next_version(lend=True))
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
-                await worker.push(gradient)
+                await worker.server.push(gradient)

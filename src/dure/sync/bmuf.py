@@ -116,12 +116,12 @@ class BMUF:
             while True:
                 worker.step(await worker.gradient())
                 worker.heartbeat()
-                if worker.server is None:
+                if not worker.over_servers:
                     await self.meet(worker, under_way)
                 elif worker.clock % self.period == 0:
                     await self.meet_at_servers(worker)
         except EndOfWork:
-            if worker.server is None:
+            if not worker.over_servers:
                 await self.finish(worker, under_way)
             elif worker.clock % self.period:
                 await self.meet_at_servers(worker)
@@ -133,7 +133,7 @@ class BMUF:
             worker.kept_plain["began"] = began
             for name in ("model", "start"):
                 worker.keep(name).copy_(worker.params)
-        elif worker.server is not None and worker.clock == began:
+        elif worker.over_servers and worker.clock == began:
             worker.params.copy_(worker.keep("start"))
         times = [(self.last_sent(number, worker.clock), number) for number in range(self.fragments)]
         late = sorted(each for each in times if 0 < each[0] <= worker.clock < each[0] + self.overlap)
@@ -164,13 +164,13 @@ class BMUF:
                     await self.take_in(worker, under_way.popleft())
         if clock % self.period == 0:
             worker.kept_plain["began"] = clock
-            await worker.mean_buffers()
+            await worker.group.mean_buffers()
 
     def send(self, worker: Worker, cut: slice, clock: int, values: torch.Tensor) -> _Sent:
         """Start on the mean of a fragment of `values`."""
         if self.overlap:
             part(worker.keep("sent"), cut).copy_(part(values, cut))
-        mean = worker.mean(part(values, cut), since=part(worker.keep("start"), cut))
+        mean = worker.group.mean(part(values, cut), since=part(worker.keep("start"), cut))
         return _Sent(clock + self.overlap, cut, mean)
 
     async def take_in(self, worker: Worker, sent: _Sent) -> None:
@@ -202,7 +202,7 @@ class BMUF:
             if self.last_sent(number, worker.clock) != worker.clock:
                 await self.take_in(worker, self.send(worker, cut, worker.clock, worker.params))
         if worker.clock % self.period:
-            await worker.mean_buffers()
+            await worker.group.mean_buffers()
         worker.params.copy_(worker.keep("model"))
 
     # ---- over servers
@@ -210,8 +210,8 @@ class BMUF:
     async def meet_at_servers(self, worker: Worker) -> None:
         """The servers make W of the mean of Wg - w_k; how far it went shows where to look ahead to."""
         model, start = worker.keep("model"), worker.keep("start")
-        await worker.push(start - worker.params, note={"clock": worker.clock})
-        await worker.proceed(to_write=True)
+        await worker.server.push(start - worker.params, stats={"clock": worker.clock})
+        await worker.server.next_version()
         if self.nesterov:
             start.copy_(worker.params + (worker.params - model) * self.momentum)
         else:

@@ -49,9 +49,9 @@ class BSP:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        if worker.server is None:
+        if not worker.over_servers:
             while True:  # over a hybrid, too, where rows come from servers and go to them underneath
                 worker.step(await worker.mean_gradient())
-        await worker.proceed()
+        await worker.server.next_version(lend=True)
         while True:
-            await worker.exchange(await worker.gradient())
+            await worker.server.push_pull(await worker.gradient())

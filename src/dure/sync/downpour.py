@@ -100,29 +100,29 @@ class Downpour:
             while True:
                 await self.step(worker, overlap=self.overlap)
         except EndOfWork:
-            await worker.finished("push")
+            await worker.server.pushed()
             if worker.clock > 0 and not self.due(
                 worker
             ):  # in a user's loop a fetch may have followed the last gradient
-                await worker.push(worker.keep("accrued"), base=worker.kept_plain.get("base"))
+                await worker.server.push(worker.keep("accrued"), base=worker.kept_plain.get("base"))
 
     async def warm_up(self, worker: Worker) -> None:
         """Alone, if it is this worker's turn; otherwise until whose turn it is has done it."""
         while worker.progress < self.warm_start:
-            if await worker.admission() == RELEASED:
+            if await worker.server.admission() == RELEASED:
                 return
             await self.step(worker, overlap=False)
-        await worker.announce()
+        await worker.server.announce()
 
     async def exchange(self, worker: Worker) -> None:
         """Push what was computed on what the last push brought back."""
         if not worker.kept_plain.get("fetched"):
-            await worker.refresh()
+            await worker.server.pull(lend=True)
             worker.kept_plain["fetched"] = True
         while True:
             gradient = await worker.gradient()
             if worker.steps_left:
-                await worker.exchange(gradient)
+                await worker.server.push_pull(gradient)
             else:
                 await self.push(worker, gradient, overlap=False)
 
@@ -149,16 +149,16 @@ class Downpour:
 
     async def fetch(self, worker: Worker, *, overlap: bool) -> None:
         if overlap:
-            worker.adopt(await worker.finished("pull") or await worker.pull())
+            worker.adopt(await worker.server.fetched())
             if worker.steps_left > self.n_fetch:  # a later step uses it
-                await worker.pull_async()
+                await worker.server.pull_async()
         elif self.local_lr:
-            worker.adopt(await worker.pull())
+            await worker.server.pull()
         else:
-            await worker.refresh()
+            await worker.server.pull(lend=True)
 
     async def push(self, worker: Worker, update: Tensor, *, overlap: bool) -> None:
         if overlap:
-            await worker.push_beside(update.clone())
+            await worker.server.push_async(update.clone())
         else:
-            await worker.push(update)
+            await worker.server.push(update)

@@ -125,20 +125,20 @@ class EAMSGD:
 
 async def exchange(worker: Worker, period: int, elasticity: float | None) -> torch.Tensor | None:
     """Pull the center with the force `elasticity` (x - z), which is to be given way to; None between two meetings."""
-    if worker.group is not None and CENTER not in worker.kept:
+    if not worker.over_servers and CENTER not in worker.kept:
         worker.keep(CENTER).copy_(worker.params)
     if worker.clock % period:
         return None
     alpha = BETA / worker.world_size if elasticity is None else elasticity
-    if worker.server is not None:
-        center = worker.look_at(await worker.pull())
+    if worker.over_servers:
+        center = worker.look_at(await worker.server.fetch())
         force = (worker.params - center) * alpha
-        await worker.push(force)
+        await worker.server.push(force)
         return force
     center = worker.keep(CENTER)
     force = (worker.params - center) * alpha
     started = worker.node.now()
-    center += await worker.mean(force, share=1.0)  # their sum: at every worker the same
+    center += await worker.group.mean(force, share=1.0)  # their sum: at every worker the same
     worker.give()
     worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
     return force

@@ -73,8 +73,8 @@ class Hogwild:
         while True:
             await worker.begin_step()
             _decay(worker, self.decay)
-            await worker.read()
-            await worker.add(await worker.gradient())
+            await worker.memory.read()
+            await worker.memory.add(await worker.gradient())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class HogBatch:
                 await worker.begin_step()
                 _decay(worker, self.decay)
                 if not worker.kept_plain.get("accrued"):
-                    await worker.read()
+                    await worker.memory.read()
                 _accrue(worker, await worker.gradient())
                 if (worker.clock + worker.rank) % self.batch == 0:
                     await self.write(worker)
@@ -126,7 +126,7 @@ class HogBatch:
         total, count = _accrued(worker)
         if self.scale == "mean" and count > 1:
             total = total / count
-        await worker.add(total)
+        await worker.memory.add(total)
         _clear(worker)
 
 

@@ -70,9 +70,9 @@ class KAsync:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        await worker.proceed()
+        await worker.server.next_version(lend=True)
         while True:
-            await worker.exchange(await worker.gradient())
+            await worker.server.push_pull(await worker.gradient())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,6 @@ class KBatchAsync:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        await worker.proceed()
+        await worker.server.next_version(lend=True)
         while True:
-            await worker.exchange(await worker.gradient())
+            await worker.server.push_pull(await worker.gradient())

@@ -72,10 +72,10 @@ class KSync:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            worker.follow(await worker.proceed())
+            worker.set_clock(await worker.server.next_version(lend=True))
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
-                await worker.push(gradient)
+                await worker.server.push(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class KBatchSync:
 
     async def work(self, worker: Worker) -> None:
         while True:
-            await worker.proceed()
+            await worker.server.next_version(lend=True)
             gradient = await worker.gradient_unless_aborted()
             if gradient is not None:
-                await worker.push(gradient)
+                await worker.server.push(gradient)

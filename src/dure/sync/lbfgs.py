@@ -96,7 +96,6 @@ class LBFGS:
 
     async def work(self, worker: Worker) -> None:
         work_queue = worker.work_queue
-        assert work_queue is not None
         while True:
             assignment = await work_queue.ask(worker)
             sums = Sums(worker.params)

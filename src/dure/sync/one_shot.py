@@ -50,15 +50,15 @@ class OneShot:
         return "mean"
 
     async def work(self, worker: Worker) -> None:
-        if worker.heard:
+        if worker.stats:
             return  # the others have met, without this one
         try:
             while True:
                 worker.step(await worker.gradient())
                 worker.heartbeat()
         except EndOfWork:
-            if worker.server is None:
-                await worker.mean_params()
+            if not worker.over_servers:
+                await worker.group.mean_params()
             else:
-                await worker.push(worker.params, note={"clock": worker.clock})
-                await worker.proceed(to_write=True)
+                await worker.server.push(worker.params, stats={"clock": worker.clock})
+                await worker.server.next_version()

@@ -74,17 +74,17 @@ class SSP:
     async def work(self, worker: Worker) -> None:
         if self.form == "rmw":
             await self.work_on_cache(worker)
-        await worker.proceed()
+        await worker.server.next_version(lend=True)
         while True:
-            await worker.exchange(await worker.gradient())
+            await worker.server.push_pull(await worker.gradient())
 
     async def work_on_cache(self, worker: Worker) -> None:
         while True:
             await worker.begin_step()
             if worker.kept_plain.get("cached", -math.inf) < worker.clock - self.bound:
-                await worker.proceed(to_write=True)
-                worker.kept_plain["cached"] = worker.slowest
+                await worker.server.next_version()
+                worker.kept_plain["cached"] = worker.server.slowest
             gradient = await worker.gradient()
             before = worker.params.clone()
             worker.step(gradient)
-            await worker.push(worker.params - before)
+            await worker.server.push(worker.params - before)

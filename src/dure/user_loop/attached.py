@@ -41,9 +41,9 @@ from dure.topology.collective.choice import Collective
 from dure.topology.hybrid.choice import Hybrid
 from dure.topology.parameter_server.choice import ParameterServer
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
-from dure.user_loop.peers import CollectiveSession
+from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.sampler import EpochSampler, share_of
-from dure.user_loop.servers import ServerSession, name_of_run
+from dure.user_loop.servers import LoopServers, name_of_run
 from dure.user_loop.source import LoopSource
 from dure.user_loop.wrapped import check_unwrapped
 
@@ -116,12 +116,12 @@ def attach(
         undo.callback(monitor.close)
         node.loop.check = monitor.check
         worker = _worker(node, replica, mine, sizes)
-        ties: CollectiveSession | ServerSession
+        ties: LoopCollectives | LoopServers
         if isinstance(strategy.topology, ParameterServer):
-            ties = ServerSession(node, rendezvous, replica, strategy, mine, credentials)
+            ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
         else:
             assert isinstance(strategy.topology, Collective)
-            ties = CollectiveSession(node, rendezvous, replica, strategy.sync.delivers, strategy.topology)
+            ties = LoopCollectives(node, rendezvous, replica, strategy.sync.delivers, strategy.topology)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
 
@@ -244,7 +244,7 @@ class Attached:
         replica: Replica,
         optimizer: UserOptimizer,
         worker: Worker,
-        ties: CollectiveSession | ServerSession,
+        ties: LoopCollectives | LoopServers,
         monitor: RankMonitor,
     ) -> None:
         self.strategy = strategy
@@ -528,7 +528,7 @@ class Attached:
         if reachable:
             _tell(self._meeting, error)
         self._optimizer.close()
-        if self._worker.server is not None:
+        if self._worker.over_servers:
             with suppress(DureError):
                 leaving = self._node.spawn(self._worker.server.leave(finished=False), "leaving")
                 self._node.loop.run_until(self._node.first(leaving, timeout=LEAVE_SECONDS))

@@ -13,6 +13,7 @@ from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.engine import Engine
 from dure.topology.collective.agreement import Agreement, Intention, going_on
 from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.session import GroupSession
 from dure.user_loop.exchange import Exchange, Failed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SentCollectives:
         """Nothing: what there is, is the node's."""
 
 
-class CollectiveSession:
+class LoopCollectives:
     """Ties over collectives. `delivers` is the method's (`sync.base.Sync`)."""
 
     def __init__(
@@ -66,7 +67,7 @@ class CollectiveSession:
     async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's."""
         engine, replica = self._engine, self._replica
-        worker.group = engine.group
+        worker.sessions.group = GroupSession(worker, engine.group)
         self._source = source
         if engine.alone:
             return
@@ -77,7 +78,7 @@ class CollectiveSession:
         for constant in replica.constants.values():
             if constant.numel():
                 copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
-        share = source.batch_size / worker.total_weight
+        share = worker.share
         source.exchange = Exchange(self._node, engine.group, replica, share, failed)
 
     def processes(self) -> Mapping[str, int]:
@@ -105,7 +106,7 @@ class CollectiveSession:
         values = worker.delivering(self._delivers).clone()
         if self._delivers == "mean" and not self._engine.alone:
             await self._agree("evaluate")
-            values *= worker.source.batch_size / worker.total_weight
+            values *= worker.share
             await self._engine.group.all_reduce(values)
         return values
 

@@ -22,6 +22,7 @@ from dure.sync.remedied import compares, server_rule
 from dure.topology.parameter_server.client import ServerClient, Servers
 from dure.topology.parameter_server.fused import clocked_at
 from dure.topology.parameter_server.placement import held_by
+from dure.topology.parameter_server.session import ServerSession
 from dure.user_loop.optimizer import ServerRule
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ MOST_SHARDS = 64
 """Servers of an attached model on one machine: each is a process of its own."""
 
 
-class ServerSession:
+class LoopServers:
     """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer."""
 
     def __init__(
@@ -115,9 +116,9 @@ class ServerSession:
             await self._open(directory, first)
             self._meeting.put("open", True)
         self._meeting.get("open")
-        worker.server = self._client(worker.rank)
+        worker.sessions.server = ServerSession(worker, self._client(worker.rank))
         await worker.join(newcomer=False)
-        worker.adopt(await worker.pull())
+        await worker.server.pull()
         if first:
             await self._node.call(_host(0), "first", into=first)
             self._load(worker, first)
@@ -206,14 +207,12 @@ class ServerSession:
 
     async def delivered(self, worker: Worker) -> torch.Tensor:
         """The servers' parameters, as they are."""
-        assert worker.server is not None
-        return (await worker.server.pull(worker.params.clone())).values
+        return (await worker.server.client.pull(worker.params.clone())).values
 
     # ---- the end
 
     async def leave(self, worker: Worker) -> None:
         """Nobody waits for this rank any more."""
-        assert worker.server is not None
         await worker.server.leave(finished=False)  # the others' loops go on for as long as their owners like
 
     async def finish(self, worker: Worker) -> torch.Tensor:
@@ -224,8 +223,7 @@ class ServerSession:
         version = None
         if self._sync.policy() is not None:
             version = (await self._node.call(Address("server 0", "clock"), "status")).fields["version"]
-        assert worker.server is not None
-        return (await worker.server.pull(worker.params.clone(), version=version)).values
+        return (await worker.server.client.pull(worker.params.clone(), version=version)).values
 
     async def _finish(self, number: int, worker: Worker) -> None:
         """However long the others take; a server that is gone ends the wait."""

@@ -293,7 +293,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
             assert borrowed.values[-1] == 7.0, "not copied"
             shard.values[-1] = into[-1]
             borrowed.release()
-        exchanged = await client.exchange(torch.ones(NUMEL), None, base=[5])
+        exchanged = await client.push_pull(torch.ones(NUMEL), None, base=[5])
         assert (exchanged.versions, exchanged.values.unique().tolist()) == ([6], [-3.0])
         exchanged.release()
 

@@ -433,7 +433,7 @@ def test_the_mean_is_of_all_who_can_be_reached_also_of_those_who_are_through():
     post.kill("worker 3")
     asking = post.spawn(everybody[0].look(), "asking")
     for peer, clock in zip(everybody, (5, 7, 9, 100), strict=True):
-        peer.model.clock, peer.model.entered = clock, 2
+        peer.model.clock, peer.model.joined_at = clock, 2
     post.settle()
     mean, gradients = asking.result()
     assert (float(mean), gradients) == (5.0, 3 + 5 + 7)

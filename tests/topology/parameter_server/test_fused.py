@@ -83,11 +83,11 @@ def test_an_exchange_is_answered_once_the_others_have_come_with_what_all_have_ma
     one = One(Barrier())
     first, second = one.clients
     for client in one.clients:
-        begun = one.run(client.proceed(room()))
+        begun = one.run(client.next_version(room()))
         assert (begun.values.tolist(), begun.versions) == ([0.0] * NUMEL, [0])
-    early = one.start(first.exchange(update(1.0), room(), base=[0]), "worker 0")
+    early = one.start(first.push_pull(update(1.0), room(), base=[0]), "worker 0")
     assert (early.done, one.shard.version, one.policy.clocks[0]) == (False, 0, 1)
-    late = one.run(second.exchange(update(2.0), room(), base=[0]))
+    late = one.run(second.push_pull(update(2.0), room(), base=[0]))
     assert early.result().values.tolist() == late.values.tolist() == [-3.0] * NUMEL
     assert early.result().versions == late.versions == [1]
     assert (first.slowest, second.slowest, one.shard.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
@@ -96,10 +96,10 @@ def test_an_exchange_is_answered_once_the_others_have_come_with_what_all_have_ma
 def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
     one = One(Bounded(3))
     client = one.clients[0]
-    one.run(client.proceed(room()))
+    one.run(client.next_version(room()))
     for _ in range(2):
         client.seq = 0  # as if the answer had been lost
-        again = one.run(client.exchange(update(1.0), room(), base=[0]))
+        again = one.run(client.push_pull(update(1.0), room(), base=[0]))
         assert (again.values.tolist(), again.versions) == ([-1.0] * NUMEL, [1])
     assert (one.shard.applied, one.policy.clocks[0], one.shard.num_staged) == (1, 1, 0)
 
@@ -109,8 +109,8 @@ def test_a_call_made_again_while_the_first_waits_gets_the_answer_too() -> None:
     waiting = []
     for client in (one.clients[0], one.clients[0]):
         client.seq = 0
-        waiting.append(one.start(client.exchange(update(1.0), room()), f"attempt {len(waiting)}"))
-    one.run(one.clients[1].exchange(update(1.0), room()))
+        waiting.append(one.start(client.push_pull(update(1.0), room()), f"attempt {len(waiting)}"))
+    one.run(one.clients[1].push_pull(update(1.0), room()))
     assert [each.result().values.tolist() for each in waiting] == [[-2.0] * NUMEL] * 2
     assert one.shard.current.holders == 1, "what was lent for an answer was given back"
 
@@ -119,48 +119,48 @@ def test_a_bad_update_moves_neither_model_nor_clock() -> None:
     one = One(Bounded(3))
     client = one.clients[0]
     with pytest.raises(Refused, match="NaN"):
-        one.run(client.exchange(update(math.nan), room()))
+        one.run(client.push_pull(update(math.nan), room()))
     with pytest.raises(Refused, match="weight"):
         one.run(client.push(update(1.0), weight=0.0))
     assert (one.shard.version, one.shard.num_staged, one.policy.clocks[0]) == (0, 0, 0)
-    one.run(client.exchange(update(1.0), room()))
+    one.run(client.push_pull(update(1.0), room()))
     assert (one.shard.version, one.policy.clocks[0]) == (1, 1)
 
 
 def test_who_was_taken_off_the_clock_hears_so_and_what_it_had_pushed_counts() -> None:
     one = One(Barrier())
-    waiting = one.start(one.clients[0].exchange(update(1.0), room()), "worker 0")
+    waiting = one.start(one.clients[0].push_pull(update(1.0), room()), "worker 0")
     one.clock.evict(0)
     one.world.settle()
     with pytest.raises(Evicted, match="join again"):
         waiting.result()
-    one.run(one.clients[1].exchange(update(2.0), room()))
+    one.run(one.clients[1].push_pull(update(2.0), room()))
     assert one.shard.values.tolist() == [-3.0] * NUMEL
     with pytest.raises(Evicted):
-        one.run(one.clients[0].exchange(update(1.0), room()))
+        one.run(one.clients[0].push_pull(update(1.0), room()))
     assert one.run(one.clients[0].join()).clock == 1
-    one.run(one.clients[0].proceed(room()))
+    one.run(one.clients[0].next_version(room()))
 
 
 def test_the_end_of_work_is_told_to_who_asks_and_to_who_waits() -> None:
     one = One(FirstOf(lambda workers: 2, distinct=True))
     for client in one.clients:
-        one.run(client.proceed(room()))
+        one.run(client.next_version(room()))
     one.run(one.clients[0].push(update(1.0), base=[0]))
-    waiting = one.start(one.clients[0].proceed(room()), "worker 0")
+    waiting = one.start(one.clients[0].next_version(room()), "worker 0")
     assert not waiting.done
     one.run(one.clients[1].leave())
     with pytest.raises(EndOfWork):
         waiting.result()
     with pytest.raises(EndOfWork):
-        one.run(one.clients[0].proceed(room()))
+        one.run(one.clients[0].next_version(room()))
 
 
 def test_notes_travel_with_an_update_and_come_with_the_admission() -> None:
     one = One(Barrier())
     for rank, client in enumerate(one.clients):
         one.run(client.push(update(1.0), note={"clock": rank}))
-    one.run(one.clients[1].proceed(room()))
+    one.run(one.clients[1].next_version(room()))
     assert one.clients[1].heard == [{"clock": 0}, {"clock": 1}]
 
 
@@ -187,12 +187,12 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
     one, draw = One(Bounded(1), workers=3), random.Random(seed)
 
     async def work(client: ServerClient) -> None:
-        await client.proceed(room())
+        await client.next_version(room())
         for _ in range(5):
-            await client.exchange(update(1.0), room())
+            await client.push_pull(update(1.0), room())
             if client.worker == 2:
                 client.seq -= 1
-                await client.exchange(update(1.0), room())
+                await client.push_pull(update(1.0), room())
         await client.leave()
 
     tasks = [one.world.spawn(work(client), f"worker {client.worker}") for client in one.clients]
@@ -230,10 +230,10 @@ class Processes:
         for node in self.all:
             node.wire.close(timeout=0.0)
 
-    def exchange(self, rank: int, **options: Any) -> Any:
+    def push_pull(self, rank: int, **options: Any) -> Any:
         """Start one of worker `rank`."""
         client = ServerClient(self.nodes[rank], rank, self.servers, **options)
-        task = self.nodes[rank].spawn(client.exchange(torch.ones(self.numel), torch.empty(self.numel)))
+        task = self.nodes[rank].spawn(client.push_pull(torch.ones(self.numel), torch.empty(self.numel)))
         task.when_done(lambda: None)
         return task
 
@@ -257,17 +257,17 @@ class Processes:
 def test_updates_of_more_bytes_than_a_server_takes_at_once_all_come_in_before_anybody_goes_on() -> None:
     """Who waits for the others holds no memory that their updates need."""
     with Processes(100_000, Limits(staging_nbytes=410_000)) as world:
-        tasks = [world.exchange(rank) for rank in range(3)]
+        tasks = [world.push_pull(rank) for rank in range(3)]
         world.turn(tasks, 20.0)
         assert [task.result().values.unique().tolist() for task in tasks] == [[-3.0]] * 3
 
 
 def test_who_is_not_answered_in_time_asks_for_as_long_as_it_takes() -> None:
     with Processes(10) as world:
-        early = [world.exchange(rank, timeout=0.05, attempts=2) for rank in range(2)]
+        early = [world.push_pull(rank, timeout=0.05, attempts=2) for rank in range(2)]
         world.turn(early, 0.5)
         assert not any(task.done for task in early)
-        late = world.exchange(2)
+        late = world.push_pull(2)
         world.turn([*early, late], 20.0)
         assert [task.result().values.unique().tolist() for task in (*early, late)] == [[-3.0]] * 3
         assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
@@ -279,13 +279,13 @@ def test_who_is_stopped_while_it_waits_leaves_nothing_borrowed() -> None:
         client = ServerClient(world.nodes[0], 0, world.servers)
         assert world.ended(world.nodes[0].spawn(client.push(torch.ones(1_000_000)))) == [0]
         for _ in range(2):
-            waiting = world.nodes[0].spawn(client.proceed(None))
+            waiting = world.nodes[0].spawn(client.next_version(None))
             waiting.when_done(lambda: None)
             world.turn([waiting], 0.2)
             waiting.throw(Suspend())
             assert waiting.done
-        again = world.nodes[0].spawn(client.proceed(None))
-        others = [world.exchange(rank) for rank in (1, 2)]
+        again = world.nodes[0].spawn(client.next_version(None))
+        others = [world.push_pull(rank) for rank in (1, 2)]
         borrowed = world.ended(again)
         world.turn(others, 20.0)
         world.pass_time(0.2)

@@ -84,7 +84,7 @@ class Play:
     async def work(self, worker: int) -> None:
         client = ServerClient(self.world.node(f"worker {worker}"), worker, self.servers)
         if self.exchanges:
-            await self.exchange(client)
+            await self.push_pull(client)
         for step in range(0 if self.exchanges else self.steps):
             version = await client.ask() if step or self.servers.may_refuse else 0
             try:
@@ -96,11 +96,11 @@ class Play:
         if self.leaves:
             await client.leave()
 
-    async def exchange(self, client: ServerClient) -> None:
+    async def push_pull(self, client: ServerClient) -> None:
         """As `work`, with its question in the same call as the word of an update."""
         versions = [0] * self.num_shards
         for _ in range(self.steps - 1):
-            pulled = await client.exchange(UPDATE, UPDATE, base=versions)
+            pulled = await client.push_pull(UPDATE, UPDATE, base=versions)
             self.acknowledged.append((client.worker, client.seq))
             versions = pulled.versions
             assert len(set(versions)) == 1, "shards gave different versions"

@@ -243,7 +243,7 @@ def test_an_exchange_brings_the_version_it_was_admitted_on_whatever_others_push_
     fleet = Fleet(2, policy=Bounded(5), spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL), reduce="sum")
     one, world = torch.ones(NUMEL), fleet.world
     reader, writer = fleet.clients
-    going = world.spawn(reader.exchange(one, torch.empty(NUMEL), base=[0, 0]), "exchange")
+    going = world.spawn(reader.push_pull(one, torch.empty(NUMEL), base=[0, 0]), "exchange")
     world.run_ready()
     for _ in range(3):  # two pushes, and the word of them, which orders both shards to apply
         world.deliver(next(channel for channel in world.choices() if channel[0] == "worker 0"))
@@ -294,15 +294,15 @@ def test_a_push_brings_back_what_it_has_made(shards: int) -> None:
     first, second = fleet.clients
     fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
     into = torch.empty(NUMEL)
-    pulled = fleet.run(first.exchange(torch.ones(NUMEL), into, base=[0] * shards))
+    pulled = fleet.run(first.push_pull(torch.ones(NUMEL), into, base=[0] * shards))
     assert pulled.values is into
     assert (into.tolist(), pulled.versions) == ([-2.0] * NUMEL, [2] * shards)
     first.seq -= 1  # as if the answer had been lost
     fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
-    again = fleet.run(first.exchange(torch.ones(NUMEL), into, base=[0] * shards))
+    again = fleet.run(first.push_pull(torch.ones(NUMEL), into, base=[0] * shards))
     assert (into.tolist(), again.versions) == ([-3.0] * NUMEL, [3] * shards)
     with pytest.raises(Refused, match="NaN"):
-        fleet.run(first.exchange(torch.full((NUMEL,), math.nan), into, base=[0] * shards))
+        fleet.run(first.push_pull(torch.full((NUMEL,), math.nan), into, base=[0] * shards))
     assert fleet.model().tolist() == [-3.0] * NUMEL
 
 
@@ -423,7 +423,7 @@ def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> No
         client.node.now = fleet.world.node("worker 0").now
         versions = [0, 0]
         for step in range(10):
-            pulled = fleet.run(client.exchange(vector(step), torch.empty(NUMEL), base=versions))
+            pulled = fleet.run(client.push_pull(vector(step), torch.empty(NUMEL), base=versions))
             versions = pulled.versions
             assert versions == [step + 1] * 2
             assert torch.equal(pulled.values, fleet.model())

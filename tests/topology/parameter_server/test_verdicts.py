@@ -249,7 +249,7 @@ class Followed:
         for client, room in zip(self.clients, rooms, strict=True):
             void = client.worker in skipping
             update = torch.zeros(NUMEL) if void else torch.randn(NUMEL, generator=self.random)
-            tasks.append(self.world.spawn(client.exchange(update, room, lr=lr, void=void), "exchange"))
+            tasks.append(self.world.spawn(client.push_pull(update, room, lr=lr, void=void), "exchange"))
         self.world.settle()
         for task in tasks:
             task.result()
@@ -259,7 +259,7 @@ class Followed:
         """The parameters of a worker that asks and pulls, as after `push`."""
         room = torch.full((NUMEL,), math.nan)
         if client.servers.clocked is not None:
-            self.world.run(client.proceed(room))
+            self.world.run(client.next_version(room))
         else:
             self.world.run(client.pull(room, self.world.run(client.ask()), to_work=True))
         return room

@@ -80,10 +80,9 @@ class Lied(BSP):
 
     async def work(self, worker: Worker) -> None:
         while True:
-            await worker.admission()
-            await worker.refresh()
+            await worker.server.next_version(lend=True)
             gradient = await worker.gradient()
-            await worker.push(self.told(gradient, worker) if worker.rank < self.liars else gradient)
+            await worker.server.push(self.told(gradient, worker) if worker.rank < self.liars else gradient)
 
     def told(self, truth: torch.Tensor, worker: Worker) -> torch.Tensor:
         """The lie in place of `truth`, `SCALE` times as long."""

@@ -60,7 +60,7 @@ class Model(Protocol):
 
     params: torch.Tensor
     clock: int
-    entered: int
+    joined_at: int
 
 
 class Turn:
@@ -216,7 +216,7 @@ class Peer:
 
     async def look(self) -> tuple[torch.Tensor, int]:
         """The mean of all models within reach, this worker's included, and the number of gradients in them."""
-        total, number, gradients = self.model.params.clone(), 1, self.model.clock - self.model.entered
+        total, number, gradients = self.model.params.clone(), 1, self.model.clock - self.model.joined_at
         for rank in sorted(set(self.graph) - self._away - {self.rank}):
             into = _room(self.model.params)
             try:
@@ -438,7 +438,7 @@ class Peer:
 
     def _look(self, call: Call) -> Reply:
         self._away.discard(_rank(call.caller))
-        return Reply({"gradients": self.model.clock - self.model.entered}, _tensors(self.model.params))
+        return Reply({"gradients": self.model.clock - self.model.joined_at}, _tensors(self.model.params))
 
     def _refusal(self) -> Refused:
         return Refused(f"worker {self.rank} is through: its model is delivered.")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from dure.core.node import Address, CodecWork, EndOfWork, Ghost, Node, Operation, Reply, nothing, taking
+from dure.core.node import Address, CodecWork, EndOfWork, Ghost, Node, Operation, Reply, taking
 from dure.core.ranges import Ranges, gather, pieces
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded, WorkOver
 from dure.topology.parameter_server.verdicts import Follower, apply_verdicts
+from dure.topology.replica import Pulled
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
@@ -52,14 +53,6 @@ class Servers:
     clocked: Address | None = None
 
 
-class Pulled(NamedTuple):
-    """Parameters and the version of each shard's part of them. What is lent is read until it is released."""
-
-    values: torch.Tensor
-    versions: list[int]
-    release: Callable[[], None] = nothing
-
-
 class Joined(NamedTuple):
     """Where a newcomer stands."""
 
@@ -71,8 +64,8 @@ class Joined(NamedTuple):
 class ServerClient:
     """What a worker uses of its servers.
 
-    An update costs one call per shard and, if ordered, one `staged` to the clock, which in an `exchange` asks for the
-    next step too. Where one server has both (`Servers.clocked`) they are one call, and `exchange` is all that a step
+    An update costs one call per shard and, if ordered, one `staged` to the clock, which in a `push_pull` asks for the
+    next step too. Where one server has both (`Servers.clocked`) they are one call, and `push_pull` is all that a step
     costs. Before it comes an `offer`, so that what is refused is refused before its bytes travel; where the policy
     refuses nobody (`may_refuse=False`) the offer is skipped. What is not answered in `timeout` seconds is sent again,
     up to `attempts` times, under the same number; a question of admission as often as it takes. A shard that is gone
@@ -156,7 +149,7 @@ class ServerClient:
         self.heard, self._spoke = fields.get("notes", []), self.node.now()
         return version
 
-    async def proceed(self, into: torch.Tensor | None) -> Pulled:
+    async def next_version(self, into: torch.Tensor | None) -> Pulled:
         """As `ask` and then `pull` or, without `into`, `borrow`, in one call, where shard and clock are `clocked`.
 
         `held` is how many seconds of it this worker was kept waiting for others.
@@ -348,7 +341,7 @@ class ServerClient:
         """What the last update is known by."""
         return {"worker": self.worker, "incarnation": self.incarnation, "seq": self.seq}
 
-    async def exchange(
+    async def push_pull(
         self,
         update: torch.Tensor,
         into: torch.Tensor | None,

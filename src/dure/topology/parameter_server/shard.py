@@ -42,10 +42,11 @@ from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
 from dure.topology.fields import CLOSED, COMMAND, LEFT, LIFE, PUSHED
 from dure.topology.parameter_server.batch.vectors import Vectors
 from dure.topology.parameter_server.buffers import Buffer, Pool
-from dure.topology.parameter_server.client import Joined, Pulled, ServerClient, Servers
+from dure.topology.parameter_server.client import Joined, ServerClient, Servers
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.corrections import Corrections, Member
 from dure.topology.parameter_server.verdicts import Verdict, Verdicts, optimizer_state
+from dure.topology.replica import Pulled
 
 if TYPE_CHECKING:
     from dure.codec.base import Vote
