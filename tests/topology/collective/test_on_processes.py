@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.raw_caller import CREDENTIALS
-from topology.test_collective import ALGORITHMS, KINDS, call_of, same, values
+from topology.collective.test_message_group import ALGORITHMS, KINDS, call_of, same, values
 
 from dure.core.collective_cost import Path as Link
 from dure.core.node import Operation

@@ -228,7 +228,7 @@ class LinkBenchmark:
             servers = Servers([Address(peer, "shard")], [[(0, size)]], ordered=False)
             client, update = ServerClient(self._node, 0, servers), torch.zeros(size)
             points.append(
-                [4 * size, *await self._looped(there, step, partial(client.exchange, update, update.clone()))]
+                [4 * size, *await self._looped(there, step, partial(client.push_pull, update, update.clone()))]
             )
         return Reply({"points": points})
 
