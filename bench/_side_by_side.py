@@ -82,7 +82,7 @@ class Dure:
         life = Unheard(setup, node)
         life.worker = self.worker = setup.worker(node, rank, node.meter)
         self.worker.on_step = life._on_step
-        if setup.needs_everybody:
+        if setup.topology.needs_everybody:
             assert node.evaluator is not None
             node.evaluator.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until

@@ -91,7 +91,12 @@ def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, float]]
 def virtual_seconds(algorithm: str, nbytes: int, latency: float, workers: int) -> float:
     """Of one all-reduce of `workers` who come together."""
     cluster = Cluster.uniform(workers, link=Link(bandwidth=1.25e9, latency=latency))
-    runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, cluster.hosts()), None, seed=0)
+    runtime = VirtualRuntime(
+        cluster,
+        lambda kernel: Network(cluster, kernel, {f"worker {rank}": rank for rank in range(cluster.workers)}),
+        None,
+        seed=0,
+    )
     nodes = [runtime.node(f"worker {rank}", rank) for rank in range(workers)]
     ranks = range(workers)
     groups: Sequence[Group] = [node.group(ranks) for node in nodes]

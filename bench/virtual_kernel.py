@@ -91,7 +91,8 @@ def messages(workers: int, nbytes: int, count: int) -> None:
     """`count` messages: each worker sends to four servers in turn, the next when the last has arrived."""
     cluster = Cluster.uniform(workers)
     kernel = Kernel()
-    network = Network(cluster, kernel, cluster.hosts(4))
+    names = [*(f"worker {rank}" for rank in range(workers)), *(f"server {number}" for number in range(4))]
+    network = Network(cluster, kernel, {name: machine for machine, name in enumerate(names)})
     left = count
 
     def sender(worker: int) -> Callable[[], None]:

@@ -186,7 +186,7 @@ def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
     """Servers start on `hosts` that have no worker, and not beside the worker that starts them."""
 
     def start(setup: Any, rendezvous: Rendezvous, stack: ExitStack) -> None:
-        for number in range(setup.servers):
+        for number in range(setup.topology.servers):
             if _owner(f"server {number}", rendezvous) != rendezvous.place.rank:
                 continue
             with inside(hosts[number]):

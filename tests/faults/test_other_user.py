@@ -244,7 +244,7 @@ def test_an_attacked_run_has_the_result_of_an_undisturbed_one(runs):
 @needs_root
 def test_the_store_of_the_collectives_is_out_of_reach(runs):
     reached = runs[1].attacker.found.get("store", b"")
-    assert bool(reached) == runs[1].trial.setup.uses_engine
+    assert bool(reached) == runs[1].trial.setup.topology.uses_engine
     assert reached in (b"", b"Permission denied", b"No such file or directory")
 
 

@@ -83,7 +83,7 @@ def test_a_hybrid_asks_a_job_for_the_rows_of_a_mapping():
     job = replace(input_jobs.named(), rows=lambda inputs: {"table.weight": inputs["ids"]}, optimizer=OptimizerSpec())
     hybrid, around = (virtual(job, f"bsp {topology}", **OPTIONS) for topology in ("hybrid:servers=all", "collective"))
     assert float((hybrid.params - around.params).abs().max()) < 1e-6
-    assert "table.weight" in {table.name for table in hybrid.setup.plan.tables}
+    assert "table.weight" in {table.name for table in hybrid.setup.topology.rows.tables}
     samples = replace(job, train=input_jobs.dataset().train)
     assert torch.equal(virtual(samples, "bsp hybrid:servers=all", **OPTIONS).params, hybrid.params)
 

@@ -163,7 +163,7 @@ class Notes:
         """The parameters that the shards' logs lead to."""
         values = setup.replica.params.detach().clone()
         table = faulty_jobs.table()
-        for log, ranges in zip(logs, setup.ranges, strict=True):
+        for log, ranges in zip(logs, setup.topology.ranges, strict=True):
             for start, stop in ranges:
                 optimizer = FlatOptimizer(setup.job.optimizer, stop - start, values.dtype)
                 part = values[start:stop]

@@ -25,7 +25,7 @@ from dure.sync.dc_asgd import DCASGD
 from dure.sync.momentum_compensation import MomentumCompensation
 from dure.sync.remedied import remedied, server_rule
 from dure.sync.staleness_lr import StalenessLR
-from dure.topology.parameter_server.correction import Update
+from dure.topology.correction import Update
 
 START = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)
 CURVATURE = torch.tensor([1.0, 0.5, 0.25, 2.0], dtype=torch.float64)

@@ -58,7 +58,7 @@ def payoff(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, A
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codec_works(setup, codec)) / setup.period
-    traffic = _by_servers(setup, totals) if setup.servers else _by_collectives(setup, totals)
+    traffic = _by_servers(setup, totals) if setup.topology.servers else _by_collectives(setup, totals)
     links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
     return {
         "codec": name,
@@ -88,8 +88,8 @@ def break_even(coding: float, traffic: Traffic) -> float | None:
 def codec_works(setup: Setup, codec: Codec) -> list[CodecWork]:
     """What coders do in a step, one after another, before everybody has what it brings."""
     workers, numel = setup.workers, setup.replica.numel
-    if setup.servers:
-        sizes = [size(ranges) for ranges in setup.ranges]
+    if setup.topology.servers:
+        sizes = [size(ranges) for ranges in setup.topology.ranges]
         voted = () if codec.vote() is None else tallying(max(sizes), workers)
         applied = () if codec.vote() is None else [CodecWork("decode", each) for each in sizes]  # at the workers
         return [
@@ -133,7 +133,7 @@ def _by_servers(setup: Setup, totals: Totals) -> Traffic:
     most = max(row["steps"] for row in rows)
     votes = setup.codec is not None and setup.codec.vote() is not None
     cards = [_both(row, row["steps"], pushed, votes=votes) for row in rows]
-    part = max(size(ranges) for ranges in setup.ranges) / setup.replica.numel
+    part = max(size(ranges) for ranges in setup.topology.ranges) / setup.replica.numel
     all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows]
     cards.append(Traffic(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
     return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost, by_rank
 from dure.core.meter import SPAN_KINDS, Span
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import (
@@ -90,7 +91,7 @@ class Driver:
         address = interface or "127.0.0.1"
         self.address = (address, self.node.wire.listen(address))
         self.node.serve("driver", self)
-        self.store = EngineStore(interface, setup.workers) if setup.uses_engine else None
+        self.store = EngineStore(interface, setup.workers) if setup.topology.uses_engine else None
         self.totals = Totals()
         self.history: list[Row] = []
         self.spans: list[Span] = []
@@ -101,8 +102,8 @@ class Driver:
         self.finished: dict[str, Mapping[str, Any]] = {}
         self.delivered: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.liveness = LivenessMonitor(address, Limits.of(setup.config), lambda: launcher.processes)
-        needed, loop = setup.needs_everybody, self.node.loop
-        self.casualties = FailureTracker(launcher, loop, str(setup.strategy), needed=needed, folder=folder)
+        loop = self.node.loop
+        self.casualties = FailureTracker(launcher, loop, str(setup.strategy), setup.deployment, folder=folder)
         self.evicted: dict[str, str] = {}
         self.evaluator = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
@@ -110,8 +111,8 @@ class Driver:
         self.gathering = Gathering(setup.merge_buffers)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_row = self._refused_of_lost = 0  # a step; gradients of workers that have failed
-        self._servers = [f"server {number}" for number in range(setup.servers)]
-        self._workers = [f"worker {rank}" for rank in range(setup.workers) if rank not in terms.absent]
+        self._servers = setup.deployment.names(SERVER)
+        self._workers = [name for name in setup.deployment.names(WORKER) if NodeId.of(name).rank not in terms.absent]
         self._everyone = {*self._servers, *self._workers}
         self._dismissed: set[str] = set()
         self._registering: Operation[None] = self.node.promise("all processes to register")
@@ -190,7 +191,7 @@ class Driver:
         await self._registering
         if newcomer and call.caller in self._servers:
             self.node.spawn(self._bring_back(call.caller), f"introducing {call.caller} again")
-        elif newcomer and self.setup.graph is not None:
+        elif newcomer and self.setup.topology.graph is not None:
             self._introduce(call.caller)
         store = None if self.store is None else self.store.place
         directory = {name: list(place) for name, place in self.places.items()}
@@ -225,7 +226,7 @@ class Driver:
         await self._going
         if self.round is not None and self.round.all_stopped.done:
             await self.round.committed
-        living = sorted(self._living(), key=_number)
+        living = by_rank(self._living())
         evaluates = bool(living) and call.caller == living[0]
         if evaluates:
             self.evaluator = call.caller
@@ -244,7 +245,7 @@ class Driver:
 
     def _samples(self) -> int:
         sizes = self.setup.batch_sizes
-        going = sum(int(said["done"]) * sizes[_number(name)] for name, said in self.progress.items())
+        going = sum(int(said["done"]) * sizes[NodeId.of(name).rank] for name, said in self.progress.items())
         return self.totals.counts["samples"] + going
 
     def _snapshot(self, call: Call) -> Reply:
@@ -277,7 +278,7 @@ class Driver:
     def _part_of_mean(self, call: Call) -> Reply:
         """Add a worker's model to the mean of all workers' models at its step."""
         fields, (values, *buffers) = call.fields, call.tensors
-        step, rank = fields["steps"], _number(call.caller)
+        step, rank = fields["steps"], NodeId.of(call.caller).rank
         if step > self._last_row:
             self._at_servers[step] = fields["at_servers"]
             more: dict[str, Any] = {"updates": fields["updates"], "weight": self.setup.weight(rank)}
@@ -301,7 +302,7 @@ class Driver:
     def _failed(self, call: Call) -> Reply:
         kind, message = call.fields["kind"], call.fields["message"]
         self._refused_of_lost += int(call.fields["refused"])
-        if kind == "Quarantined" and not self.setup.needs_everybody:
+        if kind == "Quarantined" and self._can_lose(call.caller):
             self.casualties.because(call.caller, message.rstrip("."))  # its process ends, and the others go on
         else:
             self.casualties.failed(call.caller, kind, message)
@@ -407,7 +408,11 @@ class Driver:
         if self.round is not None:
             self.round.look()
 
-    # ---- deaths
+    # ---- failures
+
+    def _can_lose(self, name: str) -> bool:
+        """Whether the others go on without a node."""
+        return self.setup.deployment[name].when_lost is WhenLost.GO_ON
 
     def _lost(self, loss: Loss) -> None:
         current = self.incarnations.get(loss.peer, loss.incarnation)
@@ -422,7 +427,7 @@ class Driver:
         self.at.pop(name, None)
         if name in self._servers and self._going.done:
             self.restarts.died(name, self.node.now())
-        if name.startswith("server") or self.setup.needs_everybody or name in self.casualties.failures:
+        if not self._can_lose(name) or name in self.casualties.failures:
             return
         self.evicted.pop(name, None)
         self.totals.failures_survived += 1
@@ -467,11 +472,11 @@ class Driver:
         if name in self.evicted:
             self.evicted[name] = reason
             return
-        kept = self._going.done and not (self.setup.needs_everybody or self.setup.shares_memory)
+        kept = self._going.done and self._can_lose(name) and not self.setup.topology.in_place
         if name in self._workers and kept:
             log.warning("%s is evicted (%s): the others go on without it until it comes back.", name, reason)
             self._evict(name, reason)
-            if self.setup.graph is not None:
+            if self.setup.topology.graph is not None:
                 for neighbor in self._living():
                     self.node.spawn(self._tell_frozen(neighbor, name), f"telling {neighbor} that {name} is frozen")
             if self._servers:
@@ -487,7 +492,7 @@ class Driver:
         self._look_who_is_here()
         self._check_suspended()
         self._grade_means()
-        living = sorted(self._living(), key=_number)
+        living = by_rank(self._living())
         if self._going.done and living and name == self.evaluator:
             self.evaluator = living[0]
             self.node.spawn(self._appoint(living[0]), "choosing who is evaluated")
@@ -500,7 +505,7 @@ class Driver:
         """The clock's host hears itself of those who have called it, and whose connection has ended."""
         await self._registering
         with suppress(RemoteError):
-            await self.node.call(Address("server 0", "process"), what, name=name)
+            await self.node.call(Address(self._servers[0], "process"), what, name=name)
 
     async def _tell_frozen(self, neighbor: str, name: str) -> None:
         with suppress(RemoteError):  # it is gone, or in another state
@@ -510,7 +515,7 @@ class Driver:
         """Count the steps that a worker has last told of."""
         steps = int(self.progress.pop(name, {"done": 0})["done"])
         self.totals.count("per_worker", name, steps=steps)
-        self.totals.counts["samples"] += steps * self.setup.batch_sizes[_number(name)]
+        self.totals.counts["samples"] += steps * self.setup.batch_sizes[NodeId.of(name).rank]
 
     # ---- running
 
@@ -598,7 +603,7 @@ class Driver:
         for name, said in self.finished.items():
             totals.count("per_worker", name, steps=said["done"], **{key: said[key] for key in _TRAFFIC})
             totals.add_time(said["time"])
-            totals.counts["samples"] += said["done"] * setup.batch_sizes[_number(name)]
+            totals.counts["samples"] += said["done"] * setup.batch_sizes[NodeId.of(name).rank]
             for key in _TRAFFIC:
                 totals.counts[key] += said[key]
         totals.seconds = max(said["seconds"] for said in self.finished.values())
@@ -625,26 +630,25 @@ class Driver:
         self.grader.close()
         notes: dict[str, Any] = {"deaths": dict(self.casualties.causes), "evicted": dict(self.evicted)}
         notes["unfinished"] = self._unfinished()
-        if setup.plan is not None:
-            notes["hybrid"] = setup.plan.described()
+        notes |= setup.topology.notes()
         return Outcome(totals, self.history, values, self.spans, notes)
 
     def _unfinished(self) -> dict[str, str]:
         """The workers that have not done all their work, and why."""
-        missing = [name for name in sorted(self._workers, key=_number) if name not in self.finished]
+        missing = [name for name in by_rank(self._workers) if name not in self.finished]
         return {name: self.evicted.get(name) or self.casualties.cause(name) for name in missing}
 
     async def _deliver(self) -> tuple[torch.Tensor, int]:
         """The final parameters, and how many gradients are in them; what the shards have counted."""
         setup, totals = self.setup, self.totals
-        if not setup.clocked:
+        if not setup.topology.clocked:
             await self._count_shards()
             done = sum(int(said["done"]) - int(said.get("refused", 0)) for said in self.finished.values())
             totals.counts["updates_applied"] = done
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
             updates = sum(int(said["updates"]) for said in self.finished.values())
-            living = [values for _, (values, _) in sorted(self.delivered.items(), key=lambda item: _number(item[0]))]
-            return living[0] if setup.needs_everybody else torch.stack(living).mean(dim=0), updates
+            living = [self.delivered[name][0] for name in by_rank(self.delivered)]
+            return living[0] if setup.topology.needs_everybody else torch.stack(living).mean(dim=0), updates
         await self.node.call(Address(self._servers[0], "process"), "settle")  # the last to leave may close a group
         totals.count_updates(await self._count_shards())
         clock = (await self.node.call(Address(self._servers[0], "clock"), "status")).fields
@@ -664,8 +668,7 @@ class Driver:
         return reports
 
     def _merged_buffers(self) -> torch.Tensor | None:
-        ranked = sorted(self.delivered.items(), key=lambda item: _number(item[0]))
-        found = [buffers for _, (_, buffers) in ranked if buffers is not None]
+        found = [buffers for name in by_rank(self.delivered) if (buffers := self.delivered[name][1]) is not None]
         return self.setup.merge_buffers(found) if found else None
 
     def _graded(self, row: Row) -> None:
@@ -687,7 +690,3 @@ class Driver:
 
 
 _TRAFFIC = ("bytes_sent", "bytes_received", "messages")
-
-
-def _number(name: str) -> int:
-    return int(name.split()[1])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dure import errors
+from dure.core.deployment import SERVER, Deployment, NodeId, WhenLost
 from dure.core.folder_names import LATEST
 from dure.errors import DureError, RemoteError
 from dure.run.restart_policy import LIMIT
@@ -34,12 +35,12 @@ log = logging.getLogger("dure")
 class FailureTracker:
     """The dead by name, with what their connection said; failures that workers have reported.
 
-    `reasons` are causes that are known before a process ends. `needed` says whether the run can't go on without each of
-    its workers; `folder` is that of its checkpoints.
+    `reasons` are causes that are known before a process ends. `deployment` says which
+    nodes the run can lose; `folder` is that of its checkpoints.
     """
 
     def __init__(
-        self, launcher: Launcher, loop: ProcessLoop, strategy: str, *, needed: bool, folder: Path | None
+        self, launcher: Launcher, loop: ProcessLoop, strategy: str, deployment: Deployment, *, folder: Path | None
     ) -> None:
         self.dead: dict[str, str] = {}
         self.causes: dict[str, str] = {}
@@ -48,7 +49,7 @@ class FailureTracker:
         self._launcher = launcher
         self._loop = loop
         self._strategy = strategy
-        self._needed = needed
+        self._deployment = deployment
         self._folder = folder
         self._unexplained: set[str] = set()
 
@@ -87,10 +88,10 @@ class FailureTracker:
         if own:
             raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
         for name in self.dead:
-            fatal = name.startswith("server") or self._needed
+            fatal = self._deployment[name].when_lost is not WhenLost.GO_ON
             if fatal and name not in restarts.awaited and name not in self.failures and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
-                serves = name.startswith("server")
+                serves = NodeId.of(name).kind == SERVER
                 loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
                 raise DureError(f"{name} died: {self.cause(name)}; {loss}.{self._advice(name)}")
         if workers and all(name in self.dead for name in workers):

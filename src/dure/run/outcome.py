@@ -144,6 +144,11 @@ def _bytes_per_step(totals: Totals) -> dict[str, float]:
 
 def _graph(setup: Setup) -> dict[str, Any]:
     """Who gossiped with whom, and how fast that mixes; for so many workers as can be drawn."""
-    if setup.graph is None or not 1 < setup.workers <= DRAWN:
+    if setup.topology.graph is None or not 1 < setup.workers <= DRAWN:
         return {}
-    return {"graph": {**mixing(setup.graph).as_dict(), "edges": [list(edge) for edge in setup.graph.edges]}}
+    return {
+        "graph": {
+            **mixing(setup.topology.graph).as_dict(),
+            "edges": [list(edge) for edge in setup.topology.graph.edges],
+        }
+    }

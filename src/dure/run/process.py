@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.core.deployment import WORKER, NodeId
 from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, TensorSpec, nothing
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
@@ -38,17 +39,14 @@ from dure.runtime.wire import Credentials, Identity, Loss
 from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 from dure.topology.parameter_server.shard import Shard
-from dure.topology.shared_memory.session import MemorySession
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
     from dure.run.setup import Setup
     from dure.runtime.process.group import ProcessGroup
     from dure.sync.worker import Worker
-    from dure.topology.hybrid.rows import RowShard
     from dure.topology.parameter_server.batch.coordinator import Coordinator
     from dure.topology.parameter_server.clock import ClockService
-    from dure.topology.shared_memory.segment import SharedShard
 
 PROGRESS_SECONDS = 0.1
 """How often a worker says how far it is."""
@@ -112,7 +110,7 @@ def main(setup: Setup, start: LaunchSpec, check: Callable[[], None] = nothing) -
     config = setup.config
     evaluator = GradientEngine(setup.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
     if evaluator is not None:
-        setup.set_apart(evaluator)
+        setup.configure(evaluator)
     credentials = Credentials.of(start.credentials)
     node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, evaluator=evaluator)
     node.loop.check = check
@@ -219,12 +217,9 @@ class ServerProcess(RunProcess):
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
         number, terms = self.node.rank, self.terms
-        self.shard: Shard | SharedShard | RowShard
-        if self.setup.clocked:
-            self.shard = self.setup.shard(self.node, number, log=terms.log)
-        else:
-            self.shard = self.setup.row_shard(self.node, number)
-        if number == 0 and self.setup.clocked:
+        topology = self.setup.topology
+        self.shard = topology.shard(self.node, number, log=terms.log)
+        if number == 0 and topology.clocked:
             self.clock = self.setup.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
             self.clock.on_evicted = self._evicted
             self.clock.shards_return = bool(terms.return_seconds)
@@ -266,7 +261,7 @@ class ServerProcess(RunProcess):
 
     def _worker_frozen(self, name: str) -> None:
         """A worker sends no heartbeats: go on without it. It comes back only by joining again."""
-        rank = int(name.split()[1])
+        rank = NodeId.of(name).rank
         if self.coordinator is not None:
             self.coordinator.lost(name)
         if self.clock is not None and rank in self.clock.live:
@@ -278,7 +273,7 @@ class ServerProcess(RunProcess):
             await self.clock.returned(Address(name, "shard"))
 
     def _evicted(self, worker: int) -> None:
-        self.node.call(DRIVER_ADDRESS, "evicted", worker=f"worker {worker}")
+        self.node.call(DRIVER_ADDRESS, "evicted", worker=str(NodeId(WORKER, worker)))
 
     async def _settle(self) -> None:
         if self.clock is not None:
@@ -325,21 +320,22 @@ class WorkerProcess(RunProcess):
         node, setup = self.node, self.setup
         self.node.serve("process", self._control())
         reply = await self.register(where)
-        if setup.uses_engine:
+        if setup.topology.uses_engine:
             lead_engine(where[0])
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
         self.worker = worker = setup.worker(node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.return_seconds = self.terms.return_seconds
-        if setup.shares_memory:
-            await self._map_memory()
+        assert node.evaluator is not None
+        mapped = await setup.topology.map(worker)
+        if mapped:
+            node.evaluator.read_in_place(*mapped)
         worker.on_step = self._on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
-        if setup.needs_everybody:
-            assert node.evaluator is not None
+        if setup.topology.needs_everybody:
             node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
         self.snapshots.resume(worker.clock)
         if not resumed:
@@ -352,15 +348,6 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
-
-    async def _map_memory(self) -> None:
-        """See the memory that the first server owns, and have gradients computed on what lies there."""
-        where = await self.node.call(Address("server 0", "shard"), "where")
-        segment = self.setup.segment_at(where.fields["path"])
-        access = self.setup.access(self.node, self.node.rank, segment)
-        self.worker.sessions.memory = MemorySession(self.worker, access)
-        assert self.node.evaluator is not None
-        self.node.evaluator.read_in_place(segment.values, *segment.vectors.values())
 
     def _restore(self, parts: dict[str, Part]) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""

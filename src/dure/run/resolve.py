@@ -79,7 +79,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
-    _ = setup.graph, setup.plan  # must be one
+    setup.topology.check()
     fewest = getattr(setup.sync, "fewest", 1)
     if setup.workers < fewest:
         raise UsageError(
@@ -88,7 +88,7 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
-    if cluster is not None and setup.needs_everybody:
+    if cluster is not None and setup.topology.needs_everybody:
         for event in cluster.events:
             if event.kind in ("crash", "join"):
                 raise UsageError(
@@ -97,7 +97,7 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
                 )
     if not setup.config.timing_only:
         check_rates(setup)
-    if setup.clocked:
+    if setup.topology.clocked:
         _ = setup.server_rule  # said now, not by a server
     if setup.config.timing_only and setup.codec is not None:
         raise UsageError(

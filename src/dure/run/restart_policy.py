@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.deployment import SERVER, NodeId, WhenLost
 from dure.core.folder_names import LATEST
 
 if TYPE_CHECKING:
@@ -39,11 +40,9 @@ class RestartPolicy:
     """Who has been started again, and who will be. `folder` holds the run's checkpoints."""
 
     def __init__(self, setup: Setup, folder: Path | None) -> None:
-        policy = setup.sync.policy() if setup.servers else None  # a method of a user's own may have none
-        ordered = policy is not None and policy.ordered
         self.folder = folder
         saving = folder is not None and bool(setup.config.checkpoint_every)
-        self.alone = saving and not (ordered or setup.coordinated or setup.shares_memory)
+        self.alone = saving and setup.topology.server_lost is WhenLost.RESTART_ALONE
         self.made: Counter[str] = Counter()
         self._due: dict[str, float] = {}
 
@@ -82,7 +81,7 @@ class RestartPolicy:
 
     def together(self, dead: Collection[str]) -> float | None:
         """In how many seconds everybody goes back to the checkpoint, for dead servers; None if nobody can."""
-        servers = sorted(name for name in dead if name.startswith("server"))
+        servers = sorted(name for name in dead if NodeId.of(name).kind == SERVER)
         if not servers or not all(map(self.possible, servers)):
             return None
         pause = max(map(self.back_off, servers))

@@ -13,15 +13,15 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.codec.fp32 import Float32
+from dure.core.deployment import SERVER, Deployment
 from dure.core.meter import Meter
-from dure.core.node import Address, Ghost, Group, Node
-from dure.core.ranges import Ranges, size
+from dure.core.node import Address, Ghost, Node
+from dure.core.ranges import Ranges
 from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.groups import Rates, rates_of
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, RangesOptimizer, Segment, restrict
-from dure.job.overlap import cut
+from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment, restrict
 from dure.job.replica import Replica
 from dure.job.schedule import schedule_of
 from dure.job.source import JobSource
@@ -29,40 +29,23 @@ from dure.run.strategy import Strategy
 from dure.runtime.memory import Memory
 from dure.sync.remedied import compares, corrections, server_rule
 from dure.sync.worker import Boundary, Worker
-from dure.topology.collective.choice import Collective
-from dure.topology.collective.compressed import CompressedGroup
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.base import Topology, deployed
 from dure.topology.collective.session import GroupSession
-from dure.topology.gossip.choice import Gossip
-from dure.topology.gossip.graph import build
-from dure.topology.gossip.peer import Peer
-from dure.topology.hybrid.choice import Hybrid
-from dure.topology.hybrid.placement import MEASURED, ClusterShape, Plan, decide, measure
-from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
-from dure.topology.hybrid.session import RowSession
 from dure.topology.parameter_server.batch.client import PortionClient
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
 from dure.topology.parameter_server.batch.portions import Portions
-from dure.topology.parameter_server.choice import ParameterServer
 from dure.topology.parameter_server.client import ServerClient, Servers
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.fused import clocked_at
-from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 from dure.topology.parameter_server.session import ServerSession
-from dure.topology.parameter_server.shard import Shard
-from dure.topology.shared_memory.choice import SharedMemory
-from dure.topology.shared_memory.segment import Access, Layout, SharedShard
-from dure.topology.shared_memory.segment import Segment as SharedSegment
 
 if TYPE_CHECKING:
-    import networkx as nx
-
     from dure.codec.base import Codec
     from dure.job.gradients import GradientEngine
     from dure.job.job import Job
     from dure.run.config import TrainConfig
+    from dure.topology.correction import Correction
 
 
 @dataclass(frozen=True)
@@ -129,13 +112,15 @@ class Setup:
     def sync(self) -> Any:
         return self.strategy.sync
 
-    @property
-    def servers(self) -> int:
-        """How many shards there are; 0 over collectives, and 1 who owns it where memory is shared."""
-        topology = self.strategy.topology
-        if self.plan is not None:
-            return self.plan.shards
-        return topology.shards if isinstance(topology, ParameterServer) else int(self.shares_memory)
+    @cached_property
+    def topology(self) -> Topology:
+        """The strategy's topology in this run."""
+        return deployed(self.strategy.topology, self)
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """The nodes of this run."""
+        return self.topology.deploy()
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -144,75 +129,14 @@ class Setup:
         return {"job": self.job.name, **self.strategy.text(), **sizes}
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether all workers are on one machine and the model is in its memory."""
-        return isinstance(self.strategy.topology, SharedMemory)
-
-    @property
-    def needs_everybody(self) -> bool:
-        """Whether every operation needs every worker, as collectives do: then a death ends the run."""
-        return isinstance(self.strategy.topology, Collective | Hybrid)
-
-    @property
-    def clocked(self) -> bool:
-        """Whether the first server hosts a clock."""
-        return bool(self.servers) and not self.needs_everybody
-
-    @cached_property
-    def plan(self) -> Plan | None:
-        """What goes through servers, in a hybrid: the same in every process, as batches are drawn from the seed.
-
-        Raises `StrategyError` where an optimizer or a name does not suit, `UsageError` where nobody can know the rows.
-        """
-        topology = self.strategy.topology
-        if not isinstance(topology, Hybrid):
-            return None
-        if self.config.timing_only:
-            raise UsageError("a timing-only run has no data, so nobody knows which rows it reads: leave that out.")
-        samplers, data = self._draw_samplers(), self.job.train
-        batches = [[data.batch(sampler.next())[0] for sampler in samplers] for _ in range(MEASURED)]
-        itemsize = self.replica.params.element_size()
-        place = ClusterShape(self.workers, topology.shards or self.workers, topology.colocated, itemsize)
-        plan = decide(topology, measure(self.replica.layers, self.job.rows, batches), place)
-        for table in plan.tables:
-            check_rule(of_table(self.job.optimizer, self.rates.segments, table)[0])
-        return plan
-
-    @property
-    def uses_engine(self) -> bool:
-        """Whether workers meet by the engine's collectives, and so in a process group of its own."""
-        topology = self.strategy.topology
-        return isinstance(topology, Hybrid) or (isinstance(topology, Collective) and topology.algorithm == "engine")
-
-    @property
-    def slices(self) -> list[tuple[int, float]]:
-        """What of a gradient the engine's group sums together while the rest is computed (`VirtualRuntime.slices`)."""
-        if not self.uses_engine:
-            return []
-        apart = () if self.plan is None else (*self.plan.parts["tables"], *self.plan.parts["whole"])
-        return [(stop - start, start / self.replica.numel) for start, stop in cut(self.replica, without=apart)]
-
-    @property
     def coordinated(self) -> bool:
         """Whether a coordinator leads the method and hands out its work."""
         return hasattr(self.sync, "coordinate")
 
-    @cached_property
-    def graph(self) -> nx.Graph | None:
-        """Who is whose neighbor, in gossip."""
-        topology = self.strategy.topology
-        return build(topology, self.workers) if isinstance(topology, Gossip) else None
-
     @property
     def lockstep(self) -> bool:
         """Whether all workers are at the same clock at a step boundary: over collectives they always are."""
-        return self.needs_everybody or bool(self.sync.lockstep)
-
-    @property
-    def colocated(self) -> bool:
-        """Whether shards live on the workers' machines."""
-        topology = self.strategy.topology
-        return isinstance(topology, ParameterServer | Hybrid) and topology.colocated
+        return self.topology.needs_everybody or bool(self.sync.lockstep)
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -243,19 +167,10 @@ class Setup:
         return Ghost(buffers.numel(), buffers.element_size()) if self.config.timing_only else buffers
 
     @cached_property
-    def ranges(self) -> list[Ranges]:
-        """The flat ranges that each shard holds."""
-        topology, replica = self.strategy.topology, self.replica
-        if self.shares_memory:
-            return [[(0, replica.numel)]]
-        assert isinstance(topology, ParameterServer)
-        return held_by(topology, replica.layers, replica.numel)
-
-    @cached_property
     def _samplers(self) -> list[Any]:
-        return self._draw_samplers()
+        return self.draw_samplers()
 
-    def _draw_samplers(self) -> list[Any]:
+    def draw_samplers(self) -> list[Any]:
         """Every worker's, at its first batch."""
         job = self.job
         if self.config.split is None and isinstance(job.split, IID):
@@ -282,7 +197,7 @@ class Setup:
         one, other = (self.sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
         return bool(one == other)
 
-    def _server_segments(self, ranges: Ranges) -> list[Segment]:
+    def server_segments(self, ranges: Ranges) -> list[Segment]:
         """The parameter groups of a shard that holds `ranges`."""
         if self.servers_have_own_rule:
             return []
@@ -320,37 +235,17 @@ class Setup:
             buffers=self._buffers,
             merge_buffers=self.merge_buffers,
         )
-        if self.needs_everybody:
-            group = self.group(node, meter)
+        topology = self.topology
+        group = topology.group(node, meter)
+        if group is not None:
             worker.sessions.group = GroupSession(worker, group)
-            if self.plan is not None and self.servers:
-                client = RowClient(node, rank, self.plan, self.job.rows, self._shards)
-                worker.sessions.rows = RowSession(worker, client, group)
-                dtype, segments = self.replica.dtype, self.rates.segments
-                worker.optimizer = RangesOptimizer(self.job.optimizer, self.plan.ring, dtype, segments=segments)
-        elif self.servers:
+        if topology.clocked:
             server = self.client(node, rank)
             worker.sessions.server = ServerSession(worker, server)
             worker.pushes_rates = not self.servers_have_own_rule
-            if self.codec is not None and self.codec.vote() is not None:
-                held = [self._server_segments(ranges) for ranges in self.ranges]
-                server.follow(worker.params, self.server_rule, held)
             worker.sessions.work_queue = PortionClient(server, self.batches) if self.coordinated else None
-        elif self.graph is not None:
-            seed, lives = self.config.seeded, node.incarnation
-            peer = Peer(node, worker, self.graph, seed=seed, incarnation=lives, absent=self.absent)
-            worker.sessions.peer = peer
-            node.serve("peer", peer)
+        topology.connect(worker, group)
         return worker
-
-    def group(self, node: Node, meter: Meter) -> Group:
-        """All workers as one of them sees them: the engine's group, or one written from sends."""
-        topology, ranks = self.strategy.topology, range(self.workers)
-        if isinstance(topology, Collective) and not self.uses_engine:
-            group: Group = SentGroup(node, ranks, topology, meter)
-        else:
-            group = node.group(ranks)
-        return group if self.codec is None else CompressedGroup(node, group, self.codec, self.replica.layers, meter)
 
     @property
     def codec(self) -> Codec | None:
@@ -361,18 +256,22 @@ class Setup:
     @cached_property
     def layouts(self) -> list[SliceLayout]:
         """Those of the shards' slices, where updates are encoded."""
-        return [] if self.codec is None else [SliceLayout.of(self.replica.layers, ranges) for ranges in self.ranges]
+        return (
+            []
+            if self.codec is None
+            else [SliceLayout.of(self.replica.layers, ranges) for ranges in self.topology.ranges]
+        )
 
     @cached_property
     def _shards(self) -> tuple[Address, ...]:
-        return tuple(Address(f"server {number}", "shard") for number in range(self.servers))
+        return tuple(Address(name, "shard") for name in self.deployment.names(SERVER))
 
     def client(self, node: Node, rank: int) -> ServerClient:
         """What worker `rank` reaches the shards and the clock through."""
         policy = self.sync.policy()
         servers = Servers(
             self._shards,
-            self.ranges,
+            self.topology.ranges,
             clock=Address("server 0", "clock"),
             ordered=policy is not None and policy.ordered,
             may_refuse=policy is not None and policy.may_refuse,
@@ -381,62 +280,55 @@ class Setup:
             look_back=compares(self.sync),
             codec=self.codec,
             layouts=self.layouts,
-            clocked=None if self.shares_memory else clocked_at(self._shards, policy),
+            clocked=None if self.topology.in_place else clocked_at(self._shards, policy),
         )
         return ServerClient(node, rank, servers)
 
-    def row_shard(self, node: Node, number: int) -> RowShard:
-        """Server `number` of a hybrid, with its part of the initial values."""
-        assert self.plan is not None
-        part = self.plan.part(number)
-        values, rates = part.taken_from(self.initial), self.rates
-        return RowShard(node, part, values, self.job.optimizer, self.workers, rates.segments)
+    def configure(self, engine: GradientEngine) -> None:
+        """Have `engine` hand over gradients as method and topology need them."""
+        engine.sparse = getattr(self.sync, "sparse", False)
+        self.topology.configure(engine)
 
-    def set_apart(self, evaluator: GradientEngine) -> None:
-        """Have `evaluator` hand over gradients as the topology needs them."""
-        evaluator.sparse = getattr(self.sync, "sparse", False)
-        if self.plan is not None and self.servers:
-            evaluator.set_apart(self.plan.parts["tables"], self.plan.parts["whole"])
-
-    def shard(self, node: Node, number: int, *, log: bool = False) -> Shard | SharedShard:
-        """Shard `number`, with its slice of the initial values. `log` keeps what it has applied."""
-        if self.shares_memory:
-            return self._owner(node)
-        ranges = self.ranges[number]
-        initial = self.initial
-        if isinstance(initial, Ghost):
-            values: Any = Ghost(size(ranges), self.replica.params.element_size())
-        else:
-            values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
-        only = self.config.timing_only
-        more: dict[str, Any] = {"timing_only": only, "log": log, "corrections": Corrections.of(corrections(self.sync))}
-        if self.codec is not None:
-            more |= {"coder": self.codec.coder(self.layouts[number]), "vote": self.codec.vote()}
-        segments = self._server_segments(ranges)
-        return Shard(node, values, self.server_rule, ranges=ranges, segments=segments, **more)
+    # ---- what the topology asks of the run
 
     @property
-    def _layout(self) -> Layout:
-        vectors = getattr(self.sync, "vectors", ())
-        return Layout(self.replica.numel, self.replica.dtype, self.workers, vectors)
+    def seed(self) -> int:
+        return self.config.seeded
 
-    def _owner(self, node: Node) -> SharedShard:
-        """The owner of the memory that workers share: between processes the system's, else this process's own."""
-        if self.config.virtual:
-            return SharedShard(node, SharedSegment(self._layout, timing_only=self.config.timing_only), self.initial)
-        memory = Memory(self._layout.nbytes)
-        return SharedShard(node, SharedSegment(self._layout, memory.bytes, memory), self.initial, path=memory.path)
+    @property
+    def timing_only(self) -> bool:
+        return self.config.timing_only
 
-    def segment_at(self, path: str) -> SharedSegment:
-        """What another process of this machine owns."""
-        memory = Memory.of(path)
-        return SharedSegment(self._layout, memory.bytes, memory)
+    @property
+    def virtual(self) -> bool:
+        return self.config.virtual
 
-    def access(self, node: Node, rank: int, segment: SharedSegment) -> Access:
-        """What worker `rank` reads and writes the shared memory through."""
-        topology = self.strategy.topology
-        locks = topology.locks if isinstance(topology, SharedMemory) and topology.mode == "atomic" else 0
-        return Access(node, rank, segment, owner=self._shards[0], locks=locks)
+    @property
+    def corrections(self) -> Sequence[Correction]:
+        """What servers do to stale gradients."""
+        return corrections(self.sync)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the method asks its servers for an order of updates."""
+        policy = self.sync.policy() if self.topology.servers else None  # a method of a user's own may have none
+        return policy is not None and policy.ordered
+
+    @property
+    def vectors(self) -> Sequence[str]:
+        """What the method keeps beside the model in shared memory."""
+        found: Sequence[str] = getattr(self.sync, "vectors", ())
+        return found
+
+    def shared_memory(self, nbytes: int) -> Memory:
+        """Memory that other processes of this machine can map."""
+        return Memory(nbytes)
+
+    def mapped_memory(self, path: str) -> Memory:
+        """Memory that another process of this machine owns."""
+        return Memory.of(path)
+
+    # ---- servers
 
     @property
     def server_rule(self) -> OptimizerSpec:
@@ -467,7 +359,8 @@ class Setup:
 
     def prepare(self) -> None:
         """Load and compute what all processes of a run share, before they are forked."""
-        _ = self.replica, self._samplers, self.plan
+        _ = self.replica, self._samplers
+        self.topology.check()
 
 
 def check_rates(setup: Setup) -> None:

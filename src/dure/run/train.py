@@ -36,7 +36,6 @@ from dure.run.trust import fingerprints
 from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.virtual.cluster import Cluster
-from dure.topology.parameter_server.choice import ParameterServer
 
 if TYPE_CHECKING:
     from dure.report.sinks import Sink
@@ -111,8 +110,6 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     else:
         sizes = setup.batch_sizes
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
-    if isinstance(setup.strategy.topology, ParameterServer):
-        _ = setup.ranges  # said now, not once processes are there
     with _recording(setup, prebuilt.interruption) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:

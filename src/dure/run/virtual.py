@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dure.codec.cost import cost_of
+from dure.core.deployment import WORKER, NodeId, WhenLost
 from dure.core.node import Suspend, Task
 from dure.errors import DureError, PeerLost, Quarantined
 from dure.job.evaluation import Evaluator
@@ -32,7 +33,6 @@ from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualNode, VirtualRuntime
 from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.shared_memory.segment import SharedShard
-from dure.topology.shared_memory.session import MemorySession
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
@@ -99,7 +99,7 @@ class VirtualRun:
         config = setup.config
         self.evaluator = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
         if self.evaluator is not None:
-            setup.set_apart(self.evaluator)
+            setup.configure(self.evaluator)
         self.examiner = None if config.timing_only else Evaluator(setup.job, config.eval_samples)
         self.history: list[Row] = []
         self.spans: list[Any] = []
@@ -172,9 +172,7 @@ class Segment:
 
     def _runtime(self) -> VirtualRuntime:
         setup, run = self.setup, self.whole
-        hosts = run.cluster.hosts(setup.servers, colocated=setup.colocated)
-        if setup.shares_memory:
-            hosts = dict.fromkeys(hosts, 0)
+        hosts = run.cluster.placed(setup.deployment.machines())
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,
@@ -184,14 +182,14 @@ class Segment:
             start=self.started,
             trace=setup.config.trace,
             codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
-            slices=setup.slices,
+            slices=setup.topology.slices,
         )
 
     def _build(self, state: State | None) -> None:
         setup = self.setup
-        for number in range(setup.servers):
+        for number in range(setup.topology.servers):
             self._build_server(number, state)
-        if setup.clocked:
+        if setup.topology.clocked:
             self.clock = setup.clock(self.runtime.nodes["server 0"])
             self.clock.on_evicted = self._evicted
             if state is not None:
@@ -218,11 +216,9 @@ class Segment:
 
     def _build_server(self, number: int, state: State | None) -> None:
         node = self.runtime.node(f"server {number}", number)
-        if self.setup.clocked:
-            self.shards.append(self.setup.shard(node, number))
-        else:
-            self.row_shards.append(self.setup.row_shard(node, number))
-        shard = [*self.shards, *self.row_shards][-1]
+        topology = self.setup.topology
+        shard = topology.shard(node, number)
+        (self.shards if topology.clocked else self.row_shards).append(shard)
         if state is not None:
             with fitting(f"shard-{number}"):
                 shard.restore(state[f"shard-{number}"].tensors, state[f"shard-{number}"].plain)
@@ -236,9 +232,7 @@ class Segment:
     def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.setup.worker(node, rank, node.meter)
-        if self.shards and isinstance(self.shards[0], SharedShard):
-            access = self.setup.access(node, rank, self.shards[0].segment)
-            worker.sessions.memory = MemorySession(worker, access)
+        self.setup.topology.attach(worker, self.shards)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
         if self.whole.examiner is not None and not self.setup.coordinated:
@@ -289,7 +283,7 @@ class Segment:
 
     def _quarantine(self, rank: int, error: Quarantined) -> None:
         """Go on without a worker whose gradients hold NaN, as after a crash; where all are needed, end the run."""
-        if self.setup.needs_everybody:
+        if self.setup.deployment[f"worker {rank}"].when_lost is not WhenLost.GO_ON:
             raise error
         self.deaths[f"worker {rank}"] = str(error).rstrip(".")
         self.refused += self.workers[rank].refused
@@ -508,7 +502,7 @@ class Segment:
         """The parameters that the method delivers, as they are now."""
         if self.shards:
             values = self.setup.replica.params.detach().clone()
-            for shard, ranges in zip(self.shards, self.setup.ranges, strict=True):
+            for shard, ranges in zip(self.shards, self.setup.topology.ranges, strict=True):
                 position = 0
                 for start, stop in ranges:
                     values[start:stop] = shard.values[position : position + stop - start]
@@ -524,7 +518,7 @@ class Segment:
 
     def _consensus(self) -> dict[str, float]:
         """Of gossip: how far the workers' models are from their mean, the root of the mean of squares."""
-        if self.setup.graph is None:
+        if self.setup.topology.graph is None:
             return {}
         models = torch.stack([tensors["params"] for tensors in self._models()])
         apart = models - models.mean(dim=0)
@@ -545,7 +539,7 @@ class Segment:
         return self.setup.merge_buffers(found) if found else None
 
     def _bytes_sent(self) -> int:
-        return sum(node.payload_sent for name, node in self.runtime.nodes.items() if name.startswith("worker"))
+        return sum(node.payload_sent for name, node in self.runtime.nodes.items() if NodeId.of(name).kind == WORKER)
 
     def _collect(self, now: float) -> None:
         totals, runtime = self.totals, self.runtime
@@ -554,7 +548,7 @@ class Segment:
         for name, node in runtime.nodes.items():
             amounts = {"bytes_sent": node.payload_sent, "bytes_received": node.payload_received}
             amounts["messages"] = runtime.network.counters(name).messages
-            table = "per_worker" if name.startswith("worker") else "per_shard"
+            table = "per_worker" if NodeId.of(name).kind == WORKER else "per_shard"
             if table == "per_worker":
                 totals.count(table, name, steps=self.steps[node.rank])
             totals.count(table, name, **amounts)
@@ -637,7 +631,6 @@ class Segment:
         notes: dict[str, Any] = {"events": totals.events, "deaths": self.deaths, "unfinished": self.deaths}
         if self.whole.evaluator is not None:
             notes["batching"] = self.whole.evaluator.rule
-        if setup.plan is not None:
-            notes["hybrid"] = setup.plan.described()
+        notes |= setup.topology.notes()
         params = None if setup.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)

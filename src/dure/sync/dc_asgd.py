@@ -33,7 +33,7 @@ from dure.sync.remedied import remedied
 if TYPE_CHECKING:
     import torch
 
-    from dure.topology.parameter_server.correction import Update
+    from dure.topology.correction import Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from dure.core.catalogue import name_of
 from dure.errors import StrategyError
-from dure.topology.parameter_server.correction import Correction
+from dure.topology.correction import Correction
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec

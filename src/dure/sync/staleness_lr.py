@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dure.sync.remedied import remedied
 
 if TYPE_CHECKING:
-    from dure.topology.parameter_server.correction import Update
+    from dure.topology.correction import Update
 
 
 @dataclass(frozen=True, slots=True)

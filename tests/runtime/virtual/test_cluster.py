@@ -63,14 +63,6 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert [cluster.latency(0, i) for i in (1, 7, 8)] == [1e-4, 2e-3, 1e-4]
 
 
-def test_nodes_live_where_the_topology_says() -> None:
-    cluster = Cluster.uniform(workers=3)
-    assert cluster.hosts() == {"worker 0": 0, "worker 1": 1, "worker 2": 2}
-    assert list(cluster.hosts(2).values()) == [0, 1, 2, 3, 4]
-    assert list(cluster.hosts(4, colocated=True).values()) == [0, 1, 2, 0, 1, 2, 0]
-    assert list(cluster.hosts(1)) == ["worker 0", "worker 1", "worker 2", "server 0"]
-
-
 CLUSTERS = {
     "default": Cluster(),
     "uniform": Cluster.uniform(64, compute=Pareto(tail=2.1, seconds="1 s"), cores=1, alpha=0),

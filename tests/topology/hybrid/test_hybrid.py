@@ -80,7 +80,7 @@ def test_on_processes_it_is_the_same(strategy):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     for key in ("samples", "updates_applied"):
         assert real.summary[key] == modelled.summary[key]
-    servers = modelled.setup.servers
+    servers = modelled.setup.topology.servers
     assert [real.summary["per_shard"][f"server {s}"]["applied"] for s in range(servers)] == [7] * servers
 
 
@@ -153,14 +153,14 @@ def test_the_record_says_what_was_decided_and_why():
     assert (said["table.weight"]["by"], said["shift"]["by"]) == ("servers", "all_reduce")
     assert 0.1 < said["table.weight"]["share_read"] < said["table.weight"]["share_read_by_all"] < 1
     assert said["table.weight"]["nbytes"]["servers"] < said["table.weight"]["nbytes"]["all_reduce"]
-    assert virtual(bags(rows=None), "bsp hybrid", workers=4, steps=1).setup.servers == 0
+    assert virtual(bags(rows=None), "bsp hybrid", workers=4, steps=1).setup.topology.servers == 0
 
 
 def test_what_all_reduce_sends_while_it_is_computed_is_what_servers_do_not_hold():
     for strategy in ("bsp hybrid", "bsp hybrid:servers=none", "bsp hybrid:servers=shift"):
         setup, _ = resolved(bags(), strategy, on="virtual", workers=4)
-        (first, *_) = setup.plan.ring
-        assert setup.slices == [(size(setup.plan.ring), first[0] / setup.replica.numel)]
+        (first, *_) = setup.topology.rows.ring
+        assert setup.topology.slices == [(size(setup.topology.rows.ring), first[0] / setup.replica.numel)]
 
 
 def test_a_gradient_is_not_there_before_it_is_computed():

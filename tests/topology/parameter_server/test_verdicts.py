@@ -178,7 +178,7 @@ def test_a_newcomer_pulls_model_and_velocity_once() -> None:
     assert found is not None
     segment = Segment(VirtualRun(setup, found, Callbacks()), None)
     segment.run()
-    ranges = setup.ranges
+    ranges = setup.topology.ranges
     for worker in segment.workers.values():
         for shard, part in zip(segment.shards, ranges, strict=True):
             assert isinstance(shard, Shard)

@@ -42,7 +42,7 @@ def run_processes(
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
-    check_memory(setup.workers + setup.servers, setup.replica.params.nbytes, physical_memory())
+    check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
     setup.prepare()  # what is wrong with it is said here, before a process starts
     with ExitStack() as stack:
         if fork_server is None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.deployment import SERVER, NodeId
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run
@@ -180,11 +181,7 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup, _: Any) -
 
 
 def _start_servers(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
-    names = [
-        name
-        for name in map("server {}".format, range(setup.servers))
-        if _owner(name, rendezvous) == rendezvous.place.rank
-    ]
+    names = [name for name in setup.deployment.names(SERVER) if _owner(name, rendezvous) == rendezvous.place.rank]
     if not names:
         return
     fork_server = stack.enter_context(ForkServer())
@@ -201,4 +198,4 @@ def _let_rank_0_speak(rendezvous: Rendezvous) -> None:
 
 def _owner(name: str, rendezvous: Rendezvous) -> int:
     """The rank on whose machine `name` lives."""
-    return int(name.split()[1]) % rendezvous.place.world_size
+    return NodeId.of(name).rank % rendezvous.place.world_size

@@ -19,6 +19,7 @@ servers live on machines of their own, behind the workers', unless the topology 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -228,17 +229,9 @@ class Cluster(Validated):
             first.setdefault(event.worker, event.kind)
         return frozenset(worker for worker, kind in first.items() if kind == "join")
 
-    def hosts(self, servers: int = 0, *, colocated: bool = False) -> dict[str, int]:
-        """The machine of each node: "worker i" on machine i, "server j" on one of its own, or beside a worker.
-
-        All on machine 0 where the cluster is one `host`.
-        """
-        workers = self.workers
-        if self.host is not None:
-            names = [*(f"worker {i}" for i in range(workers)), *(f"server {j}" for j in range(servers))]
-            return dict.fromkeys(names, 0)
-        machines = {f"worker {i}": i for i in range(workers)}
-        return machines | {f"server {j}": j % workers if colocated else workers + j for j in range(servers)}
+    def placed(self, machines: Mapping[str, int]) -> dict[str, int]:
+        """The machine of each node, given one for each; all on machine 0 where the cluster is one `host`."""
+        return dict(machines) if self.host is None else dict.fromkeys(machines, 0)
 
     def link_of(self, machine: int) -> Link:
         """The link of a machine; those from `workers` on are servers'."""

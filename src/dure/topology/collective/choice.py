@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 """Collectives by name."""
@@ -21,6 +21,8 @@ class Collective:
         default="engine", metadata={"shown": False}
     )
     per_host: int | None = None
+
+    deployed_as: ClassVar[str] = "dure.topology.collective.topology:CollectiveTopology"
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

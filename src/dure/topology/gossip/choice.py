@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 GRAPHS = ("ring", "exponential", "random-regular", "complete")
 """Graphs that gossip knows by name."""
@@ -20,6 +21,8 @@ class Gossip:
     graph: str = "exponential"
     degree: int = 4
     seed: int = 0
+
+    deployed_as: ClassVar[str] = "dure.topology.gossip.topology:GossipTopology"
 
     def __post_init__(self) -> None:
         if not isinstance(self.graph, str):

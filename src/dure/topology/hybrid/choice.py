@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class Hybrid:
     servers: tuple[str, ...] = ("auto",)
     shards: int | None = None
     colocated: bool = True
+
+    deployed_as: ClassVar[str] = "dure.topology.hybrid.topology:HybridTopology"
 
     def __post_init__(self) -> None:
         if self.shards is not None and self.shards < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 Split = Literal["memory", "layer", "keys", "hybrid"]
 
@@ -27,6 +27,8 @@ class ParameterServer:
     split: Split = "memory"
     colocated: bool = False
     bound: int = BOUND
+
+    deployed_as: ClassVar[str] = "dure.topology.parameter_server.topology:ServerTopology"
 
     def __post_init__(self) -> None:
         if self.shards < 1:

@@ -17,8 +17,8 @@ import torch
 
 from dure.core.node import Ghost
 from dure.job.optimizer import BLOCK
+from dure.topology.correction import Correction, Update
 from dure.topology.parameter_server.buffers import Buffer
-from dure.topology.parameter_server.correction import Correction, Update
 
 
 class _Reader:

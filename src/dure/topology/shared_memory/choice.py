@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class SharedMemory:
 
     mode: Literal["racy", "atomic"] = "racy"
     locks: int = 64
+
+    deployed_as: ClassVar[str] = "dure.topology.shared_memory.topology:SharedMemoryTopology"
 
     def __post_init__(self) -> None:
         if self.mode not in ("racy", "atomic"):

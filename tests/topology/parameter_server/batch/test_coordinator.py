@@ -104,7 +104,7 @@ class Play(World):
         self.setup, _ = resolved(job, strategy, on="virtual", workers=workers, steps=10**6)
         Node.evaluator, Node.repeats = GradientEngine(job), repeats
         servers = [Node(self, f"server {number}") for number in range(shards)]
-        self.shards = [self.setup.shard(node, number) for number, node in enumerate(servers)]
+        self.shards = [self.setup.topology.shard(node, number) for number, node in enumerate(servers)]
         for node, shard in zip(servers, self.shards, strict=True):
             node.serve("shard", shard)
         self.clock = self.setup.clock(servers[0])
