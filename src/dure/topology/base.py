@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.job.optimizer import OptimizerSpec, Segment
     from dure.job.replica import Replica
-    from dure.topology.parameter_server.correction import Correction
+    from dure.topology.correction import Correction
 
 
 class RunPlan(Protocol):

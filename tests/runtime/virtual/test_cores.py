@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from support.machines import placed
 
 import dure
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, SharedHost
@@ -202,4 +203,4 @@ def test_a_host_is_written_and_read() -> None:
 
     cluster = one_host(3, 2)
     assert Cluster(**yaml.safe_load(cluster.to_yaml())) == cluster
-    assert set(cluster.hosts(2).values()) == {0}
+    assert set(placed(cluster, 2).values()) == {0}

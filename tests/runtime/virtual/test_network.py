@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.machines import placed
 
 from dure.core.collective_cost import HEADER, SMALL
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, Servers
@@ -57,7 +58,7 @@ class Wires:
         rng = np.random.default_rng(options.pop("seed", 0))  # type: ignore[call-overload]
         self.cluster = Cluster.uniform(workers, link=link, alpha=alpha, beta=beta, cores=cores, **options)
         self.kernel = HeapKernel()
-        self.network = Network(self.cluster, self.kernel, self.cluster.hosts(servers, colocated=colocated), rng)
+        self.network = Network(self.cluster, self.kernel, placed(self.cluster, servers, colocated=colocated), rng)
         self.arrived: dict[object, float] = {}
 
     def send(self, src: str | int, dst: str | int, wire: int, name: object, at: float = 0.0) -> None:
@@ -125,7 +126,7 @@ def test_sharing_is_that_of_a_fluid(messages: list[tuple[float, int, int, int]],
     machines = [Machines(link=Link(bandwidth=rate, latency=0)) for rate in bandwidths]
     cluster = Cluster(machines=machines, alpha=0, beta=0)
     wires = Wires()
-    wires.network = Network(cluster, wires.kernel, cluster.hosts())
+    wires.network = Network(cluster, wires.kernel, placed(cluster))
     for i, (start, src, dst, wire) in enumerate(messages):
         wires.send(src, dst, wire, i, at=start)
     arrived = wires.run()
@@ -174,7 +175,7 @@ def test_the_slower_card_and_the_larger_latency_count() -> None:
     cluster = Cluster(machines=[Machines(link=fast), Machines(link=slow)], servers=Servers(link=fast), alpha=0, beta=0)
     for wire, (src, dst) in itertools.product((100, MIB), (("worker 0", "worker 1"), ("worker 1", "server 0"))):
         wires = Wires()
-        wires.network = Network(cluster, wires.kernel, cluster.hosts(servers=1))
+        wires.network = Network(cluster, wires.kernel, placed(cluster, 1))
         wires.send(src, dst, wire, "it")
         assert wires.run()["it"] == pytest.approx(0.03 + wire / 1e6, rel=1e-12)
 
@@ -324,7 +325,7 @@ def test_what_left_the_sender_but_not_the_wire_arrives() -> None:
     machines = [Machines(count=4)]
     cluster = Cluster(machines=machines, link=Link(bandwidth=1e6, latency=0), alpha=0, beta=0)
     wires = Wires()
-    wires.network = Network(cluster, wires.kernel, cluster.hosts())
+    wires.network = Network(cluster, wires.kernel, placed(cluster))
     for i in (1, 2, 3):
         wires.send(i, 0, 1_000_000, i)
     crash(wires, 1, 1.5)
