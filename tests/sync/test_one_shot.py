@@ -85,7 +85,7 @@ def test_a_slow_worker_delays_the_end_alone(topology):
 
 
 def test_one_that_says_nothing_would_be_taken_for_dead(monkeypatch):
-    monkeypatch.setattr(ServerClient, "still_here", lambda self: None)
+    monkeypatch.setattr(ServerClient, "heartbeat", lambda self: None)
     _, run = last_segment("one-shot ps", steady(1.0, (1.0, 1.0, 0.005)), steps=30)
     assert run.outcome.totals.failures_survived == 1
 

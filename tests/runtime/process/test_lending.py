@@ -75,7 +75,7 @@ def test_what_was_lent_is_given_back() -> None:
 
 def test_writing_to_what_was_lent_is_an_error_that_names_the_way_out() -> None:
     run = segment()
-    with pytest.raises(UsageError, match=r"worker\.adopt\(await worker\.pull\(\)\)"):
+    with pytest.raises(UsageError, match=r"worker\.server\.pull\(\)"):
         spied(run, lambda worker: worker.params.mul_(2))
 
 
@@ -91,7 +91,7 @@ def test_what_was_lent_and_left_is_given_back_and_never_written_to() -> None:
         assert worker.params is home
         assert torch.equal(home, values)
         assert sum(buffer.holders for buffer in versions(run)) == holders - 1
-        assert memory(worker._room()) != lent
+        assert memory(worker.room()) != lent
 
     spied(run, look)
 
