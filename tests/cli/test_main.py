@@ -48,18 +48,20 @@ def test_methods_as_json_is_the_last_line_alone():
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
     rows = {row["name"]: row for row in json.loads(line)["methods"]}
-    assert rows["ssp"]["parameters"][0] == {"name": "bound", "type": "float", "default": "3"}
+    bound, split = rows["ssp"]["parameters"][0], rows["ps"]["parameters"][1]
+    assert (bound["name"], bound["type"], bound["default"]) == ("bound", "float", "3")
+    assert (split["name"], split["type"], split["default"]) == ("split", "memory|layer|keys|hybrid", "memory")
     assert rows["dc-asgd"]["axis"] == "remedy"
     assert rows["ssp"]["combines"] == ["ps"]
     assert rows["ps"]["axis"] == "topology"
-    assert {"name": "split", "type": "memory|layer|keys|hybrid", "default": "memory"} in rows["ps"]["parameters"]
     assert "averaging" in done.stderr
 
 
 def test_methods_tells_all_about_one():
     done = dure("methods", "ssp")
-    assert "bound=3" in done.stdout
+    assert re.search("^bound +3 +float", done.stdout, flags=re.MULTILINE)
     assert "Ho et al." in done.stdout
+    assert "dure.SSP" in done.stdout
     assert "downpour" not in done.stdout
 
 

@@ -11,7 +11,7 @@ Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, SliceLayout
@@ -22,7 +22,9 @@ from dure.codec.vote import LogLikelihood
 
 @dataclass(frozen=True, slots=True)
 class ITSign(Codec):
-    """The log-likelihood vote; see `vote.LogLikelihood` for `start`, `least` and `forget`."""
+    """The sign of every element, for a vote weighted by how reliable each worker has been."""
+
+    paper: ClassVar[str] = "Park, Poor and Lee, SignSGD with Federated Voting, 2024, arXiv 2403.16372"
 
     granularity: Literal["worker", "coordinate"] = "worker"
     zeros: Literal["abstain", "random", "positive"] = "abstain"

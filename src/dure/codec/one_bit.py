@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from dure.errors import DamagedMessage
 
 @dataclass(frozen=True, slots=True)
 class OneBit(Codec):
-    """A bit per element, two means per column."""
+    """One bit per element and two means per column; the error is fed back."""
+
+    paper: ClassVar[str] = "Seide, Fu, Droppo, Li and Yu, 1-Bit Stochastic Gradient Descent, Interspeech 2014"
 
     feedback: bool = True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -28,11 +28,15 @@ _SCALE = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """One bit per element; `scaled` adds the mean magnitude.
+    """The sign of every element, one bit each, for a majority vote; with `scaled`, also the mean magnitude.
 
     `zeros` are "positive", or of a "random" sign: to call them all positive is a vote for what nobody wants where many
     elements are exactly zero.
     """
+
+    paper: ClassVar[str] = (
+        "Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019"
+    )
 
     zeros: Literal["positive", "random"] = "positive"
     scaled: bool = False

@@ -33,7 +33,11 @@ _COUNT = 4  # bytes: how many signs there are
 
 @dataclass(frozen=True, slots=True)
 class Strom(Codec):
-    """`threshold` in the units of what is encoded; positions are coded by "range" coder or, a little longer, "rice"."""
+    """The position and sign of every element that has grown beyond `threshold`; the rest waits."""
+
+    paper: ClassVar[str] = (
+        "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
+    )
 
     way: ClassVar[Way] = "gather"
 

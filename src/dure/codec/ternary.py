@@ -9,7 +9,7 @@ Where many elements are exactly zero (dead pixels, inactive units), to call them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ _HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Codec):
-    """Minus one, zero or one; `coding` "entropy" is the smaller, "planes" the faster."""
+    """Minus one, zero or one for every element, for a majority vote in which zeros abstain."""
+
+    paper: ClassVar[str] = "Wen et al., TernGrad, NeurIPS 2017 (the alphabet); Bernstein et al. 2019 (the vote)"
 
     coding: Literal["entropy", "planes"] = "entropy"
 

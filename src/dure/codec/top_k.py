@@ -28,7 +28,9 @@ _LENGTH = 4  # bytes: those of the positions
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """`share` of the elements, at least one; what is left out waits if `feedback`."""
+    """The position and value of the largest elements; the rest waits."""
+
+    paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
 
     way: ClassVar[Way] = "gather"
 

@@ -47,7 +47,10 @@ _PORTIONS, _SAMPLES = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class AsySVRG:
-    """Asynchronous stochastic variance-reduced gradient on shared memory."""
+    """SGD with variance reduction on one model in shared memory, without locks and at a constant rate."""
+
+    paper: ClassVar[str] = "Zhao and Li, Fast Asynchronous Parallel Stochastic Gradient Descent, AAAI 2016"
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     inner: float = 2.0
     lock: Literal["none", "write", "readwrite"] = "none"

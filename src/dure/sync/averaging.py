@@ -97,7 +97,11 @@ class _Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Local SGD: average the models every `period` steps, or as often as a `schedule` finds right."""
+    """Local SGD: workers train alone and average their models every `period` steps, or when `schedule` says so."""
+
+    paper: ClassVar[str] = (
+        "Su and Chen, Experiments on Parallel Training of Deep Neural Network using Model Averaging, 2015"
+    )
 
     period: int = 10
     schedule: Literal["fixed", "decay", "overhead", "adaptive"] = "fixed"

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Synchronous SGD that waits for all but the slowest `backups` workers; one in twenty, or one, if left out."""
+    """Synchronous SGD that drops the gradients of the `backups` slowest workers in every step."""
+
+    paper: ClassVar[str] = "Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016"
+    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
+    collective_reason: ClassVar[str] = "a collective needs all of them"
 
     backups: int | None = None
 

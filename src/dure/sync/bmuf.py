@@ -53,7 +53,12 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BMUF:
-    """Average every `period` steps, and step from mean to mean with momentum."""
+    """Model averaging every `period` steps, where the mean model moves with momentum."""
+
+    paper: ClassVar[str] = (
+        "Chen and Huo, Scalable Training of Deep Learning Machines by Incremental Block Training with "
+        "Intra-Block Parallel Optimization and Blockwise Model-Update Filtering, ICASSP 2016"
+    )
 
     period: int = 10
     momentum: float = 0.9
@@ -230,7 +235,9 @@ def part(values: torch.Tensor, cut: slice) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DiLoCo:
-    """BMUF with Nesterov's momentum, and AdamW inside."""
+    """BMUF with AdamW at the workers and Nesterov momentum of the mean model."""
+
+    paper: ClassVar[str] = "Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023"
 
     period: int = 30
     lr: float = 0.7

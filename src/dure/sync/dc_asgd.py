@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dure.sync.remedied import remedied
+from dure.sync.remedied import STALE, remedied
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD:
-    """Compensate the delay of each gradient to first order."""
+    """A correction of each gradient, to first order, for how far the model has moved since it was read."""
+
+    paper: ClassVar[str] = "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017"
+    joins: ClassVar[tuple[str, ...]] = STALE
 
     lambda_: float = 0.04
     mode: Literal["constant", "adaptive"] = "constant"

@@ -50,7 +50,11 @@ RELEASED = 1
 
 @dataclass(frozen=True, slots=True)
 class Downpour:
-    """Asynchronous SGD over parameter servers."""
+    """Asynchronous SGD: each worker pushes gradients to servers and pulls the model on a schedule of its own."""
+
+    paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
+    topology_reason: ClassVar[str] = "its workers push and pull at different times"
+    collective_reason: ClassVar[str] = "a collective needs all of them at once"
 
     n_push: int = 1
     n_fetch: int = 1

@@ -49,7 +49,9 @@ CENTER = "center"
 
 @dataclass(frozen=True, slots=True)
 class EASGD:
-    """Elastic averaging: exchange a force with the center every `period` steps."""
+    """Elastic averaging: every `period` steps, the model of a worker and a center pull each other closer."""
+
+    paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
 
     period: int = 4
     elasticity: float | None = None
@@ -83,7 +85,9 @@ class EASGD:
 
 @dataclass(frozen=True, slots=True)
 class EAMSGD:
-    """Elastic averaging with Nesterov's momentum at the workers, and none at the center."""
+    """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
+
+    paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
 
     period: int = 4
     elasticity: float | None = None

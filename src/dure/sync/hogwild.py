@@ -46,7 +46,12 @@ _NO_LOOP = "its workers write to one memory, in which a model of one's own does 
 
 @dataclass(frozen=True, slots=True)
 class Hogwild:
-    """Lock-free SGD on shared memory."""
+    """SGD without locks: all workers update one model in shared memory."""
+
+    paper: ClassVar[str] = (
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
+    )
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     decay: float = 1.0
 
@@ -79,7 +84,12 @@ class Hogwild:
 
 @dataclass(frozen=True, slots=True)
 class HogBatch:
-    """Hogwild! that writes once for several mini-batches."""
+    """Hogwild! with one write to the shared model for `batch` mini-batches."""
+
+    paper: ClassVar[str] = (
+        "Sallinen et al., High Performance Parallel Stochastic Gradient Descent in Shared Memory, IPDPS 2016"
+    )
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     batch: int = 4
     scale: Literal["mean", "sum"] = "mean"

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KAsync:
-    """Any `k` workers' gradients make an update, however stale; those `k` wait for it."""
+    """Asynchronous SGD on the gradients of any `k` workers, however stale; those `k` wait for the update."""
+
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "its workers are at different versions"
+    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
 
     k: int | None = None
 
@@ -77,7 +83,13 @@ class KAsync:
 
 @dataclass(frozen=True, slots=True)
 class KBatchAsync:
-    """Any `k` mini-batches' gradients make an update, however stale; nobody waits."""
+    """Asynchronous SGD on any `k` gradients, however stale; no worker waits."""
+
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "its workers push at different times"
+    collective_reason: ClassVar[str] = "a collective needs all of them at once"
 
     k: int | None = None
 

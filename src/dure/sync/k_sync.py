@@ -37,7 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KSync:
-    """The first `k` workers make an update; the others start over with them."""
+    """Synchronous SGD on the gradients of the first `k` workers; the other workers start over."""
+
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
+    collective_reason: ClassVar[str] = "a collective needs all of them"
 
     k: int | None = None
 
@@ -80,7 +86,13 @@ class KSync:
 
 @dataclass(frozen=True, slots=True)
 class KBatchSync:
-    """The first `k` mini-batches make an update, whoever computed them; the others start over."""
+    """Synchronous SGD on the first `k` mini-batches of any workers; unfinished ones start over."""
+
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "a fast worker gives several gradients to an update"
+    collective_reason: ClassVar[str] = "a collective takes one of each"
 
     k: int | None = None
 

@@ -58,7 +58,10 @@ LONGEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class LBFGS:
-    """Distributed batch optimisation with L-BFGS."""
+    """Distributed L-BFGS: a coordinator commands vectors on servers, workers evaluate parts of a large batch."""
+
+    paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
+    topology_reason: ClassVar[str] = "its vectors live on servers, where a coordinator commands them"
 
     m: int = 10
     search: Literal["wolfe", "backtracking", "exact"] = "wolfe"

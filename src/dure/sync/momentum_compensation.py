@@ -24,10 +24,10 @@ fewer updates, so K counts it for too much and mu_L is a little low. K stays wha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dure.errors import StrategyError
-from dure.sync.remedied import remedied
+from dure.sync.remedied import STALE, remedied
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MomentumCompensation:
-    """Take the momentum that asynchrony brings off the servers' own."""
+    """The momentum of the servers, reduced by the momentum that asynchrony adds."""
+
+    paper: ClassVar[str] = "Mitliagkas, Zhang, Hadjis and Re, Asynchrony Begets Momentum, Allerton 2016"
+    joins: ClassVar[tuple[str, ...]] = STALE
 
     target: float | None = None
 

@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SSP:
-    """Bounded staleness: no worker leads the slowest by more than `bound` clocks."""
+    """Asynchronous SGD with bounded staleness: no worker leads the slowest one by more than `bound` clocks."""
+
+    paper: ClassVar[str] = (
+        "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013"
+    )
+    topology_reason: ClassVar[str] = "its workers are at different clocks"
+    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
 
     bound: float = 3
     form: Literal["snapshot", "rmw"] = "snapshot"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 """Collectives by name."""
@@ -11,11 +11,15 @@ ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The workers among themselves; every operation needs all of them.
+    """All workers among themselves, by collective operations (all_reduce, broadcast).
 
     `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
     sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host.
     """
+
+    paper: ClassVar[str] = (
+        "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005"
+    )
 
     algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = field(
         default="engine", metadata={"shown": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 GRAPHS = ("ring", "exponential", "random-regular", "complete")
 """Graphs that gossip knows by name."""
@@ -10,12 +11,14 @@ GRAPHS = ("ring", "exponential", "random-regular", "complete")
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """Every worker has a model of its own and talks to its neighbors in `graph`, one at a time.
+    """Every worker has a model of its own and averages it with one neighbor in a graph at a time.
 
     `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", pairs of ranks as
     in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.gossip.graph`). A networkx
     graph is kept as its pairs.
     """
+
+    paper: ClassVar[str] = "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"
 
     graph: str = "exponential"
     degree: int = 4

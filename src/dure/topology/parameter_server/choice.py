@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 Split = Literal["memory", "layer", "keys", "hybrid"]
 
@@ -15,13 +15,15 @@ BOUND = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ParameterServer:
-    """`shards` servers hold the model between them.
+    """Servers hold the model in `shards`; each worker pushes to them and pulls from them.
 
     `split="memory"` cuts the flat parameters into equal ranges; `"layer"` keeps layers whole, the largest placed
     first; `"keys"` gives each server as many whole layers, in their order; `"hybrid"` cuts layers of `bound` elements
     or more over all servers and keeps smaller ones whole.
     `colocated` puts each shard into a helper process on a worker's machine, in place of a machine of its own.
     """
+
+    paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     shards: int = 1
     split: Split = "memory"

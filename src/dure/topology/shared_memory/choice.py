@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """One machine, whose memory holds the model; every worker reads and writes it where it lies.
+    """One model in the memory of one machine; every worker reads and writes it in place.
 
     `mode="racy"` writes without locks: what two workers add to a number at the same moment may lose one of the two.
     `"atomic"` loses nothing: each of `locks` equal ranges of the model has a lock of its own, held while it is written
     to; with one, updates are written one after another.
     """
+
+    paper: ClassVar[str] = (
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
+    )
 
     mode: Literal["racy", "atomic"] = "racy"
     locks: int = 64
