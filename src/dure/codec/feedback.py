@@ -14,6 +14,7 @@ from typing import ClassVar
 from dure.codec.base import Codec, Vote, Way
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder, MomentumCoder
+from dure.core.parameter import parameter
 
 JOINED = {"joined": True}
 """Marks what a wrapper wraps, which in text stands before its `+`."""
@@ -49,7 +50,7 @@ class Momentum(Codec):
     joins: ClassVar[tuple[str, ...]] = ("sign", "ternary", "it-sign")
 
     codec: Codec = field(metadata=JOINED)
-    beta: float = 0.9
+    beta: float = parameter(0.9, "weight of the past in the moving average", range=">= 0, < 1", symbol="β")
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:

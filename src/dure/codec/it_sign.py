@@ -18,6 +18,7 @@ from dure.codec.coder import Coder, SliceLayout
 from dure.codec.sign import Sign
 from dure.codec.ternary import Ternary
 from dure.codec.vote import LogLikelihood
+from dure.core.parameter import parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,27 @@ class ITSign(Codec):
 
     paper: ClassVar[str] = "Park, Poor and Lee, SignSGD with Federated Voting, 2024, arXiv 2403.16372"
 
-    granularity: Literal["worker", "coordinate"] = "worker"
-    zeros: Literal["abstain", "random", "positive"] = "abstain"
-    start: int | None = None
-    least: float = 0.01
-    forget: float | None = None
+    granularity: Literal["worker", "coordinate"] = parameter(
+        "worker", "one error rate for each worker, or, as in the paper, for each worker and coordinate"
+    )
+    zeros: Literal["abstain", "random", "positive"] = parameter(
+        "abstain", "elements that are zero: abstain (messages are ternary), or have a random or a positive sign"
+    )
+    start: int | None = parameter(
+        None,
+        "rounds of a worker before its votes are weighted; none: 10, with coordinates 50",
+        range=">= 0",
+        unit="rounds",
+        symbol="T_in",
+    )
+    least: float = parameter(
+        0.01, "least error rate that is assumed, which limits a worker's weight", range="> 0, < 0.5", unit="fraction"
+    )
+    forget: float | None = parameter(
+        None,
+        "factor of the counts after each round; 1: nothing is forgotten; none: 0.9, with coordinates 1",
+        range="> 0, <= 1",
+    )
 
     def __post_init__(self) -> None:
         if self.granularity not in ("worker", "coordinate"):

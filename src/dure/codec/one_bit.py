@@ -23,6 +23,7 @@ from dure.codec.base import Codec
 from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 
@@ -32,7 +33,7 @@ class OneBit(Codec):
 
     paper: ClassVar[str] = "Seide, Fu, Droppo, Li and Yu, 1-Bit Stochastic Gradient Descent, Interspeech 2014"
 
-    feedback: bool = True
+    feedback: bool = parameter(True, "the error of a message is added to the next")
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _TwoMeansCoder(layout)

@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Vote
 from dure.codec.blocks import require_finite, require_in_float32, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _SCALE = 4  # bytes
@@ -38,8 +39,10 @@ class Sign(Codec):
         "Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019"
     )
 
-    zeros: Literal["positive", "random"] = "positive"
-    scaled: bool = False
+    zeros: Literal["positive", "random"] = parameter(
+        "positive", "sign of an element that is zero: positive, or drawn at random"
+    )
+    scaled: bool = parameter(False, "messages have the mean magnitude too, and are averaged instead of voted on")
 
     def __post_init__(self) -> None:
         if self.zeros not in ("positive", "random"):

@@ -23,6 +23,7 @@ from dure.codec.base import Codec, Way
 from dure.codec.blocks import BLOCK, blocks
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 if TYPE_CHECKING:
@@ -41,8 +42,16 @@ class Strom(Codec):
 
     way: ClassVar[Way] = "gather"
 
-    threshold: float = 0.01
-    coding: gaps.CodecWork = "range"
+    threshold: float = parameter(
+        0.01,
+        "size from which an element is sent, and the size that is sent",
+        range="> 0, < inf",
+        unit="as encoded",
+        symbol="τ",
+    )
+    coding: gaps.CodecWork = parameter(
+        "range", "code of the positions: a range coder, or a Rice code, which is a little longer"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:

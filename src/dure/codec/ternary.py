@@ -19,6 +19,7 @@ from dure.codec import bits
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _HEADER = 8
@@ -30,7 +31,9 @@ class Ternary(Codec):
 
     paper: ClassVar[str] = "Wen et al., TernGrad, NeurIPS 2017 (the alphabet); Bernstein et al. 2019 (the vote)"
 
-    coding: Literal["entropy", "planes"] = "entropy"
+    coding: Literal["entropy", "planes"] = parameter(
+        "entropy", "entropy: the smaller messages; planes: 2 bits per element, faster"
+    )
 
     def __post_init__(self) -> None:
         if self.coding not in ("entropy", "planes"):

@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Way
 from dure.codec.blocks import require_in_float32
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _LENGTH = 4  # bytes: those of the positions
@@ -34,8 +35,10 @@ class TopK(Codec):
 
     way: ClassVar[Way] = "gather"
 
-    share: float = 0.01
-    feedback: bool = True
+    share: float = parameter(
+        0.01, "share of the elements that is sent, at least one", range="> 0, <= 1", unit="fraction"
+    )
+    feedback: bool = parameter(True, "elements that are not sent are added to the next message")
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -41,7 +42,13 @@ class Backup:
     topology_reason: ClassVar[str] = "it goes on without the slowest workers"
     collective_reason: ClassVar[str] = "a collective needs all of them"
 
-    backups: int | None = None
+    backups: int | None = parameter(
+        None,
+        "slowest workers that a step goes on without; none: one in twenty, at least one",
+        range=">= 0",
+        unit="workers",
+        symbol="b",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from dure.core.node import EndOfWork, Ghost
+from dure.core.parameter import parameter
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -53,7 +54,9 @@ class Hogwild:
     )
     topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
-    decay: float = 1.0
+    decay: float = parameter(
+        1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1", symbol="β"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("shared",)
     lockstep: ClassVar[bool] = False
@@ -91,9 +94,11 @@ class HogBatch:
     )
     topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
-    batch: int = 4
-    scale: Literal["mean", "sum"] = "mean"
-    decay: float = 1.0
+    batch: int = parameter(4, "mini-batches for each write to the shared model", range=">= 1", unit="mini-batches")
+    scale: Literal["mean", "sum"] = parameter("mean", "mean or sum of their gradients is written")
+    decay: float = parameter(
+        1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("shared",)
     lockstep: ClassVar[bool] = False

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import AnyOf, Policy, most
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ class KAsync:
     topology_reason: ClassVar[str] = "its workers are at different versions"
     collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
 
-    k: int | None = None
+    k: int | None = parameter(
+        None,
+        "workers whose gradients make an update; none: all but one in twenty, or all but one",
+        range=">= 1",
+        unit="workers",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
@@ -91,7 +98,13 @@ class KBatchAsync:
     topology_reason: ClassVar[str] = "its workers push at different times"
     collective_reason: ClassVar[str] = "a collective needs all of them at once"
 
-    k: int | None = None
+    k: int | None = parameter(
+        None,
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
+        range=">= 1",
+        unit="mini-batches",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ class KSync:
     topology_reason: ClassVar[str] = "it goes on without the slowest workers"
     collective_reason: ClassVar[str] = "a collective needs all of them"
 
-    k: int | None = None
+    k: int | None = parameter(
+        None,
+        "workers whose gradients make an update; none: all but one in twenty, or all but one",
+        range=">= 1",
+        unit="workers",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
@@ -94,7 +101,13 @@ class KBatchSync:
     topology_reason: ClassVar[str] = "a fast worker gives several gradients to an update"
     collective_reason: ClassVar[str] = "a collective takes one of each"
 
-    k: int | None = None
+    k: int | None = parameter(
+        None,
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
+        range=">= 1",
+        unit="mini-batches",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dure.core.parameter import parameter
 from dure.errors import StrategyError
 from dure.sync.remedied import STALE, remedied
 
@@ -40,7 +41,12 @@ class MomentumCompensation:
     paper: ClassVar[str] = "Mitliagkas, Zhang, Hadjis and Re, Asynchrony Begets Momentum, Allerton 2016"
     joins: ClassVar[tuple[str, ...]] = STALE
 
-    target: float | None = None
+    target: float | None = parameter(
+        None,
+        "total momentum, of servers and asynchrony together; none: the momentum of the job",
+        range=">= 0, < 1",
+        symbol="μ_target",
+    )
 
     def __post_init__(self) -> None:
         if self.target is not None and not 0 <= self.target < 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from dure.core.parameter import parameter
 
 ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 """Collectives by name."""
@@ -21,10 +23,14 @@ class Collective:
         "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005"
     )
 
-    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = field(
-        default="engine", metadata={"shown": False}
+    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = parameter(
+        "engine",
+        "engine: that of torch.distributed, in virtual time its closed form; the others: written from sends",
+        shown=False,
     )
-    per_host: int | None = None
+    per_host: int | None = parameter(
+        None, "algorithm=hierarchical: ranks in a row that are on one host", range=">= 1", unit="workers"
+    )
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.core.parameter import parameter
+
 GRAPHS = ("ring", "exponential", "random-regular", "complete")
 """Graphs that gossip knows by name."""
 
@@ -20,9 +22,12 @@ class Gossip:
 
     paper: ClassVar[str] = "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"
 
-    graph: str = "exponential"
-    degree: int = 4
-    seed: int = 0
+    graph: str = parameter(
+        "exponential",
+        "neighbors of each worker: ring, exponential, random-regular, complete, pairs as in 0-1/1-2, or a file",
+    )
+    degree: int = parameter(4, "graph=random-regular: neighbors of each worker", range=">= 2", unit="workers")
+    seed: int = parameter(0, "graph=random-regular: seed of the graph", range=">= 0")
 
     def __post_init__(self) -> None:
         if not isinstance(self.graph, str):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.core.parameter import parameter
+
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
@@ -19,9 +21,11 @@ class Hybrid:
         "Kim et al., Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks, EuroSys 2019"
     )
 
-    servers: tuple[str, ...] = ("auto",)
-    shards: int | None = None
-    colocated: bool = True
+    servers: tuple[str, ...] = parameter(
+        ("auto",), "parameters on servers: auto (where that moves fewer bytes), none, all, or names joined by /"
+    )
+    shards: int | None = parameter(None, "servers; none: as many as workers", range=">= 1", unit="servers")
+    colocated: bool = parameter(True, "servers run on the workers' machines instead of machines of their own")
 
     def __post_init__(self) -> None:
         if self.shards is not None and self.shards < 1:

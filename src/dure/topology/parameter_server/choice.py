@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from dure.core.parameter import parameter
+
 Split = Literal["memory", "layer", "keys", "hybrid"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -25,10 +27,15 @@ class ParameterServer:
 
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
-    shards: int = 1
-    split: Split = "memory"
-    colocated: bool = False
-    bound: int = BOUND
+    shards: int = parameter(1, "servers, each with a part of the model", range=">= 1", unit="servers")
+    split: Split = parameter(
+        "memory",
+        "memory: equal ranges; layer: whole layers, largest first; keys: whole layers in order; hybrid: large ones cut",
+    )
+    colocated: bool = parameter(False, "servers run on the workers' machines instead of machines of their own")
+    bound: int = parameter(
+        BOUND, "split=hybrid: size from which a layer is cut over all servers", range=">= 1", unit="elements"
+    )
 
     def __post_init__(self) -> None:
         if self.shards < 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dure.core.parameter import parameter
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -19,8 +21,10 @@ class SharedMemory:
         "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
     )
 
-    mode: Literal["racy", "atomic"] = "racy"
-    locks: int = 64
+    mode: Literal["racy", "atomic"] = parameter(
+        "racy", "racy: no locks, simultaneous additions may be lost; atomic: none is lost"
+    )
+    locks: int = parameter(64, "mode=atomic: equal ranges of the model, each with a lock", range=">= 1", unit="ranges")
 
     def __post_init__(self) -> None:
         if self.mode not in ("racy", "atomic"):
