@@ -120,6 +120,14 @@ def test_the_command_on_a_page_is_one_that_was_measured(name):
     assert (given.sync, given.steps, given.lr) in measured()
 
 
+def test_the_reference_is_what_the_classes_say():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    again = "the classes say something else by now: run python docs/reference.py"
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == reference.page(), again
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")

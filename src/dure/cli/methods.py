@@ -49,7 +49,9 @@ def described(name: str = "", workers: int | None = None) -> list[Row]:
 
 
 def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
-    """`rows` as a table; with `details`, one line per parameter in place of one per member, then its graphs if any."""
+    """`rows` as a table; with `details`, all about the first: one line per parameter, then its graphs if any."""
+    from rich.text import Text
+
     if not details:
         return [_overview(rows)]
     graphs = rows[0].get("graphs", ())
@@ -60,7 +62,7 @@ def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
         shown += ["", _mixing_table(graphs), GAPS]
     for graph in graphs:
         shown += _matrix(graph["mixing"]) if "mixing" in graph else []
-    return shown
+    return [Text(each) if isinstance(each, str) else each for each in shown]
 
 
 # ---- graphs of gossip
@@ -135,7 +137,7 @@ def _row(axis: str, name: str, place: str) -> Row:
     return {
         "axis": axis,
         "name": name,
-        "class": f"dure.{kind.__name__}" if name in catalogue(axis) else place,
+        "class": f"dure.{kind.__name__}" if name in catalogue(axis) else name,
         "summary": summary(kind),
         "paper": paper(kind),
         "combines": _carriers(name) if axis == "codec" else list(combines(kind)),
@@ -178,7 +180,7 @@ def _company(row: Row) -> tuple[str, str]:
         return "joins", f'{listed}, as in "{row["combines"][0]}+{row["name"]}"'
     if row["axis"] == "codec":
         return "goes with", listed
-    return "runs over", f"{listed} (the first unless another is chosen)"
+    return "runs over", listed if len(row["combines"]) == 1 else f"{listed} (the first unless another is chosen)"
 
 
 def _overview(rows: Sequence[Row]) -> Table:
@@ -222,7 +224,7 @@ def _parameter_table(found: Sequence[Row]) -> Table:
         {
             "parameter": each["name"],
             "default": "required" if each["default"] is None else each["default"],
-            "values": _values(each),
+            "values": values(each),
             "unit": each["unit"],
             "symbol": each["symbol"],
             "meaning": each["meaning"],
@@ -239,10 +241,10 @@ def _parameter_table(found: Sequence[Row]) -> Table:
     return shown
 
 
-def _values(parameter: Row) -> str:
-    """The type of a parameter, and the range of its numbers.
+def values(parameter: Row) -> str:
+    """What a parameter may be: its type, and the range of its numbers.
 
-    >>> _values({"type": "int|none", "range": ">= 1"}), _values({"type": "fixed|decay", "range": ""})
+    >>> values({"type": "int|none", "range": ">= 1"}), values({"type": "fixed|decay", "range": ""})
     ('int >= 1 | none', 'fixed | decay')
     """
     first, *others = parameter["type"].split("|")
