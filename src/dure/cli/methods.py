@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+HINT = "\nWhat a parameter means, its range, its unit and its symbol in the paper: dure methods NAME"
+
 SIZES = (8, 16, 64)
 """Workers for which graphs are shown where nothing else is asked for."""
 
@@ -53,7 +55,7 @@ def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
     from rich.text import Text
 
     if not details:
-        return [_overview(rows)]
+        return [_overview(rows), Text(HINT)]
     graphs = rows[0].get("graphs", ())
     shown: list[RenderableType] = [_details(rows[0])]
     if rows[0]["parameters"]:
@@ -171,7 +173,7 @@ def _assignment(parameter: Row) -> str:
 
 
 def _how(row: Row) -> str:
-    return "joined by + to" if row["axis"] in JOINS else "over"
+    return "joined by + to" if row["axis"] in JOINS else "runs over"
 
 
 def _company(row: Row) -> tuple[str, str]:
