@@ -22,7 +22,10 @@ JOINED = {"joined": True}
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Codec):
-    """Error feedback: what the codec loses of one message is added to the next."""
+    """Error feedback: what the codec loses of one message is added to the next.
+
+    Votes have none: what they decode to is no estimate of what was encoded.
+    """
 
     paper: ClassVar[str] = "Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018"
     joins: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "int8", "sign")
@@ -44,7 +47,10 @@ class ErrorFeedback(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Codec):
-    """Momentum before encoding: the codec encodes a moving average. With `sign` it is Signum."""
+    """Momentum before encoding: the codec encodes a moving average. With `sign` it is Signum.
+
+    u = beta u + (1 - beta) values; the message is that of u.
+    """
 
     paper: ClassVar[str] = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018"
     joins: ClassVar[tuple[str, ...]] = ("sign", "ternary", "it-sign")

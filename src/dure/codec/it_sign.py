@@ -23,7 +23,10 @@ from dure.core.parameter import parameter
 
 @dataclass(frozen=True, slots=True)
 class ITSign(Codec):
-    """The sign of every element, for a vote weighted by how reliable each worker has been."""
+    """The sign of every element, for a vote weighted by how reliable each worker has been.
+
+    `vote.LogLikelihood` is that vote.
+    """
 
     paper: ClassVar[str] = "Park, Poor and Lee, SignSGD with Federated Voting, 2024, arXiv 2403.16372"
 
