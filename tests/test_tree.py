@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import dure
+from dure.core.catalogue import load
 from dure.run.strategy import AXES, REMEDY, WRAPPER
 from dure.run.strategy import catalogue as one_catalogue
 
@@ -175,24 +177,41 @@ def test_every_blocking_wait_has_a_bound():
 @pytest.mark.parametrize("axis", SHARED)
 def test_catalogues_equal_files(axis):
     files = {path.stem for path in (SOURCE / axis).glob("*.py")} - {"__init__"} - SHARED[axis]
-    listed = {entry.module.rpartition(".")[2] for entry in catalogue(axis).values()}
+    listed = {place.partition(":")[0].rpartition(".")[2] for place in catalogue(axis).values()}
     assert listed == files
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_catalogues_equal_classes(axis):
     """Every public class of a module that a catalogue names is a member."""
-    modules = {entry.module for entry in catalogue(axis).values()}
+    places = [place.partition(":") for place in catalogue(axis).values()]
+    modules = {module for module, _, _ in places}
     trees = [tree(SOURCE.parent / f"{module.replace('.', '/')}.py") for module in modules]
     classes = {node.name for each in trees for node in each.body if isinstance(node, ast.ClassDef)}
-    assert {each for each in classes if not each.startswith("_")} == {e.member for e in catalogue(axis).values()}
+    assert {each for each in classes if not each.startswith("_")} == {name for _, _, name in places}
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_tables_for_people_equal_catalogues(axis):
-    table = ast.get_docstring(tree(SOURCE / axis / "__init__.py"))
-    rows = {line.split("|")[1].strip(" `") for line in table.splitlines() if line.startswith("| `")}
-    assert rows == set(catalogue(axis))
+def test_a_folder_imports_nothing(axis):
+    """A catalogue is read without importing what it names."""
+    assert list(imports(SOURCE / axis / "__init__.py")) == []
+
+
+def test_type_checkers_see_every_public_name():
+    blocks = [node for node in tree(SOURCE / "__init__.py").body if isinstance(node, ast.If)]
+    (block,) = [node for node in blocks if dotted(node.test) == "TYPE_CHECKING"]
+    seen = [(node.module, alias.name, alias.asname) for node in block.body for alias in node.names]
+    assert {public for _, _, public in seen} == set(dure.__all__)
+    for module, name, public in seen:
+        assert name == public
+        found = getattr(dure, public)
+        assert (found.__module__, found.__qualname__) == (module, name)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_member_has_a_public_name(axis):
+    for place in catalogue(axis).values():
+        assert getattr(dure, place.partition(":")[2]) is load(place)
 
 
 def test_no_marker_of_unfinished_work():

@@ -48,19 +48,37 @@ def test_methods_as_json_is_the_last_line_alone():
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
     rows = {row["name"]: row for row in json.loads(line)["methods"]}
-    assert rows["ssp"]["parameters"][0] == {"name": "bound", "type": "float", "default": "3"}
+    bound, split = dict(rows["ssp"]["parameters"][0]), dict(rows["ps"]["parameters"][1])
+    assert bound.pop("meaning").startswith("clocks (completed steps) by which a worker may lead the slowest one")
+    about = {"range": ">= 0", "unit": "clocks", "symbol": "s"}
+    assert bound == {"name": "bound", "type": "float", "default": "3", **about}
+    assert split.pop("meaning").startswith("memory: equal ranges;")
+    about = {"range": "", "unit": "", "symbol": ""}
+    assert split == {"name": "split", "type": "memory|layer|keys|hybrid", "default": "memory", **about}
+    assert rows["ssp"]["class"] == "dure.SSP"
+    assert rows["ssp"]["paper"].startswith("Ho et al.")
     assert rows["dc-asgd"]["axis"] == "remedy"
     assert rows["ssp"]["combines"] == ["ps"]
     assert rows["ps"]["axis"] == "topology"
-    assert {"name": "split", "type": "memory|layer|keys|hybrid", "default": "memory"} in rows["ps"]["parameters"]
     assert "averaging" in done.stderr
 
 
 def test_methods_tells_all_about_one():
     done = dure("methods", "ssp")
-    assert "bound=3" in done.stdout
+    assert re.search(r"^bound +3 +float >= 0 +clocks +s +clocks \(completed steps\)", done.stdout, flags=re.MULTILINE)
     assert "Ho et al." in done.stdout
+    assert "dure.SSP" in done.stdout
     assert "downpour" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_methods_tells_about_a_method_in_a_file():
+    done = dure("methods", f"{SOURCE.parent / 'examples' / '03_post_local.py'}:PostLocal", "--json")
+    (row,) = json.loads(done.stdout)["methods"]
+    assert row["summary"] == "BSP for the first `switch` steps, then local SGD that averages every `period`"
+    assert (row["paper"], row["combines"]) == ("", ["collective"])
+    first = {"name": "switch", "type": "int", "default": "50", "range": "", "unit": "", "symbol": "", "meaning": ""}
+    assert row["parameters"][0] == first
 
 
 def test_methods_tells_which_methods_send_what_a_codec_encodes():

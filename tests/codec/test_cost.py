@@ -7,6 +7,7 @@ import pytest
 import dure
 from dure.codec import CATALOGUE, WRAPPERS
 from dure.codec.cost import MEASURED, cost_of
+from dure.core.catalogue import combines, load
 from dure.core.cost import CodecCost, Line
 from dure.core.node import CodecWork
 from dure.errors import UsageError
@@ -70,7 +71,7 @@ def test_whose_cost_counts() -> None:
 
 
 def test_every_codec_has_been_measured() -> None:
-    joined = {f"{inner}+{name}" for name, entry in WRAPPERS.items() for inner in entry.combines}
+    joined = {f"{inner}+{name}" for name, place in WRAPPERS.items() for inner in combines(load(place))}
     assert set(MEASURED) == CATALOGUE.keys() - {"fp32"} | joined
 
 

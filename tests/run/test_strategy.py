@@ -9,6 +9,7 @@ import pytest
 import dure
 from dure.codec.feedback import Momentum
 from dure.codec.floats import Float16
+from dure.core.catalogue import combines, load
 from dure.core.spec_text import Call, parse_calls, parse_value, value_text
 from dure.errors import StrategyError
 from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
@@ -111,7 +112,7 @@ def test_what_is_wrong_is_named_in_one_line(text, words):
 
 
 @pytest.mark.parametrize(
-    "sync", [name for name, entry in catalogue("sync").items() if "collective" not in entry.combines]
+    "sync", [name for name, place in catalogue("sync").items() if "collective" not in combines(load(place))]
 )
 def test_a_combination_that_makes_no_sense_names_one_that_works(sync):
     with pytest.raises(
@@ -168,7 +169,7 @@ def is_made(text: str, axis: str) -> bool:
 @pytest.mark.parametrize("codec", catalogue("codec"))
 def test_a_codec_and_what_joins_it_are_made_if_the_catalogue_says_so(codec, wrapper):
     """By whatever way a codec is given: a strategy, a hook, a probe, a cluster file."""
-    listed = codec in catalogue(WRAPPER)[wrapper].combines
+    listed = codec in combines(load(catalogue(WRAPPER)[wrapper]))
     text = PARAMETERS.get(f"{codec}+{wrapper}", f"{PARAMETERS.get(codec, codec)}+{wrapper}")
     assert is_made(text, "codec") == listed
     if listed:
@@ -190,10 +191,11 @@ def test_a_hook_takes_no_object_that_the_catalogue_has_not():
 @pytest.mark.parametrize("remedy", catalogue(REMEDY))
 @pytest.mark.parametrize("sync", catalogue("sync"))
 def test_a_method_and_a_remedy_are_made_if_the_catalogue_says_so(sync, remedy):
-    assert is_made(f"{sync}+{remedy}", "sync") == (sync in catalogue(REMEDY)[remedy].combines)
+    listed = sync in combines(load(catalogue(REMEDY)[remedy]))
+    assert is_made(f"{sync}+{remedy}", "sync") == listed
     for other in catalogue(REMEDY):
         both = is_made(f"{sync}+{remedy}+{other}", "sync")
-        assert both == (other != remedy and sync in catalogue(REMEDY)[remedy].combines)
+        assert both == (other != remedy and listed)
 
 
 @pytest.mark.parametrize("joined", [*catalogue(WRAPPER), *catalogue(REMEDY), *catalogue("codec"), *catalogue("sync")])
@@ -237,13 +239,14 @@ def test_a_method_from_elsewhere_goes_by_its_class():
 
 @pytest.mark.parametrize("axis", AXES)
 def test_every_member_loads_and_round_trips(axis):
-    for name, entry in catalogue(axis).items():
-        made = entry.load()()
+    for name, place in catalogue(axis).items():
+        made = load(place)()
         text = member_text(axis, made)
         assert text.partition(":")[0] == name
         assert by_axis(text) == {axis: text}
         assert make(text, axis) == made
-        over = [sync for sync, e in catalogue("sync").items() if name in e.combines] if axis == "topology" else []
+        methods = catalogue("sync").items() if axis == "topology" else ()
+        over = [sync for sync, place in methods if name in combines(load(place))]
         assert Strategy.of(**{"sync": (over or ["bsp"])[0], axis: text}).text()[axis] == text
 
 
@@ -252,10 +255,10 @@ def test_names_are_unique_across_the_axes():
     assert len(names) == len(set(names))
 
 
-def test_the_catalogue_and_the_class_agree_on_topologies():
-    for entry in catalogue("sync").values():
-        assert entry.combines == entry.load().topologies
-        assert set(entry.combines) <= set(catalogue("topology"))
+def test_methods_run_over_topologies_of_the_catalogue():
+    for place in catalogue("sync").values():
+        assert combines(load(place))
+        assert set(combines(load(place))) <= set(catalogue("topology"))
 
 
 OWN = """

@@ -16,6 +16,7 @@ from support.stale import Bench
 
 import dure
 from dure.cli.methods import described
+from dure.core.catalogue import combines, load
 from dure.errors import StrategyError
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY, Strategy, catalogue, make, member_text
@@ -30,7 +31,7 @@ from dure.topology.correction import Update
 START = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)
 CURVATURE = torch.tensor([1.0, 0.5, 0.25, 2.0], dtype=torch.float64)
 LOWEST = torch.tensor([0.5, 1.0, -1.0, 0.125], dtype=torch.float64)
-STALE = [name for name, entry in catalogue("sync").items() if getattr(entry.load(), "stale_gradients", False)]
+STALE = [name for name, place in catalogue("sync").items() if getattr(load(place), "stale_gradients", False)]
 OTHERS = [name for name in catalogue("sync") if name not in STALE]
 
 
@@ -96,7 +97,7 @@ def test_text_and_objects_are_the_same_thing() -> None:
 
 @pytest.mark.parametrize("remedy", catalogue(REMEDY))
 def test_a_remedy_lists_exactly_the_methods_that_it_joins(remedy: str) -> None:
-    assert set(catalogue(REMEDY)[remedy].combines) == set(STALE)
+    assert set(combines(load(catalogue(REMEDY)[remedy]))) == set(STALE)
     for name in STALE:
         joined = make(f"{name}+{remedy}")
         assert make(member_text("sync", joined)) == joined
@@ -107,14 +108,15 @@ def test_a_remedy_lists_exactly_the_methods_that_it_joins(remedy: str) -> None:
 def test_remedies_are_listed_beside_the_axes() -> None:
     assert {row["name"] for row in described() if row["axis"] == REMEDY} == set(catalogue(REMEDY))
     (row,) = described("dc-asgd")
-    assert row["parameters"][0] == {"name": "lambda", "type": "float", "default": "0.04"}
+    first = row["parameters"][0]
+    assert (first["name"], first["type"], first["default"]) == ("lambda", "float", "0.04")
     assert make("downpour+staleness-lr").remedies == (StalenessLR(),)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_method_without_stale_gradients_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(StrategyError, match=f'dc-asgd .* {name} has none: .* as "downpour\\+dc-asgd"') as refused:
-        remedied(catalogue("sync")[name].load()(), DCASGD())
+        remedied(load(catalogue("sync")[name])(), DCASGD())
     assert "\n" not in str(refused.value)
 
 

@@ -1,10 +1,11 @@
-"""What can be chosen, as rows and as a table: the catalogues, with the parameters of each member."""
+"""What can be chosen, as rows and as tables: the members of the catalogues, as their classes describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dure.core.catalogue import combines, load, paper, summary
 from dure.core.spec_text import REQUIRED, Parameter, parameters, type_text, value_text
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import AXES, JOINS, Strategy, catalogue, find, make
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Row = dict[str, Any]
+
+HINT = "\nWhat a parameter means, its range, its unit and its symbol in the paper: dure methods NAME"
 
 SIZES = (8, 16, 64)
 """Workers for which graphs are shown where nothing else is asked for."""
@@ -27,6 +30,9 @@ GAPS = (
 WIDEST = 16
 """Columns of a matrix that a terminal has room for."""
 
+WIDEST_VALUES = 22
+"""Columns for the values of a parameter, where its meaning stands beside them."""
+
 
 def described(name: str = "", workers: int | None = None) -> list[Row]:
     """The member called `name`, or all of them. Raises `StrategyError` for a name that is none.
@@ -35,25 +41,30 @@ def described(name: str = "", workers: int | None = None) -> list[Row]:
     so many `workers` with the mixing matrix of an averaging.
     """
     if name.partition(":")[0] == "gossip":
-        return [{**_row("topology", "gossip"), "graphs": _graphs(name, workers)}]
+        return [{**_row("topology", "gossip", catalogue("topology")["gossip"]), "graphs": _graphs(name, workers)}]
     if workers is not None:
         raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
     if name:
-        return [_row(find(name)[0], name)]
-    return [_row(axis, member) for axis in (*AXES, *JOINS) for member in catalogue(axis)]
+        axis, place = find(name)
+        return [_row(axis, name, place)]
+    return [_row(axis, member, place) for axis in (*AXES, *JOINS) for member, place in catalogue(axis).items()]
 
 
 def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
-    """`rows` as a table; with `details`, one line per parameter in place of one per member, then its graphs if any."""
+    """`rows` as a table; with `details`, all about the first: one line per parameter, then its graphs if any."""
+    from rich.text import Text
+
     if not details:
-        return [_overview(rows)]
+        return [_overview(rows), Text(HINT)]
     graphs = rows[0].get("graphs", ())
     shown: list[RenderableType] = [_details(rows[0])]
+    if rows[0]["parameters"]:
+        shown += ["", _parameter_table(rows[0]["parameters"])]
     if graphs:
         shown += ["", _mixing_table(graphs), GAPS]
     for graph in graphs:
         shown += _matrix(graph["mixing"]) if "mixing" in graph else []
-    return shown
+    return [Text(each) if isinstance(each, str) else each for each in shown]
 
 
 # ---- graphs of gossip
@@ -123,15 +134,16 @@ def _matrix(matrix: Sequence[Sequence[float]]) -> list[RenderableType]:
 # ---- members
 
 
-def _row(axis: str, name: str) -> Row:
-    entry = catalogue(axis)[name]
+def _row(axis: str, name: str, place: str) -> Row:
+    kind = load(place)
     return {
         "axis": axis,
         "name": name,
-        "summary": entry.summary,
-        "paper": entry.paper,
-        "combines": _carriers(name) if axis == "codec" else list(entry.combines),
-        "parameters": [_parameter(each) for each in parameters(entry.load())],
+        "class": f"dure.{kind.__name__}" if name in catalogue(axis) else name,
+        "summary": summary(kind),
+        "paper": paper(kind),
+        "combines": _carriers(name) if axis == "codec" else list(combines(kind)),
+        "parameters": [_parameter(each) for each in parameters(kind)],
     }
 
 
@@ -146,12 +158,14 @@ def _carriers(codec: str) -> list[str]:
         return True
 
     methods = catalogue("sync").items()
-    return [name for name, entry in methods if any(carries(name, topology) for topology in entry.combines)]
+    return [name for name, place in methods if any(carries(name, topology) for topology in combines(load(place)))]
 
 
 def _parameter(parameter: Parameter) -> Row:
     default = None if parameter.default is REQUIRED else value_text(parameter.default)
-    return {"name": parameter.name, "type": type_text(parameter.annotation), "default": default}
+    row = {"name": parameter.name, "type": type_text(parameter.annotation), "default": default}
+    described = {"range": parameter.range, "unit": parameter.unit, "symbol": parameter.symbol}
+    return {**row, **described, "meaning": parameter.meaning}
 
 
 def _assignment(parameter: Row) -> str:
@@ -159,7 +173,7 @@ def _assignment(parameter: Row) -> str:
 
 
 def _how(row: Row) -> str:
-    return "joined by + to" if row["axis"] in JOINS else "over"
+    return "joined by + to" if row["axis"] in JOINS else "runs over"
 
 
 def _company(row: Row) -> tuple[str, str]:
@@ -168,7 +182,7 @@ def _company(row: Row) -> tuple[str, str]:
         return "joins", f'{listed}, as in "{row["combines"][0]}+{row["name"]}"'
     if row["axis"] == "codec":
         return "goes with", listed
-    return "runs over", f"{listed} (the first unless another is chosen)"
+    return "runs over", listed if len(row["combines"]) == 1 else f"{listed} (the first unless another is chosen)"
 
 
 def _overview(rows: Sequence[Row]) -> Table:
@@ -196,9 +210,44 @@ def _details(row: Row) -> Table:
     shown.add_column(overflow="fold")
     shown.add_row(row["axis"], row["name"])
     shown.add_row("what it does", row["summary"])
-    shown.add_row("paper", row["paper"])
+    if row["paper"]:
+        shown.add_row("paper", row["paper"])
     if row["combines"]:
         shown.add_row(*_company(row))
-    for position, parameter in enumerate(row["parameters"]):
-        shown.add_row("" if position else "parameters", f"{_assignment(parameter)}  ({parameter['type']})")
+    shown.add_row("class", row["class"])
     return shown
+
+
+def _parameter_table(found: Sequence[Row]) -> Table:
+    """One line for each parameter. A column that is empty for all of them is left out."""
+    from rich.table import Table
+
+    cells = [
+        {
+            "parameter": each["name"],
+            "default": "required" if each["default"] is None else each["default"],
+            "values": values(each),
+            "unit": each["unit"],
+            "symbol": each["symbol"],
+            "meaning": each["meaning"],
+        }
+        for each in found
+    ]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    headings = [heading for heading in cells[0] if any(row[heading] for row in cells)]
+    for heading in headings:
+        wraps = heading in ("values", "meaning")
+        shown.add_column(heading, no_wrap=not wraps, max_width=WIDEST_VALUES if heading == "values" else None)
+    for row in cells:
+        shown.add_row(*(row[heading] for heading in headings))
+    return shown
+
+
+def values(parameter: Row) -> str:
+    """What a parameter may be: its type, and the range of its numbers.
+
+    >>> values({"type": "int|none", "range": ">= 1"}), values({"type": "fixed|decay", "range": ""})
+    ('int >= 1 | none', 'fixed | decay')
+    """
+    first, *others = parameter["type"].split("|")
+    return " | ".join([f"{first} {parameter['range']}".rstrip(), *others])

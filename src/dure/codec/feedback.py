@@ -9,10 +9,12 @@ that always errs to the same side never goes away.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from dure.codec.base import Codec, Vote, Way
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder, MomentumCoder
+from dure.core.parameter import parameter
 
 JOINED = {"joined": True}
 """Marks what a wrapper wraps, which in text stands before its `+`."""
@@ -20,7 +22,13 @@ JOINED = {"joined": True}
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Codec):
-    """`codec`, whose error is fed back. Votes have none: what they decode to is no estimate of what was encoded."""
+    """Error feedback: what the codec loses of one message is added to the next.
+
+    Votes have none: what they decode to is no estimate of what was encoded.
+    """
+
+    paper: ClassVar[str] = "Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018"
+    joins: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "int8", "sign")
 
     codec: Codec = field(metadata=JOINED)
 
@@ -39,10 +47,16 @@ class ErrorFeedback(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Codec):
-    """`codec` of a moving average: u = beta u + (1 - beta) values. With `Sign` it is Signum (Bernstein et al. 2018)."""
+    """Momentum before encoding: the codec encodes a moving average. With `sign` it is Signum.
+
+    u = beta u + (1 - beta) values; the message is that of u.
+    """
+
+    paper: ClassVar[str] = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018"
+    joins: ClassVar[tuple[str, ...]] = ("sign", "ternary", "it-sign")
 
     codec: Codec = field(metadata=JOINED)
-    beta: float = 0.9
+    beta: float = parameter(0.9, "weight of the past in the moving average", range=">= 0, < 1", symbol="β")
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:

@@ -10,6 +10,7 @@ int8     n + 4 ceil(n / 256)          half of 1 / 127 of the largest of its 256 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ _MOST_SCALE = float(np.nextafter(np.float32(_MOST / 127), np.float32(0)))  # 127
 
 @dataclass(frozen=True, slots=True)
 class Float16(Codec):
-    """Half precision: 5 bits of exponent."""
+    """Every element in half precision, with 5 bits of exponent: 2 bytes each."""
+
+    paper: ClassVar[str] = "Micikevicius et al., Mixed Precision Training, ICLR 2018"
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.float16)
@@ -35,7 +38,9 @@ class Float16(Codec):
 
 @dataclass(frozen=True, slots=True)
 class BFloat16(Codec):
-    """The upper half of a float32: 8 bits of exponent."""
+    """The upper half of every float32, with 8 bits of exponent: 2 bytes each."""
+
+    paper: ClassVar[str] = "Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019"
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.bfloat16)
@@ -43,7 +48,9 @@ class BFloat16(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8(Codec):
-    """8 bits and a scale for every 256 elements: today's point of reference."""
+    """8 bits per element, and one scale for every 256 elements."""
+
+    paper: ClassVar[str] = "Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016"
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> _Int8Coder:
         return _Int8Coder(layout.numel)

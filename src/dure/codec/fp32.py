@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dure.codec.base import Codec
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Float32(Codec):
-    """Single precision, uncompressed."""
+    """Every element in single precision, without compression: 4 bytes each."""
+
+    paper: ClassVar[str] = "IEEE Standard for Floating-Point Arithmetic, IEEE 754-2019"
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         import torch

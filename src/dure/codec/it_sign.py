@@ -11,24 +11,46 @@ Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.sign import Sign
 from dure.codec.ternary import Ternary
 from dure.codec.vote import LogLikelihood
+from dure.core.parameter import parameter
 
 
 @dataclass(frozen=True, slots=True)
 class ITSign(Codec):
-    """The log-likelihood vote; see `vote.LogLikelihood` for `start`, `least` and `forget`."""
+    """The sign of every element, for a vote weighted by how reliable each worker has been.
 
-    granularity: Literal["worker", "coordinate"] = "worker"
-    zeros: Literal["abstain", "random", "positive"] = "abstain"
-    start: int | None = None
-    least: float = 0.01
-    forget: float | None = None
+    `vote.LogLikelihood` is that vote.
+    """
+
+    paper: ClassVar[str] = "Park, Poor and Lee, SignSGD with Federated Voting, 2024, arXiv 2403.16372"
+
+    granularity: Literal["worker", "coordinate"] = parameter(
+        "worker", "one error rate for each worker, or, as in the paper, for each worker and coordinate"
+    )
+    zeros: Literal["abstain", "random", "positive"] = parameter(
+        "abstain", "elements that are zero: abstain (messages are ternary), or have a random or a positive sign"
+    )
+    start: int | None = parameter(
+        None,
+        "rounds of a worker before its votes are weighted; none: 10, with coordinates 50",
+        range=">= 0",
+        unit="rounds",
+        symbol="T_in",
+    )
+    least: float = parameter(
+        0.01, "least error rate that is assumed, which limits a worker's weight", range="> 0, < 0.5", unit="fraction"
+    )
+    forget: float | None = parameter(
+        None,
+        "factor of the counts after each round; 1: nothing is forgotten; none: 0.9, with coordinates 1",
+        range="> 0, <= 1",
+    )
 
     def __post_init__(self) -> None:
         if self.granularity not in ("worker", "coordinate"):

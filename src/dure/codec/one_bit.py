@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +23,17 @@ from dure.codec.base import Codec
 from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 
 @dataclass(frozen=True, slots=True)
 class OneBit(Codec):
-    """A bit per element, two means per column."""
+    """One bit per element and two means per column; the error is fed back."""
 
-    feedback: bool = True
+    paper: ClassVar[str] = "Seide, Fu, Droppo, Li and Yu, 1-Bit Stochastic Gradient Descent, Interspeech 2014"
+
+    feedback: bool = parameter(True, "the error of a message is added to the next")
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _TwoMeansCoder(layout)

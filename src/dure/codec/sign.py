@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Vote
 from dure.codec.blocks import require_finite, require_in_float32, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _SCALE = 4  # bytes
@@ -28,14 +29,20 @@ _SCALE = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """One bit per element; `scaled` adds the mean magnitude.
+    """The sign of every element, one bit each, for a majority vote; with `scaled`, also the mean magnitude.
 
     `zeros` are "positive", or of a "random" sign: to call them all positive is a vote for what nobody wants where many
     elements are exactly zero.
     """
 
-    zeros: Literal["positive", "random"] = "positive"
-    scaled: bool = False
+    paper: ClassVar[str] = (
+        "Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019"
+    )
+
+    zeros: Literal["positive", "random"] = parameter(
+        "positive", "sign of an element that is zero: positive, or drawn at random"
+    )
+    scaled: bool = parameter(False, "messages have the mean magnitude too, and are averaged instead of voted on")
 
     def __post_init__(self) -> None:
         if self.zeros not in ("positive", "random"):

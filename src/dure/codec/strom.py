@@ -23,6 +23,7 @@ from dure.codec.base import Codec, Way
 from dure.codec.blocks import BLOCK, blocks
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 if TYPE_CHECKING:
@@ -33,12 +34,24 @@ _COUNT = 4  # bytes: how many signs there are
 
 @dataclass(frozen=True, slots=True)
 class Strom(Codec):
-    """`threshold` in the units of what is encoded; positions are coded by "range" coder or, a little longer, "rice"."""
+    """The position and sign of every element that has grown beyond `threshold`; the rest waits."""
+
+    paper: ClassVar[str] = (
+        "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"
+    )
 
     way: ClassVar[Way] = "gather"
 
-    threshold: float = 0.01
-    coding: gaps.CodecWork = "range"
+    threshold: float = parameter(
+        0.01,
+        "size from which an element is sent, and the size that is sent",
+        range="> 0, < inf",
+        unit="as encoded",
+        symbol="τ",
+    )
+    coding: gaps.CodecWork = parameter(
+        "range", "code of the positions: a range coder, or a Rice code, which is a little longer"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:

@@ -9,7 +9,7 @@ Where many elements are exactly zero (dead pixels, inactive units), to call them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from dure.codec import bits
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _HEADER = 8
@@ -26,9 +27,13 @@ _HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Codec):
-    """Minus one, zero or one; `coding` "entropy" is the smaller, "planes" the faster."""
+    """Minus one, zero or one for every element, for a majority vote in which zeros abstain."""
 
-    coding: Literal["entropy", "planes"] = "entropy"
+    paper: ClassVar[str] = "Wen et al., TernGrad, NeurIPS 2017 (the alphabet); Bernstein et al. 2019 (the vote)"
+
+    coding: Literal["entropy", "planes"] = parameter(
+        "entropy", "entropy: the smaller messages; planes: 2 bits per element, faster"
+    )
 
     def __post_init__(self) -> None:
         if self.coding not in ("entropy", "planes"):

@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Way
 from dure.codec.blocks import require_in_float32
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _LENGTH = 4  # bytes: those of the positions
@@ -28,12 +29,16 @@ _LENGTH = 4  # bytes: those of the positions
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """`share` of the elements, at least one; what is left out waits if `feedback`."""
+    """The position and value of the largest elements; the rest waits."""
+
+    paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
 
     way: ClassVar[Way] = "gather"
 
-    share: float = 0.01
-    feedback: bool = True
+    share: float = parameter(
+        0.01, "share of the elements that is sent, at least one", range="> 0, <= 1", unit="fraction"
+    )
+    feedback: bool = parameter(True, "elements that are not sent are added to the next message")
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:

@@ -1,41 +1,64 @@
-"""A row of a folder's catalogue: what a name means, without importing what it names."""
+"""A folder's catalogue: the names of its members, each with the place of its class, "MODULE:CLASS".
+
+A name is looked up without importing what it names. Everything else is said by the class, once:
+
+    docstring                 its first line is the summary
+    paper                     the source, with the first author in front
+    fields                    the parameters, described by `core.parameter`
+    topologies                of a method: the topologies it runs over, its default first
+    topology_reason           of a method: completes "X does not run over Y: "
+    collective_reason         of a method: a second reason, where Y is a collective
+    joins                     of a remedy or a codec wrapper: the members that it joins
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
+from inspect import cleandoc
 
 from dure.core import user_code
 
+Catalogue = Mapping[str, str]
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One member of an axis.
 
-    `module` and `member` say where its class is. `combines` names members of the other axis that it runs
-    with, its default first (empty: all of them), and `because` completes "X does not run over Y: ", as does `clash`
-    where Y is a collective.
+def load(place: str) -> type:
+    """The class at `place`.
+
+    >>> load("fractions:Fraction")
+    <class 'fractions.Fraction'>
     """
-
-    module: str
-    member: str
-    summary: str
-    paper: str
-    combines: tuple[str, ...] = ()
-    because: str = ""
-    clash: str = ""
-
-    def load(self) -> type:
-        """The class itself."""
-        kind = getattr(import_module(self.module), self.member)
-        assert isinstance(kind, type)
-        return kind
+    module, _, name = place.partition(":")
+    kind = getattr(import_module(module), name)
+    assert isinstance(kind, type)
+    return kind
 
 
-def name_of(kind: type, members: Mapping[str, Entry]) -> str:
+def place_of(kind: type) -> str:
+    """Where the class `kind` is."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def name_of(kind: type, members: Catalogue) -> str:
     """The name of a class in a catalogue; of any other its file and its name, or its name alone."""
-    for name, entry in members.items():
-        if (entry.module, entry.member) == (kind.__module__, kind.__qualname__):
+    place = place_of(kind)
+    for name, each in members.items():
+        if each == place:
             return name
     return user_code.text_of(kind) or kind.__name__
+
+
+def summary(kind: type) -> str:
+    """The first line of a member's docstring, without its period."""
+    return cleandoc(kind.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def paper(kind: type) -> str:
+    """The source of a member; empty for a method of a user's own that names none."""
+    return str(getattr(kind, "paper", ""))
+
+
+def combines(kind: type) -> tuple[str, ...]:
+    """The members that a method runs over, its default first, or that a remedy or a wrapper joins; empty for others."""
+    found = getattr(kind, "joins", getattr(kind, "topologies", ()))
+    return found if isinstance(found, tuple) else ()

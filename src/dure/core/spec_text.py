@@ -27,7 +27,8 @@ class Call(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of a member. `default` is `REQUIRED` where there is none.
 
-    `shown`: where it is the first of a member, the member's text has it even if it is the default.
+    `shown`: where it is the first of a member, the member's text has it even if it is the default. The last four are
+    its description (`core.parameter`), empty where the class has none.
     """
 
     name: str
@@ -35,6 +36,10 @@ class Parameter(NamedTuple):
     annotation: Any
     default: Any
     shown: bool = True
+    meaning: str = ""
+    range: str = ""
+    unit: str = ""
+    symbol: str = ""
 
     def __str__(self) -> str:
         return self.name if self.default is REQUIRED else f"{self.name}={value_text(self.default)}"
@@ -90,8 +95,16 @@ def parameters(kind: type) -> tuple[Parameter, ...]:
     """
     hints = get_type_hints(kind)
     own = [each for each in fields(kind) if each.init and "joined" not in each.metadata]
+    described = ("shown", "meaning", "range", "unit", "symbol")
     return tuple(
-        Parameter(f.name.rstrip("_"), f.name, hints[f.name], f.default, f.metadata.get("shown", True)) for f in own
+        Parameter(
+            each.name.rstrip("_"),
+            each.name,
+            hints[each.name],
+            each.default,
+            **{key: each.metadata[key] for key in described if key in each.metadata},
+        )
+        for each in own
     )
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.base import Codec
 from dure.codec.fp32 import Float32
 from dure.core import user_code
-from dure.core.catalogue import Entry
+from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
 from dure.core.spec_text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
 from dure.errors import StrategyError, UsageError
@@ -74,10 +74,10 @@ class Strategy:
     def __post_init__(self) -> None:
         name = name_of("topology", self.topology)
         if name not in self.sync.topologies:
-            entry = catalogue("sync").get(name_of("sync", self.sync))
-            because = (entry and entry.because) or f"it runs over {names(self.sync.topologies)}"
-            if entry and entry.clash and name == "collective":
-                because += f", and {entry.clash}"
+            because = getattr(self.sync, "topology_reason", "") or f"it runs over {names(self.sync.topologies)}"
+            clash = getattr(self.sync, "collective_reason", "")
+            if clash and name == "collective":
+                because += f", and {clash}"
         else:
             objection = getattr(self.sync, "objection", None)
             because = objection(name) if objection is not None else ""
@@ -143,10 +143,10 @@ class Strategy:
         return " ".join(self.text().values())
 
 
-def catalogue(axis: str) -> Mapping[str, Entry]:
-    """The members of an axis, or what joins them, by name."""
+def catalogue(axis: str) -> Catalogue:
+    """The members of an axis, or what joins them: names, and the places of their classes."""
     if axis == REMEDY:
-        members: Mapping[str, Entry] = import_module("dure.sync").REMEDIES
+        members: Catalogue = import_module("dure.sync").REMEDIES
     elif axis == WRAPPER:
         members = import_module("dure.codec").WRAPPERS
     else:
@@ -154,8 +154,8 @@ def catalogue(axis: str) -> Mapping[str, Entry]:
     return members
 
 
-def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
-    """The axis (or `REMEDY`) and the entry of `name`, on `axis` if it is given. Raises `StrategyError`.
+def find(name: str, axis: str | None = None) -> tuple[str, str]:
+    """The axis (or `REMEDY`) of `name` and the place of its class, on `axis` if it is given. Raises `StrategyError`.
 
     A method in a user's own file is `FILE.py:CLASS`.
     """
@@ -173,7 +173,7 @@ def find(name: str, axis: str | None = None) -> tuple[str, Entry]:
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
 
 
-def _own_method(name: str, file: str, member: str) -> Entry:
+def _own_method(name: str, file: str, member: str) -> str:
     try:
         kind = user_code.kind(file, member)
     except UsageError as error:
@@ -184,13 +184,12 @@ def _own_method(name: str, file: str, member: str) -> Entry:
             f"{name} is no method: a method is a dataclass with topologies, lockstep, delivers and work; this lacks "
             f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
         )
-    runs_over: tuple[str, ...] = vars(kind).get("topologies", ())
-    return Entry(kind.__module__, member, "a method of your own", kind.__doc__ or "", combines=runs_over)
+    return place_of(kind)
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:
     if axis in JOINS:
-        works = f"{catalogue(axis)[name].combines[0]}+{name}"
+        works = f"{combines(load(catalogue(axis)[name]))[0]}+{name}"
         return f'"{name}" is a {axis}: join it to a {JOINS[axis]}, as in "{works}".'
     return f'"{name}" is a {axis}, not a {wanted}; {wanted} has {names(catalogue(wanted))}.'
 
@@ -235,7 +234,7 @@ def make(text: str, axis: str | None = None) -> Any:
 
 def _make(call: Call, axis: str | None, **joined: Any) -> Any:
     name = call.name
-    kind = find(name, axis)[1].load()
+    kind = load(find(name, axis)[1])
     given = typed(call, kind)
     missing = [p.name for p in parameters(kind) if p.default is REQUIRED and p.field not in given]
     if missing:
@@ -288,7 +287,7 @@ def check_joins(codec: Codec) -> None:
 
 def _check_joined(inner: str, *wrappers: str) -> None:
     for wrapper in wrappers:
-        joins = catalogue(WRAPPER)[wrapper].combines if wrapper in catalogue(WRAPPER) else ()
+        joins = combines(load(catalogue(WRAPPER)[wrapper])) if wrapper in catalogue(WRAPPER) else ()
         if joins and inner in catalogue("codec") and inner not in joins:
             raise StrategyError(
                 f'"{wrapper}" joins {names(joins)}, not {inner}. The nearest that works is "{joins[0]}+{wrapper}", or '

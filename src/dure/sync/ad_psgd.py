@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ADPSGD:
-    """Gossip: gradients and averagings with neighbors, side by side."""
+    """Gossip: each worker averages its model with one neighbor at a time, beside its gradients."""
+
+    paper: ClassVar[str] = (
+        "Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"
+    )
+    topology_reason: ClassVar[str] = "its workers meet in pairs, each at its own time, and have no server between them"
 
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
     lockstep: ClassVar[bool] = False

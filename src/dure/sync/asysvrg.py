@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
+from dure.core.parameter import parameter
 from dure.job.data.split import Whole
 from dure.topology.parameter_server.policies import Barrier, Policy
 
@@ -47,11 +48,20 @@ _PORTIONS, _SAMPLES = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class AsySVRG:
-    """Asynchronous stochastic variance-reduced gradient on shared memory."""
+    """SGD with variance reduction on one model in shared memory, without locks and at a constant rate."""
 
-    inner: float = 2.0
-    lock: Literal["none", "write", "readwrite"] = "none"
-    portion: int = 128
+    paper: ClassVar[str] = "Zhao and Li, Fast Asynchronous Parallel Stochastic Gradient Descent, AAAI 2016"
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
+
+    inner: float = parameter(
+        2.0, "passes over the data by the inner loop of an epoch", range="> 0, < inf", unit="passes"
+    )
+    lock: Literal["none", "write", "readwrite"] = parameter(
+        "none", "accesses to the model that take a lock: none, write, or read and write"
+    )
+    portion: int = parameter(
+        128, "samples of the full gradient that a free worker takes at a time", range=">= 1", unit="samples"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("shared",)
     lockstep: ClassVar[bool] = False

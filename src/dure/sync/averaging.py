@@ -43,6 +43,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.node import EndOfWork
+from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.policies import Barrier, Policy
 
@@ -98,17 +99,48 @@ class _Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Local SGD: average the models every `period` steps, or as often as a `schedule` finds right."""
+    """Local SGD: workers train alone and average their models every `period` steps, or when `schedule` says so."""
 
-    period: int = 10
-    schedule: Literal["fixed", "decay", "overhead", "adaptive"] = "fixed"
-    factor: float = 0.5
-    interval: int = 100
-    overhead: float = 0.05
-    weights: Literal["samples", "uniform", "loss", "fisher"] = "samples"
-    temperature: float = 1.0
-    state: Literal["keep", "average", "reset"] = "keep"
-    pace: Literal["steps", "time"] = "steps"
+    paper: ClassVar[str] = (
+        "Su and Chen, Experiments on Parallel Training of Deep Neural Network using Model Averaging, 2015"
+    )
+
+    period: int = parameter(
+        10,
+        "steps of each worker between two averages; with a schedule, its first value",
+        range=">= 1",
+        unit="steps",
+        symbol="τ",
+    )
+    schedule: Literal["fixed", "decay", "overhead", "adaptive"] = parameter(
+        "fixed",
+        "fixed: a constant period; decay: times `factor`; overhead: by measured times; adaptive: by the loss",
+    )
+    factor: float = parameter(
+        0.5, "schedule=decay or adaptive: factor of the period at a change", range="> 0, <= 1", symbol="γ"
+    )
+    interval: int = parameter(
+        100,
+        "schedule=decay or adaptive: steps between two changes of the period",
+        range=">= 1",
+        unit="steps",
+        symbol="T_0",
+    )
+    overhead: float = parameter(
+        0.05, "schedule=overhead: largest share of the time that averaging may take", range="> 0, < 1", unit="fraction"
+    )
+    weights: Literal["samples", "uniform", "loss", "fisher"] = parameter(
+        "samples", "weights of the models: batch sizes, equal, by loss, or per element by Fisher information"
+    )
+    temperature: float = parameter(
+        1.0, "weights=loss: a weight is exp(-loss / temperature); inf: equal weights", range="> 0", unit="loss"
+    )
+    state: Literal["keep", "average", "reset"] = parameter(
+        "keep", "optimizer state of the workers at an average: kept, averaged too, or reset"
+    )
+    pace: Literal["steps", "time"] = parameter(
+        "steps", "steps: `period` steps of each worker; time: as many as fit into the median worker's `period` steps"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
     changes: ClassVar[bool] = True

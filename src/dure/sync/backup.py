@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -35,9 +36,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Synchronous SGD that waits for all but the slowest `backups` workers; one in twenty, or one, if left out."""
+    """Synchronous SGD that drops the gradients of the `backups` slowest workers in every step."""
 
-    backups: int | None = None
+    paper: ClassVar[str] = "Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016"
+    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
+    collective_reason: ClassVar[str] = "a collective needs all of them"
+
+    backups: int | None = parameter(
+        None,
+        "slowest workers that a step goes on without; none: one in twenty, at least one",
+        range=">= 0",
+        unit="workers",
+        symbol="b",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 import torch
 
 from dure.core.node import EndOfWork, Ghost, Operation
+from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.policies import Barrier, Policy
 
@@ -53,14 +54,30 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BMUF:
-    """Average every `period` steps, and step from mean to mean with momentum."""
+    """Model averaging every `period` steps, where the mean model moves with momentum."""
 
-    period: int = 10
-    momentum: float = 0.9
-    zeta: float = 1.0
-    nesterov: bool = True
-    overlap: int = 0
-    fragments: int = 1
+    paper: ClassVar[str] = (
+        "Chen and Huo, Scalable Training of Deep Learning Machines by Incremental Block Training with "
+        "Intra-Block Parallel Optimization and Blockwise Model-Update Filtering, ICASSP 2016"
+    )
+
+    period: int = parameter(10, "steps of each worker in a block, between two averages", range=">= 1", unit="steps")
+    momentum: float = parameter(0.9, "momentum of the mean model from block to block", range=">= 0, < 1", symbol="η")
+    zeta: float = parameter(
+        1.0, "rate of the block step: factor of the mean change of a block", range=">= 0", symbol="ζ"
+    )
+    nesterov: bool = parameter(
+        True, "Nesterov block momentum, where a block begins with a look-ahead; false: classical"
+    )
+    overlap: int = parameter(
+        0,
+        "steps that workers make while an average is under way; 0: they wait",
+        range=">= 0, <= period",
+        unit="steps",
+    )
+    fragments: int = parameter(
+        1, "parts of the model, each averaged at a time of its own in the block", range=">= 1, <= period", unit="parts"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
     changes: ClassVar[bool] = True
@@ -230,13 +247,22 @@ def part(values: torch.Tensor, cut: slice) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DiLoCo:
-    """BMUF with Nesterov's momentum, and AdamW inside."""
+    """BMUF with AdamW at the workers and Nesterov momentum of the mean model."""
 
-    period: int = 30
-    lr: float = 0.7
-    momentum: float = 0.9
-    overlap: int = 0
-    fragments: int = 1
+    paper: ClassVar[str] = "Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023"
+
+    period: int = parameter(30, "steps of each worker between two averages", range=">= 1", unit="steps", symbol="H")
+    lr: float = parameter(0.7, "learning rate of the outer step, from mean model to mean model", range=">= 0")
+    momentum: float = parameter(0.9, "Nesterov momentum of the outer step", range=">= 0, < 1")
+    overlap: int = parameter(
+        0,
+        "steps that workers make while an average is under way; 0: they wait",
+        range=">= 0, <= period",
+        unit="steps",
+    )
+    fragments: int = parameter(
+        1, "parts of the model, each averaged at a time of its own in the block", range=">= 1, <= period", unit="parts"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = BMUF.topologies
     changes: ClassVar[bool] = BMUF.changes

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BSP:
-    """Synchronous SGD, exactly as with one large batch."""
+    """Synchronous SGD: every step applies the mean gradient of all workers."""
+
+    paper: ClassVar[str] = "Valiant, A Bridging Model for Parallel Computation, CACM 1990"
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps", "hybrid")
     encodes: ClassVar[tuple[str, ...]] = ("collective", "ps")

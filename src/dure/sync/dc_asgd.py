@@ -28,7 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dure.sync.remedied import remedied
+from dure.core.parameter import parameter
+from dure.sync.remedied import STALE, remedied
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +39,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD:
-    """Compensate the delay of each gradient to first order."""
+    """A correction of each gradient, to first order, for how far the model has moved since it was read."""
 
-    lambda_: float = 0.04
-    mode: Literal["constant", "adaptive"] = "constant"
-    lambda0: float = 2.0
-    rho: float = 0.95
-    eps: float = 1e-7
-    squares: Literal["worker", "shared"] = "worker"
-    clip: bool = False
+    paper: ClassVar[str] = "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017"
+    joins: ClassVar[tuple[str, ...]] = STALE
+
+    lambda_: float = parameter(
+        0.04, "mode=constant: strength of the correction; 0: none", range=">= 0, < inf", symbol="λ"
+    )
+    mode: Literal["constant", "adaptive"] = parameter(
+        "constant",
+        "strength of the correction: constant, or adaptive: divided by the root of the mean squared gradient",
+    )
+    lambda0: float = parameter(
+        2.0, "mode=adaptive: strength of the correction; 0: none", range=">= 0, < inf", symbol="λ_0"
+    )
+    rho: float = parameter(
+        0.95, "mode=adaptive: weight of the past in the mean squared gradient", range=">= 0, < 1", symbol="m"
+    )
+    eps: float = parameter(
+        1e-7,
+        "mode=adaptive: added to the mean squared gradient, so that its root is above zero",
+        range="> 0, < inf",
+        symbol="ε",
+    )
+    squares: Literal["worker", "shared"] = parameter(
+        "worker", "mode=adaptive: a mean squared gradient for each worker, or one shared by all"
+    )
+    clip: bool = parameter(False, "no element of the correction exceeds that of the gradient")
 
     compares: ClassVar[bool] = True
 

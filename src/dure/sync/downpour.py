@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.node import EndOfWork
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import OneFirst
 
 if TYPE_CHECKING:
@@ -50,15 +51,28 @@ RELEASED = 1
 
 @dataclass(frozen=True, slots=True)
 class Downpour:
-    """Asynchronous SGD over parameter servers."""
+    """Asynchronous SGD: each worker pushes gradients to servers and pulls the model on a schedule of its own."""
 
-    n_push: int = 1
-    n_fetch: int = 1
-    local_lr: float = 0.0
-    server: Literal["job", "sgd", "adagrad", "adam"] = "job"
-    warm_start: float = 0.0
-    overlap: bool = False
-    at_once: bool = False
+    paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
+    topology_reason: ClassVar[str] = "its workers push and pull at different times"
+    collective_reason: ClassVar[str] = "a collective needs all of them at once"
+
+    n_push: int = parameter(
+        1, "steps between two pushes; a push is the sum of their gradients", range=">= 1", unit="steps", symbol="n_push"
+    )
+    n_fetch: int = parameter(1, "steps between two pulls of the model", range=">= 1", unit="steps", symbol="n_fetch")
+    local_lr: float = parameter(0.0, "learning rate of a worker's own steps between two pulls; 0: none", range=">= 0")
+    server: Literal["job", "sgd", "adagrad", "adam"] = parameter(
+        "job", "optimizer on the servers; job: that of the job"
+    )
+    warm_start: float = parameter(
+        0.0,
+        "share of the steps that one worker makes alone before the others start",
+        range=">= 0, < 1",
+        unit="fraction",
+    )
+    overlap: bool = parameter(False, "pushes and pulls travel during the next gradient")
+    at_once: bool = parameter(False, "one call in every step pushes the gradient and brings back the model")
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

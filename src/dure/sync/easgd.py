@@ -32,6 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -49,10 +50,18 @@ CENTER = "center"
 
 @dataclass(frozen=True, slots=True)
 class EASGD:
-    """Elastic averaging: exchange a force with the center every `period` steps."""
+    """Elastic averaging: every `period` steps, the model of a worker and a center pull each other closer."""
 
-    period: int = 4
-    elasticity: float | None = None
+    paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
+
+    period: int = parameter(4, "steps between two exchanges with the center", range=">= 1", unit="steps", symbol="τ")
+    elasticity: float | None = parameter(
+        None,
+        "share of its distance to the center that a worker gives up in an exchange; none: 0.9 / workers",
+        range=">= 0, <= 1",
+        unit="fraction",
+        symbol="α",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
     lockstep: ClassVar[bool] = False
@@ -83,11 +92,19 @@ class EASGD:
 
 @dataclass(frozen=True, slots=True)
 class EAMSGD:
-    """Elastic averaging with Nesterov's momentum at the workers, and none at the center."""
+    """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
 
-    period: int = 4
-    elasticity: float | None = None
-    momentum: float = 0.9
+    paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
+
+    period: int = parameter(4, "steps between two exchanges with the center", range=">= 1", unit="steps", symbol="τ")
+    elasticity: float | None = parameter(
+        None,
+        "share of its distance to the center that a worker gives up in an exchange; none: 0.9 / workers",
+        range=">= 0, <= 1",
+        unit="fraction",
+        symbol="α",
+    )
+    momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
 
     topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
     lockstep: ClassVar[bool] = False

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from dure.core.node import EndOfWork, Ghost
+from dure.core.parameter import parameter
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -46,9 +47,16 @@ _NO_LOOP = "its workers write to one memory, in which a model of one's own does 
 
 @dataclass(frozen=True, slots=True)
 class Hogwild:
-    """Lock-free SGD on shared memory."""
+    """SGD without locks: all workers update one model in shared memory."""
 
-    decay: float = 1.0
+    paper: ClassVar[str] = (
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
+    )
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
+
+    decay: float = parameter(
+        1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1", symbol="β"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("shared",)
     lockstep: ClassVar[bool] = False
@@ -79,11 +87,18 @@ class Hogwild:
 
 @dataclass(frozen=True, slots=True)
 class HogBatch:
-    """Hogwild! that writes once for several mini-batches."""
+    """Hogwild! with one write to the shared model for `batch` mini-batches."""
 
-    batch: int = 4
-    scale: Literal["mean", "sum"] = "mean"
-    decay: float = 1.0
+    paper: ClassVar[str] = (
+        "Sallinen et al., High Performance Parallel Stochastic Gradient Descent in Shared Memory, IPDPS 2016"
+    )
+    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
+
+    batch: int = parameter(4, "mini-batches for each write to the shared model", range=">= 1", unit="mini-batches")
+    scale: Literal["mean", "sum"] = parameter("mean", "mean or sum of their gradients is written")
+    decay: float = parameter(
+        1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("shared",)
     lockstep: ClassVar[bool] = False

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import AnyOf, Policy, most
 
 if TYPE_CHECKING:
@@ -35,9 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KAsync:
-    """Any `k` workers' gradients make an update, however stale; those `k` wait for it."""
+    """Asynchronous SGD on the gradients of any `k` workers, however stale; those `k` wait for the update."""
 
-    k: int | None = None
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "its workers are at different versions"
+    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
+
+    k: int | None = parameter(
+        None,
+        "workers whose gradients make an update; none: all but one in twenty, or all but one",
+        range=">= 1",
+        unit="workers",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
@@ -77,9 +90,21 @@ class KAsync:
 
 @dataclass(frozen=True, slots=True)
 class KBatchAsync:
-    """Any `k` mini-batches' gradients make an update, however stale; nobody waits."""
+    """Asynchronous SGD on any `k` gradients, however stale; no worker waits."""
 
-    k: int | None = None
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "its workers push at different times"
+    collective_reason: ClassVar[str] = "a collective needs all of them at once"
+
+    k: int | None = parameter(
+        None,
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
+        range=">= 1",
+        unit="mini-batches",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -37,9 +38,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KSync:
-    """The first `k` workers make an update; the others start over with them."""
+    """Synchronous SGD on the gradients of the first `k` workers; the other workers start over."""
 
-    k: int | None = None
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
+    collective_reason: ClassVar[str] = "a collective needs all of them"
+
+    k: int | None = parameter(
+        None,
+        "workers whose gradients make an update; none: all but one in twenty, or all but one",
+        range=">= 1",
+        unit="workers",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)
@@ -80,9 +93,21 @@ class KSync:
 
 @dataclass(frozen=True, slots=True)
 class KBatchSync:
-    """The first `k` mini-batches make an update, whoever computed them; the others start over."""
+    """Synchronous SGD on the first `k` mini-batches of any workers; unfinished ones start over."""
 
-    k: int | None = None
+    paper: ClassVar[str] = (
+        "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
+    )
+    topology_reason: ClassVar[str] = "a fast worker gives several gradients to an update"
+    collective_reason: ClassVar[str] = "a collective takes one of each"
+
+    k: int | None = parameter(
+        None,
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
+        range=">= 1",
+        unit="mini-batches",
+        symbol="K",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

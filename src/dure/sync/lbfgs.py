@@ -38,6 +38,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from dure.core.parameter import parameter
 from dure.errors import DivergedError
 from dure.sync import line_search
 from dure.sync.line_search import Trial
@@ -58,14 +59,29 @@ LONGEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class LBFGS:
-    """Distributed batch optimisation with L-BFGS."""
+    """Distributed L-BFGS: a coordinator commands vectors on servers, workers evaluate parts of a large batch."""
 
-    m: int = 10
-    search: Literal["wolfe", "backtracking", "exact"] = "wolfe"
-    batch: int = 0
-    push_every: int = 8
-    gamma: bool = True
-    iterations: float = math.inf
+    paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
+    topology_reason: ClassVar[str] = "its vectors live on servers, where a coordinator commands them"
+
+    m: int = parameter(
+        10,
+        "pairs (change of model, change of gradient) that are kept; 0: steepest descent",
+        range=">= 0",
+        unit="pairs",
+        symbol="m",
+    )
+    search: Literal["wolfe", "backtracking", "exact"] = parameter(
+        "wolfe", "line search: strong Wolfe, backtracking, or exact"
+    )
+    batch: int = parameter(0, "samples of an evaluation; 0: all", range=">= 0", unit="samples")
+    push_every: int = parameter(
+        8, "most portions (mini-batches) that a worker evaluates for one push", range=">= 1", unit="portions"
+    )
+    gamma: bool = parameter(True, "scale the direction by the newest pair's curvature", symbol="γ")
+    iterations: float = parameter(
+        math.inf, "iterations after which the run ends; inf: when its steps are spent", range=">= 1", unit="iterations"
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     lockstep: ClassVar[bool] = True

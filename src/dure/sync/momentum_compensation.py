@@ -24,10 +24,11 @@ fewer updates, so K counts it for too much and mu_L is a little low. K stays wha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from dure.core.parameter import parameter
 from dure.errors import StrategyError
-from dure.sync.remedied import remedied
+from dure.sync.remedied import STALE, remedied
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -35,9 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MomentumCompensation:
-    """Take the momentum that asynchrony brings off the servers' own."""
+    """The momentum of the servers, reduced by the momentum that asynchrony adds."""
 
-    target: float | None = None
+    paper: ClassVar[str] = "Mitliagkas, Zhang, Hadjis and Re, Asynchrony Begets Momentum, Allerton 2016"
+    joins: ClassVar[tuple[str, ...]] = STALE
+
+    target: float | None = parameter(
+        None,
+        "total momentum, of servers and asynchrony together; none: the momentum of the job",
+        range=">= 0, < 1",
+        symbol="μ_target",
+    )
 
     def __post_init__(self) -> None:
         if self.target is not None and not 0 <= self.target < 1:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OneShot:
-    """Independent runs, averaged once at their end."""
+    """Independent training of every worker, and one average of all models at the end."""
+
+    paper: ClassVar[str] = "Zinkevich et al., Parallelized Stochastic Gradient Descent, NeurIPS 2010"
 
     topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
     lockstep: ClassVar[bool] = True

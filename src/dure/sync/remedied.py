@@ -19,12 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from dure.core.catalogue import name_of
+from dure.core.catalogue import combines, name_of
 from dure.errors import StrategyError
 from dure.topology.correction import Correction
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
+
+STALE = ("downpour", "ssp", "k-async", "k-batch-async")
+"""The methods that remedies join: those with `stale_gradients`."""
 
 
 @runtime_checkable
@@ -85,14 +88,12 @@ def server_rule(method: Any, optimizer: OptimizerSpec, workers: int) -> Optimize
 
 
 def _refusal(method: Any, remedy: Correction | Retuning) -> str:
-    from dure.sync import REMEDIES
-
     name = _name(remedy)
     cure = "a parameter server's stale gradients"
     because = "its servers apply no gradient that is older than their model"
     if "ps" not in method.topologies:
         because = "it runs without a parameter server"
-    works = REMEDIES[name].combines if name in REMEDIES else ("downpour",)
+    works = combines(type(remedy)) or STALE
     if _name(method) in works:
         return (
             f"{name} remedies {cure}, and {_name(method)} as it is here has none: {because}. Leave its parameters out."

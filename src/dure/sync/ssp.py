@@ -29,6 +29,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.policies import Bounded, Policy
 
@@ -38,10 +39,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SSP:
-    """Bounded staleness: no worker leads the slowest by more than `bound` clocks."""
+    """Asynchronous SGD with bounded staleness: no worker leads the slowest one by more than `bound` clocks."""
 
-    bound: float = 3
-    form: Literal["snapshot", "rmw"] = "snapshot"
+    paper: ClassVar[str] = (
+        "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013"
+    )
+    topology_reason: ClassVar[str] = "its workers are at different clocks"
+    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
+
+    bound: float = parameter(
+        3,
+        "clocks (completed steps) by which a worker may lead the slowest one; inf: no bound",
+        range=">= 0",
+        unit="clocks",
+        symbol="s",
+    )
+    form: Literal["snapshot", "rmw"] = parameter(
+        "snapshot",
+        "snapshot: a pull at every clock; rmw: a cache with the worker's own updates, pulled when too old",
+    )
 
     topologies: ClassVar[tuple[str, ...]] = ("ps",)
     encodes: ClassVar[tuple[str, ...]] = ("ps",)

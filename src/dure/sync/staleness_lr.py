@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.sync.remedied import remedied
+from dure.sync.remedied import STALE, remedied
 
 if TYPE_CHECKING:
     from dure.topology.correction import Update
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StalenessLR:
-    """Divide each gradient's rate by its staleness."""
+    """The rate of each gradient, divided by its staleness."""
+
+    paper: ClassVar[str] = (
+        "Zhang, Gupta, Lian and Liu, Staleness-Aware Async-SGD for Distributed Deep Learning, IJCAI 2016"
+    )
+    joins: ClassVar[tuple[str, ...]] = STALE
 
     compares: ClassVar[bool] = False
 

@@ -59,7 +59,7 @@ class LoopServers:
         if name_of("sync", sync) not in catalogue("sync"):
             raise UsageError(
                 f"{type(sync).__name__} is not in the catalogue of dure.sync, so helper processes cannot make it. Add "
-                'its row there, or attach over collectives (topology="collective").'
+                'its line there, or attach over collectives (topology="collective").'
             )
         if replica.device.type != "cpu":
             raise UsageError(

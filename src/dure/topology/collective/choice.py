@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from dure.core.parameter import parameter
 
 ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 """Collectives by name."""
@@ -11,16 +13,24 @@ ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The workers among themselves; every operation needs all of them.
+    """All workers among themselves, by collective operations (all_reduce, broadcast).
 
     `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
     sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host.
     """
 
-    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = field(
-        default="engine", metadata={"shown": False}
+    paper: ClassVar[str] = (
+        "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005"
     )
-    per_host: int | None = None
+
+    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = parameter(
+        "engine",
+        "engine: that of torch.distributed, in virtual time its closed form; the others: written from sends",
+        shown=False,
+    )
+    per_host: int | None = parameter(
+        None, "algorithm=hierarchical: ranks in a row that are on one host", range=">= 1", unit="workers"
+    )
 
     deployed_as: ClassVar[str] = "dure.topology.collective.topology:CollectiveTopology"
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.core.parameter import parameter
+
 GRAPHS = ("ring", "exponential", "random-regular", "complete")
 """Graphs that gossip knows by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """Every worker has a model of its own and talks to its neighbors in `graph`, one at a time.
+    """Every worker has a model of its own and averages it with one neighbor in a graph at a time.
 
     `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", pairs of ranks as
     in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.gossip.graph`). A networkx
     graph is kept as its pairs.
     """
 
-    graph: str = "exponential"
-    degree: int = 4
-    seed: int = 0
+    paper: ClassVar[str] = "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"
+
+    graph: str = parameter(
+        "exponential",
+        "neighbors of each worker: ring, exponential, random-regular, complete, pairs as in 0-1/1-2, or a file",
+    )
+    degree: int = parameter(4, "graph=random-regular: neighbors of each worker", range=">= 2", unit="workers")
+    seed: int = parameter(0, "graph=random-regular: seed of the graph", range=">= 0")
 
     deployed_as: ClassVar[str] = "dure.topology.gossip.topology:GossipTopology"
 

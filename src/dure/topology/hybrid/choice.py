@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.core.parameter import parameter
+
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """Dense gradients among the workers, those of rows (embeddings) through servers that hold the rows.
+    """Dense gradients travel by all_reduce, rows of embeddings through servers that hold the rows.
 
     `servers` says which parameters servers hold: "auto" those of which a step reads so few rows that this moves fewer
     bytes (`topology.hybrid`), "none", "all", or names, as in `servers=bag.weight/out.bias`. There are `shards` servers,
     as many as workers unless said; `colocated` puts them on the workers' machines.
     """
 
-    servers: tuple[str, ...] = ("auto",)
-    shards: int | None = None
-    colocated: bool = True
+    paper: ClassVar[str] = (
+        "Kim et al., Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks, EuroSys 2019"
+    )
+
+    servers: tuple[str, ...] = parameter(
+        ("auto",), "parameters on servers: auto (where that moves fewer bytes), none, all, or names joined by /"
+    )
+    shards: int | None = parameter(None, "servers; none: as many as workers", range=">= 1", unit="servers")
+    colocated: bool = parameter(True, "servers run on the workers' machines instead of machines of their own")
 
     deployed_as: ClassVar[str] = "dure.topology.hybrid.topology:HybridTopology"
 

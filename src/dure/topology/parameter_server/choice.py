@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from dure.core.parameter import parameter
+
 Split = Literal["memory", "layer", "keys", "hybrid"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -15,7 +17,7 @@ BOUND = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ParameterServer:
-    """`shards` servers hold the model between them.
+    """Servers hold the model in `shards`; each worker pushes to them and pulls from them.
 
     `split="memory"` cuts the flat parameters into equal ranges; `"layer"` keeps layers whole, the largest placed
     first; `"keys"` gives each server as many whole layers, in their order; `"hybrid"` cuts layers of `bound` elements
@@ -23,10 +25,17 @@ class ParameterServer:
     `colocated` puts each shard into a helper process on a worker's machine, in place of a machine of its own.
     """
 
-    shards: int = 1
-    split: Split = "memory"
-    colocated: bool = False
-    bound: int = BOUND
+    paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
+
+    shards: int = parameter(1, "servers, each with a part of the model", range=">= 1", unit="servers")
+    split: Split = parameter(
+        "memory",
+        "memory: equal ranges; layer: whole layers, largest first; keys: whole layers in order; hybrid: large ones cut",
+    )
+    colocated: bool = parameter(False, "servers run on the workers' machines instead of machines of their own")
+    bound: int = parameter(
+        BOUND, "split=hybrid: size from which a layer is cut over all servers", range=">= 1", unit="elements"
+    )
 
     deployed_as: ClassVar[str] = "dure.topology.parameter_server.topology:ServerTopology"
 

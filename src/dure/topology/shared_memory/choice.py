@@ -5,18 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dure.core.parameter import parameter
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """One machine, whose memory holds the model; every worker reads and writes it where it lies.
+    """One model in the memory of one machine; every worker reads and writes it in place.
 
     `mode="racy"` writes without locks: what two workers add to a number at the same moment may lose one of the two.
     `"atomic"` loses nothing: each of `locks` equal ranges of the model has a lock of its own, held while it is written
     to; with one, updates are written one after another.
     """
 
-    mode: Literal["racy", "atomic"] = "racy"
-    locks: int = 64
+    paper: ClassVar[str] = (
+        "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
+    )
+
+    mode: Literal["racy", "atomic"] = parameter(
+        "racy", "racy: no locks, simultaneous additions may be lost; atomic: none is lost"
+    )
+    locks: int = parameter(64, "mode=atomic: equal ranges of the model, each with a lock", range=">= 1", unit="ranges")
 
     deployed_as: ClassVar[str] = "dure.topology.shared_memory.topology:SharedMemoryTopology"
 
