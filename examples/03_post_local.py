@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import dure
-from dure.core.node import EndOfWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +22,7 @@ class PostLocal:
     switch: int = 50
     period: int = 8
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective",)
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "mean"
+    traits: ClassVar[dure.Traits] = dure.Traits(topologies=("collective",), lockstep=True, delivers="mean")
 
     async def work(self, worker):
         try:
@@ -35,7 +32,7 @@ class PostLocal:
                 worker.step(await worker.gradient())
                 if worker.clock % self.period == 0:
                     await worker.group.mean_params()
-        except EndOfWork:
+        except dure.EndOfWork:
             await worker.group.mean_params()
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which read no table
     from dure.codec.strom import Strom as Strom
     from dure.codec.ternary import Ternary as Ternary
     from dure.codec.top_k import TopK as TopK
+    from dure.core.node import EndOfWork as EndOfWork
     from dure.errors import DureError as DureError
     from dure.job.data.dataset import Data as Data
     from dure.job.data.samples import Samples as Samples
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which read no table
     from dure.sync.asysvrg import AsySVRG as AsySVRG
     from dure.sync.averaging import Averaging as Averaging
     from dure.sync.backup import Backup as Backup
+    from dure.sync.base import Traits as Traits
     from dure.sync.bmuf import BMUF as BMUF
     from dure.sync.bmuf import DiLoCo as DiLoCo
     from dure.sync.bsp import BSP as BSP
@@ -75,6 +77,7 @@ __version__ = "0.1.0"
 _MEMBERS = (sync.CATALOGUE, sync.REMEDIES, topology.CATALOGUE, codec.CATALOGUE, codec.WRAPPERS, partition.CATALOGUE)
 
 _OTHERS = (
+    "dure.core.node:EndOfWork",
     "dure.errors:DureError",
     "dure.job.data.dataset:Data",
     "dure.job.data.samples:Samples",
@@ -85,6 +88,7 @@ _OTHERS = (
     "dure.run.strategy:Strategy",
     "dure.run.train:train",
     "dure.runtime.virtual.cluster:Cluster",
+    "dure.sync.base:Traits",
     "dure.user_loop.attached:attach",
     "dure.user_loop.ddp_hook:hook",
 )

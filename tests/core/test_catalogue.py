@@ -104,7 +104,7 @@ def test_a_member_of_nobody_s_catalogue_needs_no_description():
         At length.
         """
 
-        topologies = property(lambda self: ("ps",))
+        period = 3
 
     assert (summary(Own), paper(Own), combines(Own)) == ("Mine", "", ())
     assert name_of(Own, catalogue("sync")) == "Own"

@@ -230,7 +230,7 @@ def test_a_method_from_elsewhere_goes_by_its_class():
     @dataclass(frozen=True)
     class Mine:
         rate: float = 2.0
-        topologies: ClassVar[tuple[str, ...]] = ("ps",)
+        traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps",))
 
     assert Strategy.of(Mine()).text()["sync"] == "Mine:rate=2"
     with pytest.raises(StrategyError, match="Mine does not run over collective: it runs over ps"):
@@ -264,12 +264,12 @@ def test_methods_run_over_topologies_of_the_catalogue():
 OWN = """
 from dataclasses import dataclass
 
+from dure import Traits
+
 @dataclass(frozen=True)
 class Mine:
     period: int = 8
-    topologies = ("collective",)
-    lockstep = True
-    delivers = "mean"
+    traits = Traits(topologies=("collective",), lockstep=True, delivers="mean")
 
     async def work(self, worker): ...
 
@@ -289,7 +289,7 @@ def test_a_method_of_a_file_goes_by_its_file_and_class(tmp_path):
     for text, words in (
         (f"{file}:Mine:perod=3", 'no parameter "perod"; its parameters are period=8. Did you mean "period"'),
         (f"{file}:Theirs", "has no class 'Theirs'"),
-        (f"{file}:Half", "this lacks topologies, lockstep, delivers, work"),
+        (f"{file}:Half", "this lacks traits, work"),
         (f"{tmp_path}/none.py:Mine", "there is no file"),
         (f"{file}:Mine ps", "Mine does not run over ps: it runs over collective"),
     ):

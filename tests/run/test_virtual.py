@@ -350,9 +350,7 @@ def test_collectives_refuse_who_comes_and_goes(strategy, kind, tmp_path):
 class Forgetful:
     """Computes, and never pushes."""
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "server"
+    traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps", "collective"), lockstep=True)
     reduce: ClassVar[str] = "mean"
 
     def policy(self) -> Barrier:

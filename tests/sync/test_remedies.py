@@ -22,6 +22,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY, Strategy, catalogue, make, member_text
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
+from dure.sync.base import traits_of
 from dure.sync.dc_asgd import DCASGD
 from dure.sync.momentum_compensation import MomentumCompensation
 from dure.sync.remedied import remedied, server_rule
@@ -31,7 +32,7 @@ from dure.topology.correction import Update
 START = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)
 CURVATURE = torch.tensor([1.0, 0.5, 0.25, 2.0], dtype=torch.float64)
 LOWEST = torch.tensor([0.5, 1.0, -1.0, 0.125], dtype=torch.float64)
-STALE = [name for name, place in catalogue("sync").items() if getattr(load(place), "stale_gradients", False)]
+STALE = [name for name, place in catalogue("sync").items() if traits_of(load(place)()).stale_gradients]
 OTHERS = [name for name in catalogue("sync") if name not in STALE]
 
 
@@ -89,7 +90,7 @@ def test_text_and_objects_are_the_same_thing() -> None:
     assert member_text("sync", joined) == text
     assert make(text) == joined
     assert hash(make(text)) == hash(joined)
-    assert (joined.n_push, joined.lockstep, joined.delivers) == (2, False, "server")
+    assert (joined.n_push, traits_of(joined).lockstep, traits_of(joined).topologies) == (2, False, ("ps",))
     assert Strategy.of(joined).text()["sync"] == text
     with pytest.raises(AttributeError):
         _ = joined.no_such_thing

@@ -5,9 +5,7 @@ A name is looked up without importing what it names. Everything else is said by 
     docstring                 its first line is the summary
     paper                     the source, with the first author in front
     fields                    the parameters, described by `core.parameter`
-    topologies                of a method: the topologies it runs over, its default first
-    topology_reason           of a method: completes "X does not run over Y: "
-    collective_reason         of a method: a second reason, where Y is a collective
+    traits                    of a method: what is true of it, the topologies it runs over among them
     joins                     of a remedy or a codec wrapper: the members that it joins
 """
 
@@ -60,5 +58,5 @@ def paper(kind: type) -> str:
 
 def combines(kind: type) -> tuple[str, ...]:
     """The members that a method runs over, its default first, or that a remedy or a wrapper joins; empty for others."""
-    found = getattr(kind, "joins", getattr(kind, "topologies", ()))
-    return found if isinstance(found, tuple) else ()
+    found: tuple[str, ...] = getattr(kind, "joins", ()) or getattr(getattr(kind, "traits", None), "topologies", ())
+    return found

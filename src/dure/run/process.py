@@ -386,7 +386,7 @@ class WorkerProcess(RunProcess):
         await self._send_spans()
         if worker.sessions.rows is not None and worker.rank == 0:
             await worker.sessions.rows.client.copy(worker.params, worker.clock)  # it is the one whose model counts
-        values = worker.delivering(self.setup.sync.delivers)
+        values = worker.delivering(self.setup.traits.delivers)
         tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
             "seconds": seconds,

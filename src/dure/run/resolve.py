@@ -80,7 +80,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     setup.topology.check()
-    fewest = getattr(setup.sync, "fewest", 1)
+    fewest = setup.traits.fewest
     if setup.workers < fewest:
         raise UsageError(
             f'"{setup.strategy}" needs at least {fewest} workers, and there are {setup.workers}. Use that many, or '

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 
@@ -27,6 +28,7 @@ from dure.job.schedule import schedule_of
 from dure.job.source import JobSource
 from dure.run.strategy import Strategy
 from dure.runtime.memory import Memory
+from dure.sync.base import Traits, traits_of
 from dure.sync.remedied import compares, corrections, server_rule
 from dure.sync.worker import Boundary, Worker
 from dure.topology.base import Topology, deployed
@@ -84,20 +86,21 @@ class Setup:
 
         Where models differ between two meetings, their mean is the method's model.
         """
-        if self.sync.delivers != "mean":
+        if self.traits.delivers != "mean":
             return True
-        if worker.boundary.alone or getattr(self.sync, "streams", False):
+        if worker.boundary.alone or self.traits.streams:
             return False
         return done % self.period == 0 if worker.last_sync is None else done == worker.last_sync
 
     def shown(self, worker: Worker) -> torch.Tensor:
         """The model of a worker of a synchronous method at a step boundary, as the run would deliver it there."""
         common = self.is_common(worker, worker.clock)
-        return worker.delivering(getattr(self.sync, "agreed", self.sync.delivers) if common else self.sync.delivers)
+        traits = self.traits
+        return worker.delivering((traits.agreed or traits.delivers) if common else traits.delivers)
 
     def gradients_in(self, worker: Worker) -> int:
         """How many of a worker's own gradients are in what it delivers without a server."""
-        apart = self.sync.delivers in worker.kept  # from its parameters, and told of their gradients now and then
+        apart = self.traits.delivers in worker.kept  # from its parameters, and told of their gradients now and then
         return (worker.given if apart else worker.clock - worker.joined_at) - worker.refused
 
     def gradients_in_common(self, worker: Worker) -> int:
@@ -113,9 +116,14 @@ class Setup:
         return self.strategy.sync
 
     @cached_property
+    def traits(self) -> Traits:
+        """The traits of the method."""
+        return traits_of(self.sync)
+
+    @cached_property
     def topology(self) -> Topology:
         """The strategy's topology in this run."""
-        return deployed(self.strategy.topology, self)
+        return deployed(self.strategy.topology, proxy(self))  # no circle: the data of a run go with its set-up
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -136,7 +144,7 @@ class Setup:
     @property
     def lockstep(self) -> bool:
         """Whether all workers are at the same clock at a step boundary: over collectives they always are."""
-        return self.topology.needs_everybody or bool(self.sync.lockstep)
+        return self.topology.needs_everybody or self.traits.lockstep
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -174,7 +182,7 @@ class Setup:
         """Every worker's, at its first batch."""
         job = self.job
         if self.config.split is None and isinstance(job.split, IID):
-            job = replace(job, split=getattr(self.sync, "sampling", job.split))
+            job = replace(job, split=self.traits.sampling or job.split)
         return list(job.samplers(self.batch_sizes, seed=self.config.seeded))
 
     def source(self, rank: int) -> JobSource:
@@ -213,9 +221,8 @@ class Setup:
 
     def boundary(self) -> Boundary:
         """When a worker's work ends."""
-        alone = getattr(self.sync, "alone", False)
         waiting = not self.lockstep
-        return Boundary(self.steps, self.config.seconds, waiting=waiting, period=self.period, alone=alone)
+        return Boundary(self.steps, self.config.seconds, waiting=waiting, period=self.period, alone=self.traits.alone)
 
     def worker(self, node: Node, rank: int, meter: Meter) -> Worker:
         """Worker `rank` on `node`, with its replica, its data and its server or group."""
@@ -286,7 +293,7 @@ class Setup:
 
     def configure(self, engine: GradientEngine) -> None:
         """Have `engine` hand over gradients as method and topology need them."""
-        engine.sparse = getattr(self.sync, "sparse", False)
+        engine.sparse = self.traits.sparse
         self.topology.configure(engine)
 
     # ---- what the topology asks of the run
@@ -317,8 +324,7 @@ class Setup:
     @property
     def vectors(self) -> Sequence[str]:
         """What the method keeps beside the model in shared memory."""
-        found: Sequence[str] = getattr(self.sync, "vectors", ())
-        return found
+        return self.traits.vectors
 
     def shared_memory(self, nbytes: int) -> Memory:
         """Memory that other processes of this machine can map."""

@@ -28,6 +28,7 @@ from dure.core.catalogue import name_of as name_in_catalogue
 from dure.core.spec_text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
 from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
+from dure.sync.base import traits_of
 from dure.sync.remedied import parts
 from dure.topology.collective.choice import Collective
 from dure.topology.gossip.choice import Gossip
@@ -72,10 +73,10 @@ class Strategy:
     partition: Whole = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
-        name = name_of("topology", self.topology)
-        if name not in self.sync.topologies:
-            because = getattr(self.sync, "topology_reason", "") or f"it runs over {names(self.sync.topologies)}"
-            clash = getattr(self.sync, "collective_reason", "")
+        name, traits = name_of("topology", self.topology), traits_of(self.sync)
+        if name not in traits.topologies:
+            because = traits.topology_reason or f"it runs over {names(traits.topologies)}"
+            clash = traits.collective_reason
             if clash and name == "collective":
                 because += f", and {clash}"
         else:
@@ -90,18 +91,19 @@ class Strategy:
         """Raise `StrategyError` if what travels cannot be encoded so."""
         codec, sync = codec_name(self.codec), name_of("sync", self.sync)
         check_joins(self.codec)
-        if topology not in getattr(self.sync, "encodes", ()):
-            because = getattr(self.sync, "uncoded", f"{sync} over {topology} sends none")
+        traits = traits_of(self.sync)
+        if topology not in traits.encodes:
+            because = traits.uncoded or f"{sync} over {topology} sends none"
             raise StrategyError(
                 f"{codec} encodes gradients, or changes of models, on their way to be averaged: {because}. The nearest "
                 f'that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
             )
-        if getattr(self.sync, "changes", False) and self.codec.vote() is not None:
+        if traits.changes and self.codec.vote() is not None:
             raise StrategyError(
                 f"{codec} is for votes, which say which way each parameter goes and not how far, as {sync} needs it. "
                 f'The nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
-        if self.codec.vote() is not None and not getattr(self.sync, "tallies", False):
+        if self.codec.vote() is not None and not traits.tallies:
             raise StrategyError(
                 f"{codec} is for votes, and {sync} has servers add gradients up: a sum of signs is no sign of the sum. "
                 f'The nearest that works is "bsp {topology} {member_text("codec", self.codec)}", or {sync} with 1bit.'
@@ -109,8 +111,9 @@ class Strategy:
 
     def _refusal(self, topology: str, because: str) -> str:
         sync, objection = name_of("sync", self.sync), getattr(self.sync, "objection", lambda topology: "")
-        fits = next((each for each in self.sync.topologies if not objection(each)), None)
-        works = f"{sync} {self.sync.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
+        traits = traits_of(self.sync)
+        fits = next((each for each in traits.topologies if not objection(each)), None)
+        works = f"{sync} {traits.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
         return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
 
     @classmethod
@@ -130,7 +133,7 @@ class Strategy:
         method = _resolve("sync", sync)
         return cls(
             sync=method,
-            topology=_resolve("topology", topology if topology is not None else method.topologies[0]),
+            topology=_resolve("topology", topology if topology is not None else traits_of(method).topologies[0]),
             codec=_resolve("codec", codec),
             partition=_resolve("partition", partition),
         )
@@ -178,10 +181,10 @@ def _own_method(name: str, file: str, member: str) -> str:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
-    lacks = [part for part in ("topologies", "lockstep", "delivers", "work") if not hasattr(kind, part)]
+    lacks = [part for part in ("traits", "work") if not hasattr(kind, part)]
     if lacks or not is_dataclass(kind):
         raise StrategyError(
-            f"{name} is no method: a method is a dataclass with topologies, lockstep, delivers and work; this lacks "
+            f"{name} is no method: a method is a dataclass with `traits` (dure.Traits) and `work`; this lacks "
             f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
         )
     return place_of(kind)

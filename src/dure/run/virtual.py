@@ -509,7 +509,7 @@ class Segment:
                     position += stop - start
             return values
         models = [tensors["params"] for tensors in self._models()]
-        values = torch.stack(models).mean(dim=0) if self.setup.sync.delivers == "mean" else models[0]
+        values = torch.stack(models).mean(dim=0) if self.setup.traits.delivers == "mean" else models[0]
         if self.row_shards:
             values = values.clone()
             for rows in self.row_shards:
@@ -529,7 +529,7 @@ class Segment:
         models = {rank: dict(part.tensors) for rank, part in self.retired.items()}
         for rank, worker in self.workers.items():
             if rank not in self.crashed:
-                models[rank] = {"params": worker.delivering(self.setup.sync.delivers)}
+                models[rank] = {"params": worker.delivering(self.setup.traits.delivers)}
                 if worker.buffers is not None:
                     models[rank]["buffers"] = worker.buffers
         return [models[rank] for rank in sorted(models)]

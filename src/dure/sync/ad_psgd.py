@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.sync.base import Traits
+
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
@@ -40,12 +42,14 @@ class ADPSGD:
     paper: ClassVar[str] = (
         "Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"
     )
-    topology_reason: ClassVar[str] = "its workers meet in pairs, each at its own time, and have no server between them"
 
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "mean"
-    no_loop: ClassVar[str] = "its neighbors average with a model at any time, also while backward() uses it"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("gossip",),
+        lockstep=False,
+        delivers="mean",
+        no_loop="its neighbors average with a model at any time, also while backward() uses it",
+        topology_reason="its workers meet in pairs, each at its own time, and have no server between them",
+    )
 
     def policy(self) -> Policy | None:
         return None

@@ -37,6 +37,7 @@ import torch
 
 from dure.core.parameter import parameter
 from dure.job.data.split import Whole
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ class AsySVRG:
     """SGD with variance reduction on one model in shared memory, without locks and at a constant rate."""
 
     paper: ClassVar[str] = "Zhao and Li, Fast Asynchronous Parallel Stochastic Gradient Descent, AAAI 2016"
-    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     inner: float = parameter(
         2.0, "passes over the data by the inner loop of an epoch", range="> 0, < inf", unit="passes"
@@ -63,12 +63,15 @@ class AsySVRG:
         128, "samples of the full gradient that a free worker takes at a time", range=">= 1", unit="samples"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("shared",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    vectors: ClassVar[tuple[str, ...]] = ("snapshot", "mean")
-    sampling: ClassVar[Whole] = Whole()
-    no_loop: ClassVar[str] = "it needs the gradient of all data, of which a loop of one's own sees a part"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("shared",),
+        lockstep=False,
+        delivers="server",
+        vectors=("snapshot", "mean"),
+        sampling=Whole(),
+        no_loop="it needs the gradient of all data, of which a loop of one's own sees a part",
+        topology_reason="its workers write to one model, in the memory of one machine",
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.inner < float("inf"):

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -142,9 +143,11 @@ class Averaging:
         "steps", "steps: `period` steps of each worker; time: as many as fit into the median worker's `period` steps"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
-    changes: ClassVar[bool] = True
-    delivers: ClassVar[str] = "mean"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("collective", "ps"),
+        delivers="mean",
+        changes=True,
+    )
 
     def __post_init__(self) -> None:
         for name, right in _CHOICES.items():
@@ -175,15 +178,15 @@ class Averaging:
             )
 
     @property
-    def lockstep(self) -> bool:
+    def _lockstep(self) -> bool:
         return self.pace == "steps"
 
     @property
-    def encodes(self) -> tuple[str, ...]:
+    def _encodes(self) -> tuple[str, ...]:
         return () if self.weights == "fisher" else ("collective",)
 
     @property
-    def uncoded(self) -> str:
+    def _uncoded(self) -> str:
         if self.weights == "fisher":
             return "a mean with weights of each parameter's own needs two vectors from everybody, as they are"
         return "servers are pushed models, and a codec encodes how far they have gone"
@@ -200,12 +203,18 @@ class Averaging:
         return ""
 
     @property
-    def no_loop(self) -> str:
+    def _no_loop(self) -> str:
         if self.schedule == "adaptive" or self.weights == "loss":
             return "the loss stays in the loop, and this method needs it"
         if self.pace == "time":
             return "its steps are counted by the loop, and this method ends when the first worker does; use pace=steps"
         return "" if self.state == "keep" else "the state of the optimizer is the loop's own; use state=keep"
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(
+            self.traits, lockstep=self._lockstep, encodes=self._encodes, uncoded=self._uncoded, no_loop=self._no_loop
+        )
 
     def policy(self) -> Policy:
         return Barrier()

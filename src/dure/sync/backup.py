@@ -23,10 +23,11 @@ stands still is one backup fewer until it is missed; then N is one smaller. A ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ class Backup:
     """Synchronous SGD that drops the gradients of the `backups` slowest workers in every step."""
 
     paper: ClassVar[str] = "Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016"
-    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
-    collective_reason: ClassVar[str] = "a collective needs all of them"
 
     backups: int | None = parameter(
         None,
@@ -50,21 +49,29 @@ class Backup:
         symbol="b",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    tallies: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "server"
-    sampling: ClassVar[str] = "whole"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=True,
+        delivers="server",
+        encodes=("ps",),
+        tallies=True,
+        sampling="whole",
+        topology_reason="it goes on without the slowest workers",
+        collective_reason="a collective needs all of them",
+    )
 
     def __post_init__(self) -> None:
         if self.backups is not None and self.backups < 0:
             raise ValueError(f"backups counts workers and must be >= 0, got {self.backups}. Use 0 to wait for all.")
 
     @property
-    def fewest(self) -> int:
+    def _fewest(self) -> int:
         """Workers that it makes sense with."""
         return (self.backups or 0) + 1
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, fewest=self._fewest)
 
     def quorum(self, workers: int) -> int:
         """N, the gradients of an update, with `workers` live ones."""

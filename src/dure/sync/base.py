@@ -6,7 +6,10 @@ one worker. It sees one thing, its `Worker`, and knows neither sockets nor clock
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from dure.errors import StrategyError
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -14,19 +17,71 @@ if TYPE_CHECKING:
     from dure.topology.parameter_server.policies import Policy
 
 
-class Sync(Protocol):
-    """When replicas agree.
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is true of a method, whatever it runs on.
 
-    `topologies` names what the method runs over, its default first. A `lockstep` method keeps all workers at
-    the same clock, so a checkpoint is taken when each reaches the scheduled clock; for the others it is taken
-    when the first does; over collectives all are in lockstep. `delivers` says what the method's result is: the
-    `"server"`'s parameters, one `"replica"`'s (all are equal), the `"mean"` of the replicas', or what every worker
-    keeps under that name (`Worker.keep`; all are equal). Over servers it is always the server's.
+    `topologies` are those that it runs over, its default first; `topology_reason` completes "X does not run over Y: ",
+    and `collective_reason` is a second reason where Y is a collective. A `lockstep` method keeps all workers at the
+    same clock, so a checkpoint is taken when each reaches the scheduled clock; for the others it is taken when the
+    first does; over collectives all are in lockstep. `delivers` is the method's result: the `"server"`'s parameters,
+    one `"replica"`'s (all are equal), the `"mean"` of the replicas', or what every worker keeps under that name
+    (`Worker.keep`; all are equal). Over servers it is always the server's.
+
+    `agreed` is the name under which a worker keeps the common model, if it goes on from another. `streams`: parts of
+    the model travel at different times, so there is no common one. `alone`: over collectives too, each worker ends in
+    its own time. `sparse`: sparse gradients are taken as they are, flat and coalesced. `stale_gradients`: the servers
+    apply gradients of older versions, so corrections may join. `encodes` are the topologies over which a codec may
+    encode what is sent, `uncoded` the reason why over the others none may; `changes`: what is encoded is a change of
+    the model, and no gradient; `tallies`: it may be signs that are voted on, all of a step together. `fewest` counts
+    the workers that it needs. `vectors` lie beside the model in shared memory. `sampling` replaces the job's split.
+    `no_loop` is the reason why `dure.attach` cannot run it.
     """
 
-    topologies: ClassVar[tuple[str, ...]]
-    lockstep: ClassVar[bool]
-    delivers: ClassVar[str]
+    topologies: tuple[str, ...]
+    lockstep: bool = False
+    delivers: str = "server"
+    topology_reason: str = ""
+    collective_reason: str = ""
+    agreed: str = ""
+    streams: bool = False
+    alone: bool = False
+    sparse: bool = False
+    stale_gradients: bool = False
+    encodes: tuple[str, ...] = ()
+    uncoded: str = ""
+    changes: bool = False
+    tallies: bool = False
+    fewest: int = 1
+    vectors: tuple[str, ...] = ()
+    sampling: Any = None
+    no_loop: str = ""
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """A method whose traits depend on its parameters."""
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        ...
+
+
+def traits_of(method: Any) -> Traits:
+    """The traits of a method under its parameters. Raises `StrategyError` for a class without traits."""
+    found = method.adapted() if isinstance(method, Adapted) else getattr(method, "traits", None)
+    if not isinstance(found, Traits):
+        raise StrategyError(
+            f"{type(method).__name__} says nothing of itself: give its class traits = dure.Traits(topologies=(...)), "
+            "with what it runs over."
+        )
+    return found
+
+
+class Sync(Protocol):
+    """When replicas agree."""
+
+    traits: ClassVar[Traits]
 
     async def work(self, worker: Worker) -> None:
         """The method at one worker; ends when `EndOfWork` is thrown into a pending gradient."""
@@ -43,21 +98,10 @@ class Sync(Protocol):
         ...
 
     # A method may also have, where it needs them:
-    #   agreed: ClassVar[str]                 what a worker keeps the common model under, if it goes on from another
-    #   streams: bool                         parts of the model travel at different times: there is no common one
-    #   alone: ClassVar[bool]                 over collectives too, each worker ends in its own time
+    #   adapted() -> Traits                   the traits, where they depend on the parameters
     #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
-    #   sparse: ClassVar[bool]                sparse gradients are taken as they are, flat and coalesced
-    #   stale_gradients: ClassVar[bool]       its servers apply gradients of older versions: remedies may join it
-    #   encodes: ClassVar[tuple[str, ...]]    over these topologies, what it sends may be encoded by a codec
-    #   uncoded: str                          why over the others it is not
-    #   changes: ClassVar[bool]               what is encoded is how far a model has gone, and no gradient
-    #   tallies: ClassVar[bool]               what it sends may be signs that are voted on, all of a step together
     #   quorum(workers: int) -> int           how many updates make a group
-    #   fewest: int                           workers that it needs at least
-    #   vectors: ClassVar[tuple[str, ...]]    what lies beside the model in shared memory
     #   coordinate(lead: Coordinator)         server 0 leads it, and hands out portions: `batch`, `push_every`
-    #   no_loop: str                          why `dure.attach` cannot run it; "" where it can
     #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
 
     @property

@@ -30,7 +30,7 @@ Low-Communication Training of Language Models", 2023, and "Streaming DiLoCo", 20
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
@@ -38,6 +38,7 @@ import torch
 from dure.core.node import EndOfWork, Ghost, Operation
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class BMUF:
         1, "parts of the model, each averaged at a time of its own in the block", range=">= 1, <= period", unit="parts"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
-    changes: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "mean"
-    agreed: ClassVar[str] = "model"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("collective", "ps"),
+        lockstep=True,
+        delivers="mean",
+        agreed="model",
+        changes=True,
+    )
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -100,17 +103,21 @@ class BMUF:
             raise ValueError(f"fragments must be between 1 and the period ({self.period}), got {self.fragments}.")
 
     @property
-    def streams(self) -> bool:
+    def _streams(self) -> bool:
         """Whether parts of the model are on their way while others are not, so that all have the same at no time."""
         return bool(self.overlap) or self.fragments > 1
 
     @property
-    def encodes(self) -> tuple[str, ...]:
-        return () if self.overlap or self.fragments > 1 else self.topologies
+    def _encodes(self) -> tuple[str, ...]:
+        return () if self.overlap or self.fragments > 1 else self.traits.topologies
 
     @property
-    def uncoded(self) -> str:
+    def _uncoded(self) -> str:
         return "what a codec keeps is of the whole change of a block, and with overlap or fragments parts of it travel"
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, streams=self._streams, encodes=self._encodes, uncoded=self._uncoded)
 
     def objection(self, topology: str) -> str:
         if topology == "ps" and (self.overlap or self.fragments > 1):
@@ -264,28 +271,16 @@ class DiLoCo:
         1, "parts of the model, each averaged at a time of its own in the block", range=">= 1, <= period", unit="parts"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = BMUF.topologies
-    changes: ClassVar[bool] = BMUF.changes
-    lockstep: ClassVar[bool] = BMUF.lockstep
-    delivers: ClassVar[str] = BMUF.delivers
-    agreed: ClassVar[str] = BMUF.agreed
+    traits: ClassVar[Traits] = BMUF.traits
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise ValueError(f"lr is the outer learning rate and must be >= 0, got {self.lr}. The paper's is 0.7.")
         _ = self.outer
 
-    @property
-    def streams(self) -> bool:
-        return self.outer.streams
-
-    @property
-    def encodes(self) -> tuple[str, ...]:
-        return self.outer.encodes
-
-    @property
-    def uncoded(self) -> str:
-        return self.outer.uncoded
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return self.outer.adapted()
 
     @property
     def outer(self) -> BMUF:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ class BSP:
 
     paper: ClassVar[str] = "Valiant, A Bridging Model for Parallel Computation, CACM 1990"
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps", "hybrid")
-    encodes: ClassVar[tuple[str, ...]] = ("collective", "ps")
-    tallies: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "replica"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("collective", "ps", "hybrid"),
+        lockstep=True,
+        delivers="replica",
+        encodes=("collective", "ps"),
+        tallies=True,
+    )
 
     def policy(self) -> Policy:
         return Barrier()

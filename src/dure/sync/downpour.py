@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import OneFirst
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ class Downpour:
     """Asynchronous SGD: each worker pushes gradients to servers and pulls the model on a schedule of its own."""
 
     paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
-    topology_reason: ClassVar[str] = "its workers push and pull at different times"
-    collective_reason: ClassVar[str] = "a collective needs all of them at once"
 
     n_push: int = parameter(
         1, "steps between two pushes; a push is the sum of their gradients", range=">= 1", unit="steps", symbol="n_push"
@@ -74,11 +73,15 @@ class Downpour:
     overlap: bool = parameter(False, "pushes and pulls travel during the next gradient")
     at_once: bool = parameter(False, "one call in every step pushes the gradient and brings back the model")
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    stale_gradients: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=False,
+        delivers="server",
+        stale_gradients=True,
+        encodes=("ps",),
+        topology_reason="its workers push and pull at different times",
+        collective_reason="a collective needs all of them at once",
+    )
 
     def __post_init__(self) -> None:
         for name in ("n_push", "n_fetch"):

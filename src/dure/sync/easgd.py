@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
+from dure.sync.base import Traits
 
 if TYPE_CHECKING:
     import torch
@@ -63,9 +64,11 @@ class EASGD:
         symbol="α",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = CENTER
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps", "collective"),
+        lockstep=False,
+        delivers=CENTER,
+    )
 
     def __post_init__(self) -> None:
         _check(self.period, self.elasticity)
@@ -106,9 +109,11 @@ class EAMSGD:
     )
     momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps", "collective")
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = CENTER
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps", "collective"),
+        lockstep=False,
+        delivers=CENTER,
+    )
 
     def __post_init__(self) -> None:
         _check(self.period, self.elasticity)

@@ -36,6 +36,7 @@ import torch
 
 from dure.core.node import EndOfWork, Ghost
 from dure.core.parameter import parameter
+from dure.sync.base import Traits
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -52,17 +53,19 @@ class Hogwild:
     paper: ClassVar[str] = (
         "Niu, Recht, Re and Wright, Hogwild!: A Lock-Free Approach to Parallelizing SGD, NeurIPS 2011"
     )
-    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     decay: float = parameter(
         1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1", symbol="β"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("shared",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    sparse: ClassVar[bool] = True
-    no_loop: ClassVar[str] = _NO_LOOP
+    traits: ClassVar[Traits] = Traits(
+        topologies=("shared",),
+        lockstep=False,
+        delivers="server",
+        sparse=True,
+        no_loop=_NO_LOOP,
+        topology_reason="its workers write to one model, in the memory of one machine",
+    )
 
     def __post_init__(self) -> None:
         _check_decay(self.decay)
@@ -92,7 +95,6 @@ class HogBatch:
     paper: ClassVar[str] = (
         "Sallinen et al., High Performance Parallel Stochastic Gradient Descent in Shared Memory, IPDPS 2016"
     )
-    topology_reason: ClassVar[str] = "its workers write to one model, in the memory of one machine"
 
     batch: int = parameter(4, "mini-batches for each write to the shared model", range=">= 1", unit="mini-batches")
     scale: Literal["mean", "sum"] = parameter("mean", "mean or sum of their gradients is written")
@@ -100,11 +102,14 @@ class HogBatch:
         1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("shared",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    sparse: ClassVar[bool] = True
-    no_loop: ClassVar[str] = _NO_LOOP
+    traits: ClassVar[Traits] = Traits(
+        topologies=("shared",),
+        lockstep=False,
+        delivers="server",
+        sparse=True,
+        no_loop=_NO_LOOP,
+        topology_reason="its workers write to one model, in the memory of one machine",
+    )
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -23,10 +23,11 @@ all of them give, and the last group of K-batch-async is as large as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import AnyOf, Policy, most
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class KAsync:
     paper: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
     )
-    topology_reason: ClassVar[str] = "its workers are at different versions"
-    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
 
     k: int | None = parameter(
         None,
@@ -52,21 +51,29 @@ class KAsync:
         symbol="K",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    sampling: ClassVar[str] = "whole"
-    stale_gradients: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=False,
+        delivers="server",
+        stale_gradients=True,
+        encodes=("ps",),
+        sampling="whole",
+        topology_reason="its workers are at different versions",
+        collective_reason="a collective needs all of them at the same one",
+    )
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 1:
             raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
 
     @property
-    def fewest(self) -> int:
+    def _fewest(self) -> int:
         """Workers that it makes sense with."""
         return self.k or 1
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, fewest=self._fewest)
 
     def quorum(self, workers: int) -> int:
         """K, with `workers` of them."""
@@ -95,8 +102,6 @@ class KBatchAsync:
     paper: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
     )
-    topology_reason: ClassVar[str] = "its workers push at different times"
-    collective_reason: ClassVar[str] = "a collective needs all of them at once"
 
     k: int | None = parameter(
         None,
@@ -106,12 +111,16 @@ class KBatchAsync:
         symbol="K",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    sampling: ClassVar[str] = "whole"
-    stale_gradients: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=False,
+        delivers="server",
+        stale_gradients=True,
+        encodes=("ps",),
+        sampling="whole",
+        topology_reason="its workers push at different times",
+        collective_reason="a collective needs all of them at once",
+    )
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 1:

@@ -25,10 +25,11 @@ A process can't stop a gradient half-way: it finishes it, and is refused before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import FirstOf, Policy, most
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ class KSync:
     paper: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
     )
-    topology_reason: ClassVar[str] = "it goes on without the slowest workers"
-    collective_reason: ClassVar[str] = "a collective needs all of them"
 
     k: int | None = parameter(
         None,
@@ -54,20 +53,28 @@ class KSync:
         symbol="K",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "server"
-    sampling: ClassVar[str] = "whole"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=True,
+        delivers="server",
+        encodes=("ps",),
+        sampling="whole",
+        topology_reason="it goes on without the slowest workers",
+        collective_reason="a collective needs all of them",
+    )
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 1:
             raise ValueError(f"k counts workers and must be >= 1, got {self.k}. Use as many as there are for BSP.")
 
     @property
-    def fewest(self) -> int:
+    def _fewest(self) -> int:
         """Workers that it makes sense with."""
         return self.k or 1
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, fewest=self._fewest)
 
     def quorum(self, workers: int) -> int:
         """K, with `workers` of them."""
@@ -98,8 +105,6 @@ class KBatchSync:
     paper: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
     )
-    topology_reason: ClassVar[str] = "a fast worker gives several gradients to an update"
-    collective_reason: ClassVar[str] = "a collective takes one of each"
 
     k: int | None = parameter(
         None,
@@ -109,11 +114,15 @@ class KBatchSync:
         symbol="K",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
-    sampling: ClassVar[str] = "whole"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=False,
+        delivers="server",
+        encodes=("ps",),
+        sampling="whole",
+        topology_reason="a fast worker gives several gradients to an update",
+        collective_reason="a collective takes one of each",
+    )
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 1:

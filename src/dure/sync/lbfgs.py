@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from dure.core.parameter import parameter
 from dure.errors import DivergedError
 from dure.sync import line_search
+from dure.sync.base import Traits
 from dure.sync.line_search import Trial
 from dure.topology.parameter_server.batch.client import Sums
 
@@ -62,7 +63,6 @@ class LBFGS:
     """Distributed L-BFGS: a coordinator commands vectors on servers, workers evaluate parts of a large batch."""
 
     paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
-    topology_reason: ClassVar[str] = "its vectors live on servers, where a coordinator commands them"
 
     m: int = parameter(
         10,
@@ -83,10 +83,13 @@ class LBFGS:
         math.inf, "iterations after which the run ends; inf: when its steps are spent", range=">= 1", unit="iterations"
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "server"
-    no_loop: ClassVar[str] = "its coordinator asks for gradients of any data at any point, and a loop has its own"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=True,
+        delivers="server",
+        no_loop="its coordinator asks for gradients of any data at any point, and a loop has its own",
+        topology_reason="its vectors live on servers, where a coordinator commands them",
+    )
 
     def __post_init__(self) -> None:
         if self.m < 0:

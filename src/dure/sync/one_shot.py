@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.node import EndOfWork
 from dure.job.optimizer import OptimizerSpec
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Barrier, Policy
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ class OneShot:
 
     paper: ClassVar[str] = "Zinkevich et al., Parallelized Stochastic Gradient Descent, NeurIPS 2010"
 
-    topologies: ClassVar[tuple[str, ...]] = ("collective", "ps")
-    lockstep: ClassVar[bool] = True
-    delivers: ClassVar[str] = "mean"
-    alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        topologies=("collective", "ps"),
+        lockstep=True,
+        delivers="mean",
+        alone=True,
+    )
 
     def policy(self) -> Policy:
         return Barrier()

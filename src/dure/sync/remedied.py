@@ -16,11 +16,12 @@ is refused with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.catalogue import combines, name_of
 from dure.errors import StrategyError
+from dure.sync.base import Traits, traits_of
 from dure.topology.correction import Correction
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ class Corrected:
     method: Any
     remedies: tuple[Correction | Retuning, ...]
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
+    def adapted(self) -> Traits:
+        """The method's traits, over servers alone."""
+        return replace(traits_of(self.method), topologies=("ps",))
 
     def __getattr__(self, name: str) -> Any:
         if name == "method" or name.startswith("__"):
@@ -57,7 +60,7 @@ def remedied(method: Any, remedy: Correction | Retuning) -> Any:
     inner, remedies = parts(method)
     if type(remedy) in map(type, remedies):
         raise StrategyError(f"{_name(remedy)} is joined twice to {_name(inner)}: once is enough.")
-    if not getattr(inner, "stale_gradients", False):
+    if not traits_of(inner).stale_gradients:
         raise StrategyError(_refusal(inner, remedy))
     return Corrected(inner, (*remedies, remedy))
 
@@ -91,7 +94,7 @@ def _refusal(method: Any, remedy: Correction | Retuning) -> str:
     name = _name(remedy)
     cure = "a parameter server's stale gradients"
     because = "its servers apply no gradient that is older than their model"
-    if "ps" not in method.topologies:
+    if "ps" not in traits_of(method).topologies:
         because = "it runs without a parameter server"
     works = combines(type(remedy)) or STALE
     if _name(method) in works:

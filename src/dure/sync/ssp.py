@@ -26,11 +26,12 @@ is taken off the clock, one that stands still after a while; a newcomer enters a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
+from dure.sync.base import Traits
 from dure.topology.parameter_server.policies import Bounded, Policy
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ class SSP:
     paper: ClassVar[str] = (
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013"
     )
-    topology_reason: ClassVar[str] = "its workers are at different clocks"
-    collective_reason: ClassVar[str] = "a collective needs all of them at the same one"
 
     bound: float = parameter(
         3,
@@ -59,10 +58,14 @@ class SSP:
         "snapshot: a pull at every clock; rmw: a cache with the worker's own updates, pulled when too old",
     )
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    lockstep: ClassVar[bool] = False
-    delivers: ClassVar[str] = "server"
+    traits: ClassVar[Traits] = Traits(
+        topologies=("ps",),
+        lockstep=False,
+        delivers="server",
+        encodes=("ps",),
+        topology_reason="its workers are at different clocks",
+        collective_reason="a collective needs all of them at the same one",
+    )
 
     def __post_init__(self) -> None:
         if not self.bound >= 0:
@@ -73,9 +76,13 @@ class SSP:
             raise ValueError("form=rmw uses a cache until it is too old for bound: with inf it never is. Use bound=3.")
 
     @property
-    def stale_gradients(self) -> bool:
+    def _stale_gradients(self) -> bool:
         """Whether the servers get gradients, which remedies may correct, or finished updates."""
         return self.form == "snapshot"
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, stale_gradients=self._stale_gradients)
 
     def policy(self) -> Policy:
         return Bounded(lead=self.bound)

@@ -36,6 +36,7 @@ from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
+from dure.sync.base import traits_of
 from dure.sync.worker import MOST_REFUSED, Boundary, Worker
 from dure.topology.collective.choice import Collective
 from dure.topology.hybrid.choice import Hybrid
@@ -121,13 +122,13 @@ def attach(
             ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
         else:
             assert isinstance(strategy.topology, Collective)
-            ties = LoopCollectives(node, rendezvous, replica, strategy.sync.delivers, strategy.topology)
+            ties = LoopCollectives(node, rendezvous, replica, traits_of(strategy.sync).delivers, strategy.topology)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
 
 
 def _check_strategy(strategy: Strategy) -> None:
-    because = getattr(strategy.sync, "no_loop", "")
+    because = traits_of(strategy.sync).no_loop
     if because:
         raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
     if isinstance(strategy.topology, Hybrid):
