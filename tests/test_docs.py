@@ -165,3 +165,12 @@ def test_dependencies_have_their_reasons():
     )
     for requirement in re.findall(r'"([A-Za-z0-9-]+)', listed.group(1)):
         assert f"`{requirement.lower()}`" in page, requirement
+
+
+def test_the_picture_of_the_packages_is_that_of_the_contract():
+    spec = importlib.util.spec_from_file_location("architecture", ROOT / "docs" / "architecture.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PICTURE.read_text(encoding="utf-8") == script.picture()
+    packages = {path.parent.name for path in (ROOT / "src" / "dure").glob("*/__init__.py")}
+    assert {name for floor in script.floors() for name in floor} == packages | {"errors"}
