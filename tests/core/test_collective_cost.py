@@ -8,6 +8,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 import pytest
+from support.machines import placed
 
 from dure.core.collective_cost import (
     COLLECTIVES,
@@ -114,7 +115,7 @@ def ring_network(ranks: int) -> tuple[HeapKernel, Network]:
     kernel = HeapKernel()
     link = Link(bandwidth=PATH.bandwidth, latency=PATH.latency)
     cluster = Cluster.uniform(ranks, link=link, alpha=PATH.alpha, beta=PATH.beta, gamma=0)
-    return kernel, Network(cluster, kernel, cluster.hosts())
+    return kernel, Network(cluster, kernel, placed(cluster))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -151,6 +152,6 @@ def test_the_network_charges_and_counts_a_collective() -> None:
 def test_the_slowest_member_sets_the_pace() -> None:
     slow = Link(bandwidth=1e5, latency=0.1)
     cluster = Cluster(machines=[Machines(count=2), Machines(link=slow)], link=Link(bandwidth=1e6, latency=0.2))
-    network = Network(cluster, HeapKernel(), cluster.hosts())
+    network = Network(cluster, HeapKernel(), placed(cluster))
     assert network.path([0, 2])[:3] == (0.2, cluster.alpha, 1e5)
     assert network.path([0, 1])[:3] == (0.2, cluster.alpha, 1e6)

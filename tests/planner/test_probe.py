@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.optimize import nnls
+from support.machines import placed
 
 import dure
 from dure.cli.main import main
@@ -113,7 +114,7 @@ def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> Non
     rounds = []
     for _ in range(1000):
         kernel = Kernel()
-        network = Network(cluster, kernel, cluster.hosts(), rng)
+        network = Network(cluster, kernel, placed(cluster), rng)
         ends: list[float] = []
         for worker in (1, 2):
             network.send(worker, 0, 1_000_000, lambda ends=ends, kernel=kernel: ends.append(kernel.now))  # type: ignore[misc]

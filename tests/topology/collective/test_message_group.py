@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.machines import placed
 
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
@@ -41,7 +42,7 @@ class Virtual:
         costs = {"alpha": 3e-5, "beta": 2e-10, "gamma": 5e-10, **costs}
         link = costs.pop("link", Link(bandwidth=1e8, latency=2e-4))
         cluster = Cluster.uniform(size, link=link, **costs)
-        self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, cluster.hosts()), None, seed=0)
+        self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, placed(cluster)), None, seed=0)
         self.nodes = [self.runtime.node(f"worker {rank}", rank) for rank in range(size)]
         self.groups = [SentGroup(node, range(size), topology, node.meter) for node in self.nodes]
         self.path = self.runtime.network.path(range(size))

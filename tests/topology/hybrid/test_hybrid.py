@@ -94,7 +94,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
 
 def expected_bytes(setup, rank: int, steps: int) -> tuple[int, int]:
     """Sent and received by a worker: the ring's part, and rows of WIDTH numbers of 8 bytes with 4 of their own."""
-    sampler = setup._draw_samplers()[rank]
+    sampler = setup.draw_samplers()[rank]
     batches = [setup.job.train.inputs[sampler.next()] for _ in range(steps)]
     rows = sum(len(batch.unique()) for batch in batches)
     ring = ring_all_reduce(WIDTH, setup.workers, Link(0, 0, 1), 8)
