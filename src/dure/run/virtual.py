@@ -67,7 +67,7 @@ class Callbacks:
 
 
 @contextmanager
-def _collecting_rarely() -> Iterator[None]:
+def collecting_rarely() -> Iterator[None]:
     """The collector of cycles looks seldom, and at nothing from before: a run makes few cycles and many objects.
 
     Otherwise it costs a third of a timing-only run of 1,000 workers. The cycles that nodes and services are to each
@@ -105,7 +105,7 @@ class VirtualRun:
 
     def run(self, state: State | None = None) -> Outcome:
         """From the start, or from the `state` of a checkpoint, to the end of the work."""
-        with _collecting_rarely():
+        with collecting_rarely():
             return self._run(state)
 
     def _run(self, state: State | None) -> Outcome:
