@@ -54,7 +54,7 @@ def simulate(strategy: str, workers: int, steps: int) -> tuple[float, float]:
     cluster = Cluster.uniform(workers)
     config = TrainConfig(job=JOB, strategy=strategy, on="virtual", workers=workers, steps=steps, timing_only=True)
     setup, _ = resolve(config, Prebuilt(cluster=cluster))
-    with collecting_rarely():
+    with collecting_rarely(workers):
         segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
         wall, cpu = time.perf_counter(), time.process_time()
         segment.run()

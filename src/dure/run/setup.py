@@ -220,6 +220,10 @@ class Setup:
         return given or (self.job.batch_size,) * self.workers
 
     @cached_property
+    def _whole_batch(self) -> int:
+        return sum(self.batch_sizes)
+
+    @cached_property
     def replica(self) -> Replica:
         """A replica with the run's initial values."""
         return Replica(self.job.build(self.config.seeded))
@@ -263,7 +267,7 @@ class Setup:
         """Where the gradients of worker `rank` come from, from its first batch on."""
         size = self.batch_sizes[rank]
         sampler = None if self.config.timing_only else copy(self._samplers[rank])
-        share = size / sum(self.batch_sizes)
+        share = size / self._whole_batch
         flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
         return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seeded, flops=flops)
 
@@ -313,7 +317,7 @@ class Setup:
             source=self.source(rank),
             meter=meter,
             boundary=self.boundary(),
-            total_weight=float(sum(self.batch_sizes)),
+            total_weight=float(self._whole_batch),
             buffers=self._buffers,
             merge_buffers=self.merge_buffers,
         )

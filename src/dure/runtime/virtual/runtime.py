@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -104,7 +104,6 @@ class VirtualNode:
         processes = runtime.network.processes  # where the cluster is one host
         self.process = None if processes is None else processes[runtime.network.node(name)]
         self.calls = runtime.in_flight
-        self.rng = np.random.default_rng([runtime.seed, rank, 7])
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
         self.running: dict[Computation, None] = {}
@@ -116,6 +115,10 @@ class VirtualNode:
         self.slowness = 1.0
         self.payload_sent = 0
         self.payload_received = 0
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.runtime.seed, self.rank, 7])
 
     # ---- the primitives
 
@@ -152,7 +155,7 @@ class VirtualNode:
         return self.runtime.mail(peer, self.name, tag).recv(into)
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
-        return VirtualGroup(self, tuple(ranks))
+        return VirtualGroup(self, ranks)
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
         kernel = self.runtime.kernel
@@ -470,7 +473,7 @@ class VirtualRuntime:
         self.nodes: dict[str, VirtualNode] = {}
         self.pending: dict[Computation, None] = {}
         self.in_flight: dict[RemoteCall, Address] = {}
-        self.groups: dict[tuple[int, ...], Any] = {}
+        self.groups: dict[Sequence[int], Any] = {}
         self.durations: dict[str, Durations] = {}
         self._mail: dict[tuple[str, str, int], Mailbox] = {}
 
