@@ -58,11 +58,12 @@ class Computation(Operation[Any]):
         self.evaluated = False
         self.value: Any = None
         self.demand = None if node.process is None else node.process.run(seconds, self.due)
-        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else 0
+        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else None
 
     def move(self, finish: float) -> None:
         """Finish at another time than was said."""
         kernel = self.node.runtime.kernel
+        assert self.timer is not None
         kernel.void(self.timer)
         self.finish = finish
         self.timer = kernel.timer(finish, self.due)
@@ -70,9 +71,9 @@ class Computation(Operation[Any]):
     def abandon(self) -> None:
         """The node crashed, or gave up."""
         self.node.runtime.pending.pop(self, None)
-        if self.demand is None:
+        if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
-        elif self.node.process is not None:
+        elif self.node.process is not None and self.demand is not None:
             self.node.process.drop(self.demand)
 
     def due(self) -> None:
