@@ -364,10 +364,11 @@ class Setup:
     def _shards(self) -> tuple[Address, ...]:
         return tuple(Address(f"server {number}", "shard") for number in range(self.servers))
 
-    def client(self, node: Node, rank: int) -> ServerClient:
-        """What worker `rank` reaches the shards and the clock through."""
+    @cached_property
+    def _reached(self) -> Servers:
+        """The servers, as all their clients know them."""
         policy = self.sync.policy()
-        servers = Servers(
+        return Servers(
             self._shards,
             self.ranges,
             clock=Address("server 0", "clock"),
@@ -380,7 +381,10 @@ class Setup:
             layouts=self.layouts,
             clocked=None if self.shares_memory else clocked_at(self._shards, policy),
         )
-        return ServerClient(node, rank, servers)
+
+    def client(self, node: Node, rank: int) -> ServerClient:
+        """What worker `rank` reaches the shards and the clock through."""
+        return ServerClient(node, rank, self._reached)
 
     def row_shard(self, node: Node, number: int) -> RowShard:
         """Server `number` of a hybrid, with its part of the initial values."""

@@ -73,8 +73,8 @@ class Callbacks:
 def collecting_rarely(workers: int) -> Iterator[None]:
     """The collector of cycles looks seldom, and at nothing from before: a run makes few cycles and many objects.
 
-    Otherwise it costs a third of a timing-only run of 1,000 or more workers. The cycles that nodes and services are to each
-    other hold the job's data: they are collected at the end, as nobody would do it for long.
+    Otherwise it costs a third of a timing-only run of 1,000 or more workers. The cycles that nodes and services are to
+    each other hold the job's data: they are collected at the end, as nobody would do it for long.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(max(COLLECT_EVERY, OBJECTS_PER_WORKER * workers), *before[1:])

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from dure.runtime.virtual.kernel import Timer
 
+
 class Timers(Protocol):
     """Time-outs of a discrete-event kernel."""
 

@@ -9,7 +9,6 @@ from typing import Any
 from dure.core.node import Loop, Task
 from dure.errors import DeadlockError
 
-
 Callback = Callable[[], None]
 
 Timer = tuple[float, int, Callback]
