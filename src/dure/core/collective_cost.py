@@ -75,8 +75,8 @@ def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Co
     """
     chunks = chunk_bytes(numel, ranks, itemsize)
     # Of all chunks, rank i never sends i + 1 while adding (it ends there) nor i + 2 while gathering.
-    sent = tuple(2 * sum(chunks) - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
-    rounds = ranks - 1
+    rounds, twice = ranks - 1, 2 * sum(chunks)
+    sent = tuple(twice - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
     seconds = rounds * (path.seconds(chunks[0], adds=True) + path.seconds(chunks[0]))
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (2 * rounds,) * ranks)
 
@@ -84,7 +84,8 @@ def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Co
 def ring_reduce_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
     """The sum of chunk i at rank i, which sends every other chunk once."""
     chunks = chunk_bytes(numel, ranks, itemsize)
-    sent = tuple(sum(chunks) - own for own in chunks)
+    whole = sum(chunks)
+    sent = tuple(whole - own for own in chunks)
     seconds = (ranks - 1) * path.seconds(chunks[0], adds=True)
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (ranks - 1,) * ranks)
 

@@ -315,7 +315,9 @@ class Node(Protocol):
 
     name: str
     rank: int
-    rng: np.random.Generator
+
+    @property
+    def rng(self) -> np.random.Generator: ...
 
     def borrows(self, peer: str, nbytes: int) -> bool: ...
 

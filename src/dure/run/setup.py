@@ -155,6 +155,10 @@ class Setup:
         return given or (self.job.batch_size,) * self.workers
 
     @cached_property
+    def _whole_batch(self) -> int:
+        return sum(self.batch_sizes)
+
+    @cached_property
     def replica(self) -> Replica:
         """A replica with the run's initial values."""
         return Replica(self.job.build(self.config.seeded))
@@ -189,7 +193,7 @@ class Setup:
         """Where the gradients of worker `rank` come from, from its first batch on."""
         size = self.batch_sizes[rank]
         sampler = None if self.config.timing_only else copy(self._samplers[rank])
-        share = size / sum(self.batch_sizes)
+        share = size / self._whole_batch
         flops = self.job.flops_per_sample * size if self.config.virtual else 0.0  # only a model of time asks
         return JobSource(self.job, sampler, batch_size=size, share=share, seed=self.config.seeded, flops=flops)
 
@@ -238,7 +242,7 @@ class Setup:
             source=self.source(rank),
             meter=meter,
             boundary=self.boundary(),
-            total_weight=float(sum(self.batch_sizes)),
+            total_weight=float(self._whole_batch),
             buffers=self._buffers,
             merge_buffers=self.merge_buffers,
         )
@@ -273,10 +277,11 @@ class Setup:
     def _shards(self) -> tuple[Address, ...]:
         return tuple(Address(name, "shard") for name in self.deployment.names(SERVER))
 
-    def client(self, node: Node, rank: int) -> ServerClient:
-        """What worker `rank` reaches the shards and the clock through."""
+    @cached_property
+    def _reached(self) -> Servers:
+        """The servers, as all their clients know them."""
         policy = self.sync.policy()
-        servers = Servers(
+        return Servers(
             self._shards,
             self.topology.ranges,
             clock=Address("server 0", "clock"),
@@ -289,7 +294,10 @@ class Setup:
             layouts=self.layouts,
             clocked=None if self.topology.in_place else clocked_at(self._shards, policy),
         )
-        return ServerClient(node, rank, servers)
+
+    def client(self, node: Node, rank: int) -> ServerClient:
+        """What worker `rank` reaches the shards and the clock through."""
+        return ServerClient(node, rank, self._reached)
 
     def configure(self, engine: GradientEngine) -> None:
         """Have `engine` hand over gradients as method and topology need them."""

@@ -54,6 +54,9 @@ WEIGHTS_STREAM = 2
 COLLECT_EVERY = 50_000
 """Objects made, net of those gone, between two looks of the collector of cycles during a run."""
 
+OBJECTS_PER_WORKER = 200
+"""... and at least this many for each worker: so many are alive at once where all workers have calls under way."""
+
 
 @dataclass(slots=True)
 class Callbacks:
@@ -68,14 +71,14 @@ class Callbacks:
 
 
 @contextmanager
-def _collecting_rarely() -> Iterator[None]:
+def collecting_rarely(workers: int) -> Iterator[None]:
     """The collector of cycles looks seldom, and at nothing from before: a run makes few cycles and many objects.
 
-    Otherwise it costs a third of a timing-only run of 1,000 workers. The cycles that nodes and services are to each
-    other hold the job's data: they are collected at the end, as nobody would do it for long.
+    Otherwise it costs a third of a timing-only run of 1,000 or more workers. The cycles that nodes and services are to
+    each other hold the job's data: they are collected at the end, as nobody would do it for long.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    gc.set_threshold(max(COLLECT_EVERY, OBJECTS_PER_WORKER * workers), *before[1:])
     gc.freeze()
     try:
         yield
@@ -106,7 +109,7 @@ class VirtualRun:
 
     def run(self, state: State | None = None) -> Outcome:
         """From the start, or from the `state` of a checkpoint, to the end of the work."""
-        with _collecting_rarely():
+        with collecting_rarely(self.setup.workers):
             return self._run(state)
 
     def _run(self, state: State | None) -> Outcome:

@@ -33,7 +33,7 @@ from dure.core.validated import Validated
 
 Factors = NDArray[np.float64]
 
-_BLOCK = 512  # draws made at once
+_BLOCK = 64  # draws made at once: few, since every worker keeps its own
 
 
 class _Compute(Validated):

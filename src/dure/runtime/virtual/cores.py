@@ -20,6 +20,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
+from dure.runtime.virtual.kernel import Timer
+
 
 class Timers(Protocol):
     """Time-outs of a discrete-event kernel."""
@@ -27,9 +29,9 @@ class Timers(Protocol):
     @property
     def now(self) -> float: ...
 
-    def timer(self, time: float, callback: Callable[[], None], /) -> int: ...
+    def timer(self, time: float, callback: Callable[[], None], /) -> Timer: ...
 
-    def void(self, timer: int, /) -> None: ...
+    def void(self, timer: Timer, /) -> None: ...
 
 
 class Demand:
@@ -55,7 +57,7 @@ class Cores:
         self._sequence = 0
         self._virtual = 0.0  # seconds of a core per demand, as of `_last`
         self._last = 0.0
-        self._timer: int | None = None
+        self._timer: Timer | None = None
 
     @property
     def rate(self) -> float:

@@ -13,6 +13,7 @@ from dure.job.gradient import Gradient, GradientWork
 if TYPE_CHECKING:
     import torch
 
+    from dure.core.collective_cost import Cost
     from dure.core.meter import Meter
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.kernel import Kernel
@@ -26,7 +27,7 @@ class Runtime(Protocol):
     network: Network
     cluster: Cluster
     slices: Sequence[tuple[int, float]]
-    groups: dict[tuple[int, ...], Any]
+    groups: dict[Sequence[int], Any]
 
     @property
     def nodes(self) -> Mapping[str, Member]: ...
@@ -48,23 +49,29 @@ class Member(Protocol):
 
 
 class Round:
-    """One collective: who has come, with what, and since when."""
+    """One collective: the operation and the value of each rank that has come, and when its gradient began and ended."""
 
     __slots__ = ("arrived", "compute_ended", "kind", "started")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.arrived: dict[int, tuple[Operation[Any], Any, float]] = {}
+        self.arrived: dict[int, tuple[Operation[Any], Any]] = {}
         self.started: dict[int, float] = {}
         self.compute_ended: dict[int, float] = {}
 
 
 class CollectiveRounds:
-    """The rounds of one set of ranks; each member's n-th operation is part of round n."""
+    """The rounds of one set of ranks; each member's n-th operation is part of round n.
 
-    def __init__(self, runtime: Runtime, ranks: tuple[int, ...]) -> None:
+    Everything that depends on the ranks alone is here, once for all members.
+    """
+
+    def __init__(self, runtime: Runtime, ranks: Sequence[int]) -> None:
         self.runtime = runtime
         self.ranks = ranks
+        self.names = [f"worker {rank}" for rank in ranks]
+        self._indices = [runtime.network.node(name) for name in self.names]
+        self._costs: dict[tuple[str, int, int, bool], Cost] = {}
         self.rounds: dict[int, Round] = {}
         self.counts = dict.fromkeys(ranks, 0)
         self.gone: set[int] = set()
@@ -83,7 +90,7 @@ class CollectiveRounds:
         self.gone.add(rank)
         for round_ in self.rounds.values():
             if rank not in round_.arrived:
-                for operation, _, _ in round_.arrived.values():
+                for operation, _ in round_.arrived.values():
                     operation.fail(self._lost(rank))
 
     def _lost(self, rank: int) -> PeerLost:
@@ -100,10 +107,34 @@ class CollectiveRounds:
             operation.fail(self._lost(min(self.gone)))
             return
         round_ = self.rounds[number]
-        round_.arrived[rank] = (operation, value, self.runtime.kernel.now)
+        round_.arrived[rank] = (operation, value)
         if len(round_.arrived) == len(self.ranks):
             del self.rounds[number]
             end(round_)
+
+    def cost(self, kind: str, nbytes: int, itemsize: int, *, gradient: bool = False) -> Cost:
+        """As `Network.cost`, of all ranks: computed once for each size."""
+        key = (kind, nbytes, itemsize, gradient)
+        if key not in self._costs:
+            self._costs[key] = self.runtime.network.cost(kind, nbytes, self._indices, itemsize, gradient=gradient)
+        return self._costs[key]
+
+    def charge(self, kind: str, tensor: torch.Tensor) -> float:
+        """Seconds that the collective takes on this cluster; its bytes are counted."""
+        cost = self.cost(kind, tensor.nbytes, _itemsize(tensor))
+        self.runtime.network.count(cost, self._indices)
+        if tensor.nbytes:
+            members = map(self.runtime.nodes.__getitem__, self.names)
+            for node, sent, received in zip(members, cost.sent, cost.received, strict=True):
+                node.payload_sent += sent
+                node.payload_received += received
+        return cost.seconds
+
+
+def shared(ranks: Sequence[int]) -> Sequence[int]:
+    """`ranks` as the key of their rounds: a range where they are consecutive, which is small for any number of them."""
+    consecutive = range(ranks[0], ranks[0] + len(ranks)) if ranks else range(0)
+    return consecutive if ranks == consecutive or tuple(ranks) == tuple(consecutive) else tuple(ranks)
 
 
 def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,13 +148,13 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class VirtualGroup:
     """A group of workers as one of its members sees it."""
 
-    def __init__(self, node: Member, ranks: tuple[int, ...]) -> None:
+    def __init__(self, node: Member, ranks: Sequence[int]) -> None:
         self.node = node
-        self.ranks: Sequence[int] = ranks
-        runtime = node.runtime
-        if ranks not in runtime.groups:
-            runtime.groups[ranks] = CollectiveRounds(runtime, ranks)
-        self.collective_rounds: CollectiveRounds = runtime.groups[ranks]
+        key, runtime = shared(ranks), node.runtime
+        if key not in runtime.groups:
+            runtime.groups[key] = CollectiveRounds(runtime, key)
+        self.collective_rounds: CollectiveRounds = runtime.groups[key]
+        self.ranks = self.collective_rounds.ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,10 +191,10 @@ class VirtualGroup:
 
         def end(round_: Round) -> None:
             order = [round_.arrived[rank] for rank in collective_rounds.ranks]
-            seconds = self._charge(kind, order[0][1])
+            seconds = collective_rounds.charge(kind, order[0][1])
 
             def finish() -> None:
-                for (waiting, _, _), result in zip(order, share([v for _, v, _ in order]), strict=True):
+                for (waiting, _), result in zip(order, share([v for _, v in order]), strict=True):
                     waiting.resolve(result)
 
             runtime.kernel.at(runtime.kernel.now + seconds, finish)
@@ -194,20 +225,20 @@ class VirtualGroup:
 
     def _end_gradients(self, round_: Round) -> None:
         runtime = self.node.runtime
-        order = [round_.arrived[rank] for rank in self.collective_rounds.ranks]
+        order = [round_.arrived[rank] for rank in self.ranks]
         started, ended = round_.started, round_.compute_ended
-        self._charge("all_reduce", order[0][1].values)
+        self.collective_rounds.charge("all_reduce", order[0][1].values)
         last = max(ended.values())
         finish = max(last, self._slices_sent(started, ended, order[0][1].values))
-        for rank in self.ranks:
-            meter = runtime.nodes[f"worker {rank}"].meter
+        for rank, name in zip(self.ranks, self.collective_rounds.names, strict=True):
+            meter = runtime.nodes[name].meter
             meter.add("compute", started[rank], ended[rank])
             meter.add("wait", ended[rank], last)
             meter.add("communicate", last, finish, "all_reduce")
 
         def deliver() -> None:
-            mean = total([gradient.values for _, gradient, _ in order])
-            for operation, gradient, _ in order:
+            mean = total([gradient.values for _, gradient in order])
+            for operation, gradient in order:
                 gradient.values.copy_(mean)
                 operation.resolve(gradient)
 
@@ -215,29 +246,13 @@ class VirtualGroup:
 
     def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
         """When the last slice is summed: one after another, each once everybody has it."""
-        network, names, backward = self.node.runtime.network, self._names, self.node.runtime.cluster.backward
+        backward, slices = self.node.runtime.cluster.backward, self.node.runtime.slices
         itemsize, free = _itemsize(gradient), 0.0
-        for numel, left in self.node.runtime.slices or [(gradient.numel(), 0.0)]:
+        for numel, left in slices or [(gradient.numel(), 0.0)]:
             there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in self.ranks)
-            cost = network.cost("all_reduce", numel * itemsize, names, itemsize, gradient=True)
+            cost = self.collective_rounds.cost("all_reduce", numel * itemsize, itemsize, gradient=True)
             free = max(free, there) + cost.seconds
         return free
-
-    @property
-    def _names(self) -> list[str]:
-        return [f"worker {rank}" for rank in self.ranks]
-
-    def _charge(self, kind: str, tensor: torch.Tensor) -> float:
-        """Seconds that the collective takes on this cluster; its bytes are counted."""
-        runtime, names = self.node.runtime, self._names
-        cost = runtime.network.collective(kind, tensor.nbytes, names, _itemsize(tensor))
-        if tensor.nbytes:
-            for node, sent, received in zip(
-                map(runtime.nodes.__getitem__, names), cost.sent, cost.received, strict=True
-            ):
-                node.payload_sent += sent
-                node.payload_received += received
-        return cost.seconds
 
 
 def _itemsize(tensor: torch.Tensor) -> int:

@@ -9,57 +9,106 @@ from typing import Any
 from dure.core.node import Loop, Task
 from dure.errors import DeadlockError
 
+Callback = Callable[[], None]
+
+Timer = tuple[float, int, Callback]
+"""A callback that can be called off: its time, its place among those of that time, and the callback itself."""
+
 
 class Kernel(Loop):
-    """Runs callbacks in the order of their virtual times; at equal times, in the order they were asked for."""
+    """Runs callbacks in the order of their virtual times; at equal times, in the order they were asked for.
+
+    The heap has each time once. Many callbacks share a time where workers are alike, and all but the first of them
+    wait in a list: taking the next of a list costs the same for any number of workers, taking it from a heap does not.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         super().__init__()
         self.now = now
         self.events = 0  # that have happened when `run` ends
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._weather: list[tuple[float, int, Callable[[], None]]] = []
-        self._void: set[int] = set()
+        self._times: list[float] = []  # a heap
+        self._first: dict[float, Callback | None] = {}  # of each time; None if it was called off
+        self._more: dict[float, list[Callback | None]] = {}  # of the times that have several, those after the first
+        self._weather: list[tuple[float, int, Callback]] = []
         self._sequence = 0
 
-    def at(self, time: float, callback: Callable[[], None]) -> None:
+    def at(self, time: float, callback: Callback) -> None:
         """Call `callback` at virtual `time` (seconds)."""
-        self._sequence += 1
-        heappush(self._heap, (time, self._sequence, callback))
+        if time not in self._first:
+            self._first[time] = callback
+            heappush(self._times, time)
+        elif time in self._more:
+            self._more[time].append(callback)
+        else:
+            self._more[time] = [callback]
 
-    def timer(self, time: float, callback: Callable[[], None]) -> int:
-        """As `at`; its number, by which it can be called off (`void`) before its time."""
-        self._sequence += 1
-        heappush(self._heap, (time, self._sequence, callback))
-        return self._sequence
+    def timer(self, time: float, callback: Callback) -> Timer:
+        """As `at`; what calls it off (`void`) before its time."""
+        self.at(time, callback)
+        return time, len(self._more.get(time, ())), callback
 
-    def void(self, timer: int) -> None:
+    def void(self, timer: Timer) -> None:
         """Call off a timer that has not come: no run goes on for its sake."""
-        self._void.add(timer)
+        time, place, callback = timer
+        if place:
+            more = self._more.get(time, ())
+            if len(more) >= place and more[place - 1] is callback:
+                self._more[time][place - 1] = None
+        elif self._first.get(time) is callback:
+            self._first[time] = None
 
-    def external_event(self, time: float, callback: Callable[[], None]) -> None:
+    def external_event(self, time: float, callback: Callback) -> None:
         """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
         self._sequence += 1
         heappush(self._weather, (time, self._sequence, callback))
 
     def run(self) -> None:
         """Until nothing is left to happen but the weather."""
-        heap, external_event, ready, void = self._heap, self._weather, self.ready, self._void
+        times, first, more, external_event, ready = self._times, self._first, self._more, self._weather, self.ready
         events = 0
         while True:
             while ready:
                 ready.popleft()()
-            if not heap:
+            if not times:
                 break
-            if void and heap[0][1] in void:
-                void.remove(heappop(heap)[1])
+            time = times[0]
+            callback = first[time]
+            if callback is None and not any(more.get(time, ())):
+                del first[heappop(times)]
+                more.pop(time, None)
                 continue
-            events += 1
-            self.now, _, callback = heappop(
-                external_event if external_event and external_event[0][0] <= heap[0][0] else heap
-            )
-            callback()
+            if external_event and external_event[0][0] <= time:
+                events += 1
+                self.next_weather()
+                continue
+            self.now = heappop(times)
+            if callback is not None:
+                events += 1
+                callback()
+                while ready:
+                    ready.popleft()()
+            if time in more:
+                events += self._run_more(more[time])
+                del more[time]
+            del first[time]
         self.events += events
+
+    def _run_more(self, callbacks: list[Callback | None]) -> int:
+        """Run the callbacks of this time after the first, also those that are added meanwhile; how many events."""
+        external_event, ready, now = self._weather, self.ready, self.now
+        events = 0
+        for place, callback in enumerate(callbacks):
+            while external_event and external_event[0][0] <= now and callbacks[place] is not None:
+                events += 1
+                self.next_weather()
+                self.run_ready()
+                callback = callbacks[place]  # the weather may have called it off
+            if callback is not None:
+                events += 1
+                callback()
+                while ready:
+                    ready.popleft()()
+        return events
 
     def next_weather(self) -> bool:
         """Go on to the weather, since nothing else is left to happen; False if there is none."""

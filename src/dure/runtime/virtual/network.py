@@ -227,7 +227,7 @@ class Pair:
         self.latency = 0.0
         self.arrived = 0.0  # when the last message arrives or arrived
         self.current: Transfer | None = None
-        self.backlog: deque[tuple[int, Callable[[], None]]] = deque()
+        self.backlog: deque[tuple[int, Callable[[], None]]] | None = None  # once a message had to wait
         self.egress: SharingQueue
         self.ingress: SharingQueue
         self.src_cpu: Processor
@@ -301,6 +301,8 @@ class Network:
             now = max(self.kernel.now, pair.arrived)
             self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
         elif pair.current is not None:
+            if pair.backlog is None:
+                pair.backlog = deque()
             pair.backlog.append((wire, deliver))
         elif wire <= self._small:
             time = self.kernel.now + pair.start + wire * pair.stretch
@@ -331,7 +333,7 @@ class Network:
             self.processes[index].clear()
         for pair in self._pairs.values():
             if index in (pair.src, pair.dst):
-                pair.backlog.clear()
+                pair.backlog = None
                 transfer = pair.current
                 if transfer is not None and (pair.dst == index or transfer.pending & _EGRESS):
                     pair.current = None
@@ -368,11 +370,15 @@ class Network:
         """
         indices = [self.node(node) for node in nodes]
         cost = self.cost(kind, nbytes, indices, itemsize)
+        self.count(cost, indices)
+        return cost
+
+    def count(self, cost: Cost, indices: Sequence[int]) -> None:
+        """Count the bytes and messages of a collective among the nodes of these numbers."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
             self.messages[i] += messages
-        return cost
 
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FEW_TASKS = 8
+"""Tasks that a node keeps before it lets go of those that are over; many would fill the memory of many nodes."""
+
 
 class Computation(Operation[Any]):
     """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
@@ -58,11 +63,12 @@ class Computation(Operation[Any]):
         self.evaluated = False
         self.value: Any = None
         self.demand = None if node.process is None else node.process.run(seconds, self.due)
-        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else 0
+        self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else None
 
     def move(self, finish: float) -> None:
         """Finish at another time than was said."""
         kernel = self.node.runtime.kernel
+        assert self.timer is not None
         kernel.void(self.timer)
         self.finish = finish
         self.timer = kernel.timer(finish, self.due)
@@ -70,9 +76,9 @@ class Computation(Operation[Any]):
     def abandon(self) -> None:
         """The node crashed, or gave up."""
         self.node.runtime.pending.pop(self, None)
-        if self.demand is None:
+        if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
-        elif self.node.process is not None:
+        elif self.node.process is not None and self.demand is not None:
             self.node.process.drop(self.demand)
 
     def due(self) -> None:
@@ -103,19 +109,22 @@ class VirtualNode:
         self.carry = runtime.network.carry
         processes = runtime.network.processes  # where the cluster is one host
         self.process = None if processes is None else processes[runtime.network.node(name)]
-        self.calls = runtime.in_flight
-        self.rng = np.random.default_rng([runtime.seed, rank, 7])
+        self.calls: dict[RemoteCall, int] = {}  # under way from here, with the runtime's numbers
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
         self.running: dict[Computation, None] = {}
         self.tasks: list[Task[Any]] = []
-        self._most_tasks = 64
+        self._most_tasks = FEW_TASKS
         self.alive = True
         self.incarnation = 0
         self.paused_until = 0.0
         self.slowness = 1.0
         self.payload_sent = 0
         self.payload_received = 0
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.runtime.seed, self.rank, 7])
 
     # ---- the primitives
 
@@ -152,7 +161,7 @@ class VirtualNode:
         return self.runtime.mail(peer, self.name, tag).recv(into)
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
-        return VirtualGroup(self, tuple(ranks))
+        return VirtualGroup(self, ranks)
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
         kernel = self.runtime.kernel
@@ -169,7 +178,7 @@ class VirtualNode:
         tasks.append(task)
         if len(tasks) > self._most_tasks:
             self.tasks = [s for s in tasks if not s.done]
-            self._most_tasks = 64 + 2 * len(self.tasks)
+            self._most_tasks = FEW_TASKS + 2 * len(self.tasks)
         return task
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
@@ -271,13 +280,13 @@ class RemoteCall(Operation[Reply]):
     A node that calls a service of its own is answered without a message.
     """
 
-    __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_source", "_target")
+    __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_target", "source")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
         self.loop = source.kernel  # as the constructor of operations, which costs a call
         self.done = False
         self.on_cancel = self._error = self._waiters = self._value = None
-        self._source = source
+        self.source = source
         self._service = service.service
         self._call = call
         self._into = into
@@ -288,7 +297,7 @@ class RemoteCall(Operation[Reply]):
             self._nbytes = 0
             self._arrive()
         else:
-            source.calls[self] = service
+            source.calls[self] = next(source.runtime.numbers)
             self._nbytes = 0
             wire = source.runtime.header + source.runtime.field * len(call.fields)
             if call.tensors:
@@ -329,7 +338,7 @@ class RemoteCall(Operation[Reply]):
 
     def _answer(self, reply: Reply) -> None:
         self._reply = reply
-        source, target = self._source, self._target
+        source, target = self.source, self._target
         if source is target:
             self._deliver()
             return
@@ -342,18 +351,18 @@ class RemoteCall(Operation[Reply]):
         target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
 
     def _answer_error(self, error: Exception) -> None:
-        source, target = self._source, self._target
+        source, target = self.source, self._target
         if source is target:
             self.fail(error)
         else:
             target.post(source, 0, source.runtime.header, partial(self._finish_with, error))
 
     def _finish_with(self, error: Exception) -> None:
-        self._source.runtime.in_flight.pop(self, None)
+        self.source.calls.pop(self, None)
         self.fail(error)
 
     def _deliver(self) -> None:
-        source, reply = self._source, self._reply
+        source, reply = self.source, self._reply
         if source.paused_until and source.is_paused():
             source.when_awake(self._deliver)
             return
@@ -369,16 +378,16 @@ class RemoteCall(Operation[Reply]):
             reply.release()
         self.resolve(reply)
 
-    def concerns(self, node: VirtualNode, address: Address) -> bool:
-        return self._source is node or address.node == node.name
+    def concerns(self, node: VirtualNode) -> bool:
+        return self.source is node or self._target is node
 
     def lose(self, node: VirtualNode) -> None:
         """`node` is gone: no answer will come from it, and nobody is there to hear one."""
-        if self._source is not node:
+        if self.source is not node:
             self._lost()
 
     def _lost(self) -> None:
-        self.fail(PeerLost(f"{self._target.name} is gone; {self._source.name} had asked it for {self._call.method}"))
+        self.fail(PeerLost(f"{self._target.name} is gone; {self.source.name} had asked it for {self._call.method}"))
 
 
 def _weight(tensors: Sequence[torch.Tensor]) -> int:
@@ -469,8 +478,8 @@ class VirtualRuntime:
         self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
         self.nodes: dict[str, VirtualNode] = {}
         self.pending: dict[Computation, None] = {}
-        self.in_flight: dict[RemoteCall, Address] = {}
-        self.groups: dict[tuple[int, ...], Any] = {}
+        self.numbers = count()  # of calls, in the order in which they are made
+        self.groups: dict[Sequence[int], Any] = {}
         self.durations: dict[str, Durations] = {}
         self._mail: dict[tuple[str, str, int], Mailbox] = {}
 
@@ -524,9 +533,10 @@ class VirtualRuntime:
 
         Not before what it has said: a connection ends after the bytes that were on it.
         """
-        ended = [call for call, address in self.in_flight.items() if call.concerns(node, address)]
+        under_way = [(number, call) for source in self.nodes.values() for call, number in source.calls.items()]
+        ended = [call for _, call in sorted(under_way, key=itemgetter(0)) if call.concerns(node)]
         for call in ended:
-            del self.in_flight[call]
+            del call.source.calls[call]
         node.crash()
         told = max(self.kernel.now + self.detection, self.network.last_arrival(node.name))
         self.kernel.at(told, lambda: self._tell_of(node, ended))

@@ -46,13 +46,17 @@ class Buffer:
 class Pool:
     """Buffers of one size, made when none is free."""
 
-    __slots__ = ("_free", "_like", "_node", "_sizes", "made")
+    __slots__ = ("_free", "_ghosts", "_like", "_node", "_sizes", "made")
 
     def __init__(self, node: Node, like: torch.Tensor, sizes: Sequence[int]) -> None:
         self._free: list[Buffer] = []
         self._node = node
         self._like = like
         self._sizes = sizes
+        self._ghosts: list[torch.Tensor] = []  # of all buffers, where they hold nothing
+        if isinstance(like, Ghost):
+            itemsize = like.nbytes // max(like.numel(), 1)
+            self._ghosts = [cast(torch.Tensor, Ghost(elements, itemsize)) for elements in sizes]
         self.made = 0
 
     def take(self) -> Buffer:
@@ -66,8 +70,6 @@ class Pool:
 
     def _make(self) -> Buffer:
         if isinstance(self._like, Ghost):
-            itemsize = self._like.nbytes // max(self._like.numel(), 1)
-            ghosts = [cast(torch.Tensor, Ghost(elements, itemsize)) for elements in self._sizes]
-            return Buffer(self._like, ghosts, self._free)
+            return Buffer(self._like, self._ghosts, self._free)
         tensor = self._node.room_like(self._like)
         return Buffer(tensor, torch.split(tensor, list(self._sizes)) if self._sizes else (), self._free)

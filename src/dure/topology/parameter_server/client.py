@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,12 @@ class Servers:
     codec: Codec | None = None
     layouts: Sequence[SliceLayout] = ()
     clocked: Address | None = None
+    ghosts: Sequence[Sequence[torch.Tensor]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make what stands for each shard's tensors in a timing-only run, once for all clients."""
+        ghosts = [[Ghost(stop - start, self.itemsize) for start, stop in ranges] for ranges in self.ranges]
+        object.__setattr__(self, "ghosts", ghosts)
 
 
 class Joined(NamedTuple):
@@ -98,10 +104,6 @@ class ServerClient:
         self.coders = [] if codec is None else [codec.coder(layout, seed=worker) for layout in layouts]
         self.followers: list[Follower] = []
         self._whole = _nbytes_of_the_only_range(servers)
-        self._ghosts: list[list[torch.Tensor]] = [
-            [cast(torch.Tensor, Ghost(stop - start, servers.itemsize)) for start, stop in ranges]
-            for ranges in servers.ranges
-        ]
 
     def follow(
         self, values: torch.Tensor, rule: OptimizerSpec, segments: Sequence[Sequence[Segment]] | None = None
@@ -487,7 +489,7 @@ class ServerClient:
     def _parts(self, flat: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """Views of `flat`, by shard."""
         if self.servers.timing_only:
-            return self._ghosts
+            return self.servers.ghosts
         return [pieces(flat, ranges) for ranges in self.servers.ranges]
 
     async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
