@@ -12,6 +12,17 @@ def kind(item):
     return "documents" if item.path.name == "test_docs.py" else "tests"
 
 
+SHARED = ("ranks", "said")
+"""Fixtures that take half a minute: the tests that use one of them run in one process."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for name in SHARED:
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(name))
+
+
 def pytest_collection_finish(session):
     for item in session.items:
         RAN[kind(item)] += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.runs import resume_local, virtual
+from support.soak import soaked
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -220,7 +221,7 @@ def test_elsewhere_checkpoints_do_change_a_run(strategy, tmp_path):
 REAL = ["bsp collective", "bsp collective:algorithm=tree", "bsp ps:shards=2", "downpour:n_push=2 ps", "ssp:bound=1 ps"]
 
 
-@pytest.mark.parametrize("strategy", REAL)
+@pytest.mark.parametrize("strategy", [*REAL[0::2], *soaked(*REAL[1::2])])
 def test_a_real_run_is_resumed(strategy, tmp_path):
     """From its first checkpoint, as if it had been killed before the next. BSP comes to the same end."""
     options: dict[str, Any] = {"workers": 2, "steps": 12, "dtype": "float64", "optimizer": "momentum"}

@@ -840,12 +840,14 @@ main()
     ("how", "code", "warns"),
     [
         ("forgets", 0, True),
-        ("keeps", 0, True),
-        ("exits", 3, True),
-        ("closes", 0, False),
-        ("takes no step", 0, False),
         ("raises", 1, False),
-        ("fails", 1, False),
+        *soaked(
+            ("keeps", 0, True),
+            ("exits", 3, True),
+            ("closes", 0, False),
+            ("takes no step", 0, False),
+            ("fails", 1, False),
+        ),
     ],
 )
 def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
@@ -951,7 +953,13 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["from its last checkpoint", "from its beginning"])
+@pytest.mark.parametrize(
+    "early",
+    [
+        pytest.param(False, id="from its last checkpoint"),
+        pytest.param(True, id="from its beginning", marks=pytest.mark.soak),
+    ],
+)
 def test_after_a_death_torchrun_starts_all_again_and_the_run_goes_on(early, tmp_path):
     """A rank is killed once the first checkpoint is there, or before there is any; collectives need everybody."""
     program = tmp_path / "program.py"
