@@ -75,7 +75,9 @@ class Dure:
 
     def __init__(self, setup: Setup, rank: int) -> None:
         node = ProcessNode(
-            Identity("bench", f"worker {rank}", rank), CREDENTIALS, evaluator=GradientEngine(setup.job, exact=True)
+            Identity("bench", f"worker {rank}", rank),
+            CREDENTIALS,
+            gradient_engine=GradientEngine(setup.job, exact=True),
         )
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
         self.setup, self.node, self.until = setup, node, 0
@@ -83,8 +85,8 @@ class Dure:
         life.worker = self.worker = setup.worker(node, rank, node.meter)
         self.worker.on_step = life._on_step
         if setup.topology.needs_everybody:
-            assert node.evaluator is not None
-            node.evaluator.read_in_place(self.worker.params)
+            assert node.gradient_engine is not None
+            node.gradient_engine.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
 
     def train(self, steps: int) -> None:

@@ -81,13 +81,13 @@ def measure(workers: int, repeats: int) -> dict[str, object]:
     modules = make_replicas(workers)
     works = make_works(modules)
     job = SimpleNamespace(model=lambda: mlp(784, HIDDEN, 10), loss=cross_entropy)
-    evaluator, exact = GradientEngine(job), GradientEngine(job, exact=True)
+    gradient_engine, exact = GradientEngine(job), GradientEngine(job, exact=True)
     loop(modules, works)
-    for module, gradient in zip(modules, evaluator.evaluate(works), strict=True):
+    for module, gradient in zip(modules, gradient_engine.evaluate(works), strict=True):
         torch.testing.assert_close(gradient.values, gradient_of(module), rtol=1e-5, atol=1e-6)
     contestants = {
         "loop": lambda: loop(modules, works),
-        "dure": lambda: evaluator.evaluate(works),
+        "dure": lambda: gradient_engine.evaluate(works),
         "dure, exact": lambda: exact.evaluate(works),
     }
     medians = {name: statistics.median(each) for name, each in seconds_of(contestants, repeats).items()}
@@ -102,7 +102,7 @@ def measure(workers: int, repeats: int) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
-        "rule": evaluator.rule,
+        "rule": gradient_engine.rule,
     }
 
 

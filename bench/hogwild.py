@@ -60,8 +60,8 @@ class Shared(Dure):
         assert self.owner is None or isinstance(self.owner, SharedShard)
         segment = setup.segment_at(from_first(rank, self.owner and self.owner.path))
         self.worker.sessions.memory = MemorySession(self.worker, setup.access(self.node, rank, segment))
-        assert self.node.evaluator is not None
-        self.node.evaluator.read_in_place(segment.values)
+        assert self.node.gradient_engine is not None
+        self.node.gradient_engine.read_in_place(segment.values)
 
 
 def example(setup: Setup, rank: int) -> Loop:

@@ -30,15 +30,15 @@ def job_of(model, loss=functional.cross_entropy):
     return SimpleNamespace(model=model, loss=loss)
 
 
-def works_for(evaluator, count, inputs=(7, 12), classes=3, seed=0):
+def works_for(gradient_engine, count, inputs=(7, 12), classes=3, seed=0):
     """Works with values of their own; (batch, features) inputs and labels."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = evaluator.replica.dtype
+    dtype = gradient_engine.replica.dtype
     return [
         GradientWork(
             rank=rank,
             step=3,
-            values=evaluator.initial_values(rank),
+            values=gradient_engine.initial_values(rank),
             inputs=torch.randn(*inputs, generator=generator, dtype=dtype),
             targets=torch.randint(classes, (inputs[0],), generator=generator),
             seed=5,
@@ -87,8 +87,8 @@ CHAINS = {
 OTHERS = {"residual": Residual, "layer norm": lambda: nn.Sequential(nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3))}
 
 
-def how(evaluator):
-    (decision,) = evaluator.rule["shapes"].values()
+def how(gradient_engine):
+    (decision,) = gradient_engine.rule["shapes"].values()
     return decision
 
 
@@ -97,10 +97,10 @@ def how(evaluator):
 def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
     make = {**CHAINS, **OTHERS}[name]
     job = job_of(lambda: make().to(dtype))
-    evaluator, exact = GradientEngine(job), GradientEngine(job, exact=True)
-    works = works_for(evaluator, 20)
-    together, alone = evaluator.evaluate(works), exact.evaluate(works)
-    assert how(evaluator).startswith("stacked: batched products" if name in CHAINS else "stacked: vmap")
+    gradient_engine, exact = GradientEngine(job), GradientEngine(job, exact=True)
+    works = works_for(gradient_engine, 20)
+    together, alone = gradient_engine.evaluate(works), exact.evaluate(works)
+    assert how(gradient_engine).startswith("stacked: batched products" if name in CHAINS else "stacked: vmap")
     for work, one, other in zip(works, together, alone, strict=True):
         values, loss = plain_gradient(job, work)
         torch.testing.assert_close(other.values, values, rtol=0, atol=tolerance)
@@ -113,38 +113,38 @@ def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
 
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
 def test_bits_do_not_depend_on_the_company(name):
-    evaluator = GradientEngine(job_of({**CHAINS, **OTHERS}[name]))
-    works = works_for(evaluator, 45)
-    results = evaluator.evaluate(works)
-    assert how(evaluator).startswith("stacked")
+    gradient_engine = GradientEngine(job_of({**CHAINS, **OTHERS}[name]))
+    works = works_for(gradient_engine, 45)
+    results = gradient_engine.evaluate(works)
+    assert how(gradient_engine).startswith("stacked")
     fewest = 1 if name in CHAINS else LEAST_PENDING
     for start, size in ((0, fewest), (44, fewest), (3, 17), (10, 33), (0, 44)):
         places = [(start + offset) % 45 for offset in range(size)][::-1]
-        for place, again in zip(places, evaluator.evaluate([works[place] for place in places]), strict=True):
+        for place, again in zip(places, gradient_engine.evaluate([works[place] for place in places]), strict=True):
             assert torch.equal(again.values, results[place].values)
             assert again.loss == results[place].loss
 
 
 def test_results_come_in_order_whatever_the_shapes():
     job = job_of(lambda: mlp(12, 8, 3))
-    evaluator = GradientEngine(job)
-    long, short = works_for(evaluator, 4), works_for(evaluator, 4, inputs=(2, 12), seed=1)
+    gradient_engine = GradientEngine(job)
+    long, short = works_for(gradient_engine, 4), works_for(gradient_engine, 4, inputs=(2, 12), seed=1)
     mixed = [work for pair in zip(long, short, strict=True) for work in pair]
-    for work, result in zip(mixed, evaluator.evaluate(mixed), strict=True):
+    for work, result in zip(mixed, gradient_engine.evaluate(mixed), strict=True):
         torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
         assert result.samples == len(work.inputs)
-    assert len(evaluator.rule["shapes"]) == 2
-    assert evaluator.evaluate([]) == []
+    assert len(gradient_engine.rule["shapes"]) == 2
+    assert gradient_engine.evaluate([]) == []
 
 
 def test_lent_values_are_untouched_and_results_are_owned():
-    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
-    works = works_for(evaluator, 5)
+    gradient_engine = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
+    works = works_for(gradient_engine, 5)
     before = [work.values.clone() for work in works]
-    first = evaluator.evaluate(works)
+    first = gradient_engine.evaluate(works)
     kept = [result.values.clone() for result in first]
     first[2].values.zero_()
-    again = evaluator.evaluate(works)
+    again = gradient_engine.evaluate(works)
     for place, work in enumerate(works):
         assert torch.equal(work.values, before[place])
         assert torch.equal(again[place].values, kept[place])
@@ -154,10 +154,10 @@ def test_lent_values_are_untouched_and_results_are_owned():
 
 def test_values_may_be_a_slice_of_something_larger():
     job = job_of(lambda: wide())
-    evaluator = GradientEngine(job)
-    (work,) = works_for(evaluator, 1)
+    gradient_engine = GradientEngine(job)
+    (work,) = works_for(gradient_engine, 1)
     shifted = torch.cat([torch.full((3,), 9.0), work.values])[3:]
-    (result,) = evaluator.evaluate([dataclasses.replace(work, values=shifted)])
+    (result,) = gradient_engine.evaluate([dataclasses.replace(work, values=shifted)])
     torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
 
 
@@ -172,8 +172,8 @@ def test_values_may_be_a_slice_of_something_larger():
 )
 def test_any_loss_that_vmap_takes_or_refuses(loss):
     job = job_of(lambda: mlp(12, 8, 3), loss)
-    evaluator = GradientEngine(job)
-    for work, result in zip(works := works_for(evaluator, 20), evaluator.evaluate(works), strict=True):
+    gradient_engine = GradientEngine(job)
+    for work, result in zip(works := works_for(gradient_engine, 20), gradient_engine.evaluate(works), strict=True):
         values, number = plain_gradient(job, work)
         torch.testing.assert_close(result.values, values)
         assert result.loss == pytest.approx(number, rel=1e-5)
@@ -181,31 +181,31 @@ def test_any_loss_that_vmap_takes_or_refuses(loss):
 
 def test_labels_that_do_not_count():
     job = job_of(lambda: mlp(12, 8, 3))
-    evaluator = GradientEngine(job)
-    works = works_for(evaluator, 3)
+    gradient_engine = GradientEngine(job)
+    works = works_for(gradient_engine, 3)
     works[1].targets[2:5] = -100
     values, loss = plain_gradient(job, works[1])
-    result = evaluator.evaluate(works)[1]
+    result = gradient_engine.evaluate(works)[1]
     torch.testing.assert_close(result.values, values)
     assert result.loss == pytest.approx(loss)
 
 
 def test_a_loss_that_is_not_finite_is_passed_on():
-    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
-    works = works_for(evaluator, 4)
-    expected = evaluator.evaluate(works)
+    gradient_engine = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
+    works = works_for(gradient_engine, 4)
+    expected = gradient_engine.evaluate(works)
     works[1].values = torch.full_like(works[1].values, torch.nan)
-    results = evaluator.evaluate(works)
+    results = gradient_engine.evaluate(works)
     assert results[1].loss != results[1].loss
     assert torch.equal(results[2].values, expected[2].values)
 
 
 def test_a_loss_per_sample_is_refused():
-    evaluator = GradientEngine(
+    gradient_engine = GradientEngine(
         job_of(lambda: mlp(12, 8, 3), lambda o, t: functional.cross_entropy(o, t, reduction="none"))
     )
     with pytest.raises(UsageError, match=r"must be one number.*got shape \(7,\)"):
-        evaluator.evaluate(works_for(evaluator, 1))
+        gradient_engine.evaluate(works_for(gradient_engine, 1))
 
 
 # ---- the rule
@@ -228,11 +228,11 @@ def test_vmap_waits_for_company_and_chains_do_not():
 )
 def test_what_is_computed_one_at_a_time(model, why):
     job = job_of(model)
-    evaluator = GradientEngine(job)
-    works = works_for(evaluator, 20)
-    assert not evaluator.batches(works)
-    assert why in evaluator.rule["one_at_a_time"]
-    assert len(evaluator.evaluate(works)) == 20
+    gradient_engine = GradientEngine(job)
+    works = works_for(gradient_engine, 20)
+    assert not gradient_engine.batches(works)
+    assert why in gradient_engine.rule["one_at_a_time"]
+    assert len(gradient_engine.evaluate(works)) == 20
 
 
 def test_hooks_are_not_skipped():
@@ -242,31 +242,31 @@ def test_hooks_are_not_skipped():
         return module
 
     job = job_of(model)
-    evaluator = GradientEngine(job)
-    works = works_for(evaluator, 2)
-    torch.testing.assert_close(evaluator.evaluate(works)[1].values, plain_gradient(job, works[1])[0])
-    assert "hooks" in evaluator.rule["one_at_a_time"]
+    gradient_engine = GradientEngine(job)
+    works = works_for(gradient_engine, 2)
+    torch.testing.assert_close(gradient_engine.evaluate(works)[1].values, plain_gradient(job, works[1])[0])
+    assert "hooks" in gradient_engine.rule["one_at_a_time"]
 
 
 def test_a_model_too_large_to_stack():
     features = MOST_BYTES // LEAST_PENDING // 4 + 1
-    evaluator = GradientEngine(
+    gradient_engine = GradientEngine(
         job_of(lambda: nn.Sequential(nn.Linear(features, 1)), lambda o, t: (o.sum(1) - t).square().mean())
     )
-    works = works_for(evaluator, 2, inputs=(1, features))
-    assert not evaluator.batches(works)
-    assert "are more than" in how(evaluator)
+    works = works_for(gradient_engine, 2, inputs=(1, features))
+    assert not gradient_engine.batches(works)
+    assert "are more than" in how(gradient_engine)
 
 
 def test_large_batches_are_cut_evenly():
-    evaluator = GradientEngine(job_of(lambda: mlp(9000, 2, 3)))
-    works = works_for(evaluator, 40, inputs=(20, 9000))
-    results = evaluator.evaluate(works)
+    gradient_engine = GradientEngine(job_of(lambda: mlp(9000, 2, 3)))
+    works = works_for(gradient_engine, 40, inputs=(20, 9000))
+    results = gradient_engine.evaluate(works)
     most = MOST_BYTES // (20 * 9000 * 4)
-    assert how(evaluator).endswith(f"at most {most}")
+    assert how(gradient_engine).endswith(f"at most {most}")
     sizes = [len({r.values.untyped_storage().data_ptr() for r in results})]
     assert sizes == [2]
-    assert torch.equal(evaluator.evaluate([works[39]])[0].values, results[39].values)
+    assert torch.equal(gradient_engine.evaluate([works[39]])[0].values, results[39].values)
 
 
 class DrawsItself(nn.Module):
@@ -281,11 +281,11 @@ class DrawsItself(nn.Module):
 
 
 def test_what_vmap_refuses_is_noted():
-    evaluator = GradientEngine(job_of(DrawsItself))
-    works = works_for(evaluator, LEAST_PENDING)
-    assert not evaluator.batches(works)
-    assert "vmap" in how(evaluator)
-    assert "random" in how(evaluator)
+    gradient_engine = GradientEngine(job_of(DrawsItself))
+    works = works_for(gradient_engine, LEAST_PENDING)
+    assert not gradient_engine.batches(works)
+    assert "vmap" in how(gradient_engine)
+    assert "random" in how(gradient_engine)
 
 
 # ---- randomness
@@ -295,14 +295,14 @@ def test_what_vmap_refuses_is_noted():
     "model", [lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3)), DrawsItself]
 )
 def test_random_layers_draw_by_seed_rank_and_step(model):
-    evaluator = GradientEngine(job_of(model))
-    (work,) = works_for(evaluator, 1)
-    (first,) = evaluator.evaluate([work])
+    gradient_engine = GradientEngine(job_of(model))
+    (work,) = works_for(gradient_engine, 1)
+    (first,) = gradient_engine.evaluate([work])
     torch.rand(3)
-    (again,) = evaluator.evaluate([dataclasses.replace(work)])
+    (again,) = gradient_engine.evaluate([dataclasses.replace(work)])
     assert torch.equal(first.values, again.values)
     for change in ({"seed": 6}, {"rank": 1}, {"step": 4}):
-        (other,) = evaluator.evaluate([dataclasses.replace(work, **change)])
+        (other,) = gradient_engine.evaluate([dataclasses.replace(work, **change)])
         assert not torch.equal(first.values, other.values)
 
 
@@ -310,17 +310,17 @@ def test_global_randomness_is_left_as_it_was():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    evaluator = GradientEngine(job_of(lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3))))
-    evaluator.initial_values(4)
-    works = [dataclasses.replace(work) for work in works_for(evaluator, 2)]
-    evaluator.evaluate(works)
+    gradient_engine = GradientEngine(job_of(lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 3))))
+    gradient_engine.initial_values(4)
+    works = [dataclasses.replace(work) for work in works_for(gradient_engine, 2)]
+    gradient_engine.evaluate(works)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_initial_values_follow_the_seed():
-    evaluator = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
-    assert torch.equal(evaluator.initial_values(3), evaluator.initial_values(3))
-    assert not torch.equal(evaluator.initial_values(3), evaluator.initial_values(4))
+    gradient_engine = GradientEngine(job_of(lambda: mlp(12, 8, 3)))
+    assert torch.equal(gradient_engine.initial_values(3), gradient_engine.initial_values(3))
+    assert not torch.equal(gradient_engine.initial_values(3), gradient_engine.initial_values(4))
 
 
 # ---- buffers
@@ -331,11 +331,11 @@ def test_each_worker_has_its_own_batch_norm():
         return nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
     job = job_of(model)
-    evaluator = GradientEngine(job)
-    works = works_for(evaluator, 2)
+    gradient_engine = GradientEngine(job)
+    works = works_for(gradient_engine, 2)
     modules = [Replica(model()) for _ in works]
     for _ in range(3):
-        results = evaluator.evaluate(works)
+        results = gradient_engine.evaluate(works)
         for work, result, replica in zip(works, results, modules, strict=True):
             replica.load(work.values)
             replica.zero_grad()
@@ -357,12 +357,12 @@ def test_tied_weights():
         return module
 
     job = job_of(model)
-    evaluator = GradientEngine(job)
-    works = works_for(evaluator, LEAST_PENDING)
+    gradient_engine = GradientEngine(job)
+    works = works_for(gradient_engine, LEAST_PENDING)
     assert works[0].values.numel() == 12 * 12 + 12 + 12 + 39
-    for work, result in zip(works, evaluator.evaluate(works), strict=True):
+    for work, result in zip(works, gradient_engine.evaluate(works), strict=True):
         torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
-    assert how(evaluator).startswith("stacked: vmap")
+    assert how(gradient_engine).startswith("stacked: vmap")
 
 
 def test_a_frozen_layer_has_no_gradient_and_keeps_its_values():
@@ -371,9 +371,9 @@ def test_a_frozen_layer_has_no_gradient_and_keeps_its_values():
         module[1].weight.requires_grad_(False)
         return module
 
-    evaluator, exact = GradientEngine(job_of(model)), GradientEngine(job_of(model), exact=True)
-    works = works_for(evaluator, LEAST_PENDING)
-    for one, other in zip(evaluator.evaluate(works), exact.evaluate(works), strict=True):
+    gradient_engine, exact = GradientEngine(job_of(model)), GradientEngine(job_of(model), exact=True)
+    works = works_for(gradient_engine, LEAST_PENDING)
+    for one, other in zip(gradient_engine.evaluate(works), exact.evaluate(works), strict=True):
         torch.testing.assert_close(one.values, other.values)
         assert one.values.numel() == 8 + 24 + 3
 
@@ -387,9 +387,9 @@ def test_an_unused_parameter_has_the_gradient_zero():
         def forward(self, inputs):
             return self.used(inputs)
 
-    evaluator = GradientEngine(job_of(Unused))
+    gradient_engine = GradientEngine(job_of(Unused))
     for count in (1, LEAST_PENDING):
-        result = evaluator.evaluate(works_for(evaluator, count))[0]
+        result = gradient_engine.evaluate(works_for(gradient_engine, count))[0]
         assert not result.values[39:].any()
         assert result.values[:39].any()
 
@@ -399,11 +399,13 @@ def test_sparse_gradients():
         return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
 
     job = job_of(model)
-    evaluator = GradientEngine(job)
+    gradient_engine = GradientEngine(job)
     work = dataclasses.replace(
-        works_for(evaluator, 1, inputs=(2, 2))[0], inputs=torch.tensor([[1, 1], [2, 8]]), targets=torch.tensor([0, 2])
+        works_for(gradient_engine, 1, inputs=(2, 2))[0],
+        inputs=torch.tensor([[1, 1], [2, 8]]),
+        targets=torch.tensor([0, 2]),
     )
-    (result,) = evaluator.evaluate([work])
+    (result,) = gradient_engine.evaluate([work])
     dense = job_of(lambda: nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 3)))
     torch.testing.assert_close(result.values, plain_gradient(dense, work)[0])
 

@@ -87,14 +87,14 @@ def _least_seconds(works: Sequence[Callable[[], object]]) -> float:
 
 def slices_of(job: Job) -> Iterator[Slice]:
     """Of the job's first gradients, from the front."""
-    layers, evaluator = Replica(job.build(0)).layers, GradientEngine(job, exact=True)
+    layers, gradient_engine = Replica(job.build(0)).layers, GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
-    initial = evaluator.initial_values(0)
+    initial = gradient_engine.initial_values(0)
     gradients = []
     for step in range(MESSAGES):
         inputs, targets = job.train.batch(sampler.next())
         work = GradientWork(0, step, initial, inputs, targets, seed=0, flops=0.0)
-        gradients.append(evaluator.one(work).values.clone())
+        gradients.append(gradient_engine.one(work).values.clone())
     for size in sizes(initial.numel()):
         yield SliceLayout.of(layers, [(0, size)]), [each[:size] for each in gradients]
 

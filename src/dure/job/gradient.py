@@ -33,7 +33,7 @@ class GradientWork:
 
     def run(self) -> NoReturn:
         """A gradient is not computed alone: give it to a runtime's `GradientEngine`."""
-        raise TypeError("GradientWork is computed by an Evaluator. Write evaluator.evaluate([work])[0].")
+        raise TypeError("GradientWork is computed by a GradientEngine. Write engine.evaluate([work])[0].")
 
     def ghost(self) -> Gradient:
         """What stands for the gradient in a timing-only run: `values` is a `base.Ghost`, and all are alike."""

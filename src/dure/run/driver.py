@@ -105,7 +105,7 @@ class Driver:
         loop = self.node.loop
         self.casualties = FailureTracker(launcher, loop, str(setup.strategy), setup.deployment, folder=folder)
         self.evicted: dict[str, str] = {}
-        self.evaluator = ""
+        self.evaluating_worker = ""
         self.progress: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}  # of each worker, the step boundary that it has last told of
         self.gathering = Gathering(setup.merge_buffers)
@@ -229,7 +229,7 @@ class Driver:
         living = by_rank(self._living())
         evaluates = bool(living) and call.caller == living[0]
         if evaluates:
-            self.evaluator = call.caller
+            self.evaluating_worker = call.caller
         suspending = self.round is not None and not self.round.all_stopped.done and not self.setup.lockstep
         go = {"seconds": self.node.now(), "evaluates": evaluates}
         return Reply({**go, "suspending": suspending, "checkpoint": self.checkpoint_due})
@@ -249,7 +249,7 @@ class Driver:
         return self.totals.counts["samples"] + going
 
     def _snapshot(self, call: Call) -> Reply:
-        if call.caller == self.evaluator:
+        if call.caller == self.evaluating_worker:
             fields = call.fields
             values, *buffers = [tensor.clone() for tensor in call.tensors]
             row = self._row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
@@ -493,8 +493,8 @@ class Driver:
         self._check_suspended()
         self._grade_means()
         living = by_rank(self._living())
-        if self._going.done and living and name == self.evaluator:
-            self.evaluator = living[0]
+        if self._going.done and living and name == self.evaluating_worker:
+            self.evaluating_worker = living[0]
             self.node.spawn(self._appoint(living[0]), "choosing who is evaluated")
 
     async def _appoint(self, name: str) -> None:

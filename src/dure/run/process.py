@@ -108,11 +108,13 @@ def main(setup: Setup, start: LaunchSpec, check: Callable[[], None] = nothing) -
     kind, rank = start.name.split()
     identity = Identity(start.run, start.name, int(rank), start.incarnation)
     config = setup.config
-    evaluator = GradientEngine(setup.job, exact=True) if kind == "worker" else None  # gradients come one at a time here
-    if evaluator is not None:
-        setup.configure(evaluator)
+    gradient_engine = (
+        GradientEngine(setup.job, exact=True) if kind == "worker" else None
+    )  # gradients come one at a time here
+    if gradient_engine is not None:
+        setup.configure(gradient_engine)
     credentials = Credentials.of(start.credentials)
-    node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, evaluator=evaluator)
+    node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, gradient_engine=gradient_engine)
     node.loop.check = check
     node.directory["driver"] = (str(start.driver[0]), int(start.driver[1]))
     port = node.wire.listen(start.interface)
@@ -326,17 +328,17 @@ class WorkerProcess(RunProcess):
         self.worker = worker = setup.worker(node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.return_seconds = self.terms.return_seconds
-        assert node.evaluator is not None
+        assert node.gradient_engine is not None
         mapped = await setup.topology.map(worker)
         if mapped:
-            node.evaluator.read_in_place(*mapped)
+            node.gradient_engine.read_in_place(*mapped)
         worker.on_step = self._on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
         if setup.topology.needs_everybody:
-            node.evaluator.read_in_place(worker.params)  # which stay where they are, as no server sends others
+            node.gradient_engine.read_in_place(worker.params)  # which stay where they are, as no server sends others
         self.snapshots.resume(worker.clock)
         if not resumed:
             await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)

@@ -100,10 +100,10 @@ class VirtualRun:
         self.cluster = cluster
         self.watch = watch
         config = setup.config
-        self.evaluator = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
-        if self.evaluator is not None:
-            setup.configure(self.evaluator)
-        self.examiner = None if config.timing_only else Evaluator(setup.job, config.eval_samples)
+        self.gradient_engine = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
+        if self.gradient_engine is not None:
+            setup.configure(self.gradient_engine)
+        self.evaluator = None if config.timing_only else Evaluator(setup.job, config.eval_samples)
         self.history: list[Row] = []
         self.spans: list[Any] = []
 
@@ -180,7 +180,7 @@ class Segment:
         return VirtualRuntime(
             run.cluster,
             lambda kernel: Network(run.cluster, kernel, hosts, weights),
-            run.evaluator,
+            run.gradient_engine,
             seed=setup.config.seeded,
             start=self.started,
             trace=setup.config.trace,
@@ -238,7 +238,7 @@ class Segment:
         self.setup.topology.attach(worker, self.shards)
         worker.on_step = self._on_step
         worker.on_abort = self._on_made
-        if self.whole.examiner is not None and not self.setup.coordinated:
+        if self.whole.evaluator is not None and not self.setup.coordinated:
             worker.on_boundary = self._at_boundary
         if self.checkpoint_step:
             worker.boundary.suspend = self._suspend
@@ -478,16 +478,16 @@ class Segment:
         return sum(map(self.setup.gradients_in, living)) + sum(self.retired_updates.values())
 
     def _row_of_now(self, *, final: bool = False) -> None:
-        if self.whole.examiner is not None:
+        if self.whole.evaluator is not None:
             self._row(self.delivered(), self._buffers(), self._slowest(), self._updates(), final=final)
 
     def _row(
         self, values: torch.Tensor, buffers: torch.Tensor | None, step: int, updates: int, *, final: bool = False
     ) -> None:
-        examiner = self.whole.examiner
-        assert examiner is not None
+        evaluator = self.whole.evaluator
+        assert evaluator is not None
         with self.whole.watch.evaluating():
-            grade = examiner.grade(values, buffers)
+            grade = evaluator.grade(values, buffers)
         row = {
             "seconds": self.totals.seconds if final else self.runtime.kernel.now,
             "step": max(step, self._last_row),  # also where a newcomer has just begun
@@ -632,8 +632,8 @@ class Segment:
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
         totals.counts["updates_refused"] += self.refused
         notes: dict[str, Any] = {"events": totals.events, "deaths": self.deaths, "unfinished": self.deaths}
-        if self.whole.evaluator is not None:
-            notes["batching"] = self.whole.evaluator.rule
+        if self.whole.gradient_engine is not None:
+            notes["batching"] = self.whole.gradient_engine.rule
         notes |= setup.topology.notes()
         params = None if setup.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)

@@ -212,13 +212,13 @@ def test_rows_are_added_in_the_order_of_the_workers():
 
 def test_a_gradient_is_handed_over_in_parts():
     job = bags()
-    evaluator = GradientEngine(job, exact=True)
+    gradient_engine = GradientEngine(job, exact=True)
     inputs, targets = torch.tensor([[4, 4, 2]]), torch.zeros(1, WIDTH, dtype=torch.float64)
-    values = evaluator.initial_values(0)
+    values = gradient_engine.initial_values(0)
     work = GradientWork(0, 0, values, inputs, targets, seed=0, flops=0.0)
-    whole = evaluator.one(work).values
-    evaluator.set_apart([1], [0])
-    parts = evaluator.one(work)
+    whole = gradient_engine.one(work).values
+    gradient_engine.set_apart([1], [0])
+    parts = gradient_engine.one(work)
     (rows, found), table = parts.apart.rows[0], whole[WIDTH:].view(ROWS, WIDTH)
     assert rows.tolist() == [2, 4]
     assert torch.equal(found, table[rows])

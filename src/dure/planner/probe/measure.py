@@ -257,16 +257,16 @@ class LinkBenchmark:
 
 def begin_steps(job: Job) -> Callable[[], object]:
     """A function that does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
-    evaluator = GradientEngine(job, exact=True)
+    gradient_engine = GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
-    values = evaluator.initial_values(0)
+    values = gradient_engine.initial_values(0)
     optimizer = FlatOptimizer(job.optimizer, values.numel(), values.dtype)
     number = itertools.count()
 
     def step() -> None:
         inputs, targets = job.train.batch(sampler.next())
         work = GradientWork(0, next(number), values, inputs, targets, seed=0, flops=0.0)
-        optimizer.apply(values, evaluator.one(work).values, values, lr=0.0)
+        optimizer.apply(values, gradient_engine.one(work).values, values, lr=0.0)
 
     return step
 

@@ -39,9 +39,9 @@ class AloneGroup:
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
         """As `GradientEngine.backward` gives it."""
-        assert self._node.evaluator is not None
-        self._node.evaluator.replica.zero_grad()
-        return self._done(self._node.evaluator.backward(work, share))
+        assert self._node.gradient_engine is not None
+        self._node.gradient_engine.replica.zero_grad()
+        return self._done(self._node.gradient_engine.backward(work, share))
 
     def _done(self, value: Any) -> Operation[Any]:
         operation: Operation[Any] = Operation(self._node.loop, "nobody")

@@ -122,14 +122,14 @@ class ProcessGroup:
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """The gradient, its slices all-reduced while the rest is computed; valid until the next is asked for."""
-        evaluator = self._node.evaluator
-        assert evaluator is not None
+        gradient_engine = self._node.gradient_engine
+        assert gradient_engine is not None
         if self._overlap is None:
-            self._overlap = Overlap(evaluator.replica, without={*evaluator.tables, *evaluator.whole})
+            self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
         started = self._node.now()
         self._overlap.replica.zero_grad()
         self._overlap.arm(self._reduce)
-        gradient = evaluator.backward(work, share)
+        gradient = gradient_engine.backward(work, share)
         works = self._overlap.finish()
         computed = self._node.now()
         self._node.meter.add("compute", started, computed)

@@ -123,7 +123,7 @@ class ProcessNode:
         seed: int = 0,
         trace: bool = False,
         limits: Limits | None = None,
-        evaluator: GradientEngine | None = None,
+        gradient_engine: GradientEngine | None = None,
     ) -> None:
         self.loop = ProcessLoop()
         self.identity = identity
@@ -131,7 +131,7 @@ class ProcessNode:
         self.rank = identity.rank
         self.rng = np.random.default_rng([seed, identity.rank, 7])
         self.meter = Meter(identity.name, [] if trace else None)
-        self.evaluator = evaluator
+        self.gradient_engine = gradient_engine
         self.services: dict[str, Service] = {}
         self.directory: dict[str, tuple[str, int]] = {}
         self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
@@ -167,8 +167,8 @@ class ProcessNode:
 
     def _value_of(self, work: Work) -> Any:
         if isinstance(work, GradientWork):
-            assert self.evaluator is not None
-            return self.evaluator.one(work)
+            assert self.gradient_engine is not None
+            return self.gradient_engine.one(work)
         return work.run()
 
     def call(

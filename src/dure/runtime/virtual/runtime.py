@@ -134,7 +134,7 @@ class VirtualNode:
         if begin < self.paused_until:
             begin = self.paused_until
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
-        if runtime.evaluator is not None and isinstance(work, GradientWork):
+        if runtime.gradient_engine is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
         return operation
@@ -459,7 +459,7 @@ class VirtualRuntime:
         self,
         cluster: Cluster,
         network: Callable[[Kernel], Network],
-        evaluator: GradientEngine | None,
+        gradient_engine: GradientEngine | None,
         *,
         seed: int,
         start: float = 0.0,
@@ -474,7 +474,7 @@ class VirtualRuntime:
         self.trace = trace
         self.kernel = Kernel(start)
         self.network = network(self.kernel)
-        self.evaluator = evaluator
+        self.gradient_engine = gradient_engine
         self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
         self.nodes: dict[str, VirtualNode] = {}
         self.pending: dict[Computation, None] = {}
@@ -516,15 +516,15 @@ class VirtualRuntime:
         return computation.value
 
     def _evaluate(self, needed: Computation) -> None:
-        evaluator = self.evaluator
-        if evaluator is None:
+        gradient_engine = self.gradient_engine
+        if gradient_engine is None:
             needed.value = GradientWork.ghost(needed.work)  # type: ignore[arg-type]
             return
         together = [c for c in self.pending if not c.evaluated]
         works = [c.work for c in together]
-        if not evaluator.batches(works):  # type: ignore[arg-type]
+        if not gradient_engine.batches(works):  # type: ignore[arg-type]
             together, works = [needed], [needed.work]
-        for computation, value in zip(together, evaluator.evaluate(works), strict=True):  # type: ignore[arg-type]
+        for computation, value in zip(together, gradient_engine.evaluate(works), strict=True):  # type: ignore[arg-type]
             computation.value = value
             computation.evaluated = True
 

@@ -66,14 +66,14 @@ class Node(TestNode):
     """Evaluates gradients, and says some things twice, as one does who has waited too long for an answer."""
 
     __test__ = False
-    evaluator: GradientEngine
+    gradient_engine: GradientEngine
     repeats = 0.0
 
     def compute(self, work):
         if not isinstance(work, GradientWork):
             return super().compute(work)
         operation = self.promise("its gradient")
-        value = self.evaluator.evaluate([work])[0]
+        value = self.gradient_engine.evaluate([work])[0]
         self.world.soon(lambda: operation.resolve(value))
         return operation
 
@@ -102,7 +102,7 @@ class Play(World):
         job = dyadic(portion)
         strategy = f"lbfgs:push_every={push_every} ps:shards={shards}"
         self.setup, _ = resolved(job, strategy, on="virtual", workers=workers, steps=10**6)
-        Node.evaluator, Node.repeats = GradientEngine(job), repeats
+        Node.gradient_engine, Node.repeats = GradientEngine(job), repeats
         servers = [Node(self, f"server {number}") for number in range(shards)]
         self.shards = [self.setup.topology.shard(node, number) for number, node in enumerate(servers)]
         for node, shard in zip(servers, self.shards, strict=True):
