@@ -78,11 +78,13 @@ class Computation(Operation[Any]):
         self.node.runtime.pending.pop(self, None)
         if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
+            self.timer = None
         elif self.node.process is not None and self.demand is not None:
             self.node.process.drop(self.demand)
 
     def due(self) -> None:
         """Called by the kernel at the finish."""
+        self.timer = None  # it refers to this computation, which would otherwise wait for the collector of cycles
         self.node.running.pop(self, None)
         work = self.work
         self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
