@@ -31,7 +31,7 @@ from dure.core.node import (
     Work,
     nothing,
 )
-from dure.errors import PeerLost
+from dure.errors import PeerLost, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.virtual.group import VirtualGroup
 from dure.runtime.virtual.kernel import Kernel
@@ -353,6 +353,8 @@ class RemoteCall(Operation[Reply]):
         target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
 
     def _answer_error(self, error: Exception) -> None:
+        if isinstance(error, RemoteError):
+            error = error.with_traceback(None)  # an answer: as on processes, it does not say where it was made
         source, target = self.source, self._target
         if source is target:
             self.fail(error)
