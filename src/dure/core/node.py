@@ -54,9 +54,13 @@ class Operation(Generic[T]):
     def __await__(self) -> Generator[Operation[Any], None, T]:
         if not self.done:
             yield self
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[no-any-return]
+        error = self._error
+        if error is None:
+            return self._value  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            del self, error  # the error has this frame in its traceback: a cycle, if the frame had the error
 
     def result(self) -> T:
         """The value of a finished operation; raises the error that it failed with."""

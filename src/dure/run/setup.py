@@ -166,9 +166,12 @@ class Setup:
     @property
     def initial(self) -> Any:
         """Initial parameters, flat; a `Ghost` in a timing-only run."""
-        if self.config.timing_only:
-            return Ghost(self.replica.numel, self.replica.params.element_size())
-        return self.replica.params.detach().clone()
+        return self._ghost if self.config.timing_only else self.replica.params.detach().clone()
+
+    @cached_property
+    def _ghost(self) -> Ghost:
+        """What stands for the parameters in a timing-only run: nothing changes it, so one is enough for all workers."""
+        return Ghost(self.replica.numel, self.replica.params.element_size())
 
     @property
     def _buffers(self) -> Any:

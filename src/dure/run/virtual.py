@@ -157,6 +157,10 @@ class Segment:
         self.first = setup.workers  # the lowest rank among them
         self.steps = [0] * setup.workers
         self.row_every = setup.eval_every * setup.workers
+        self.boundary = setup.boundary()  # one for all workers, and so are the callbacks: many copies fill the caches
+        if self.checkpoint_step:
+            self.boundary.suspend = self._suspend
+        self.on_step, self.on_made, self.at_boundary = self._on_step, self._on_made, self._at_boundary
         self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
         self.runtime = self._runtime()
@@ -236,12 +240,11 @@ class Segment:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.setup.worker(node, rank, node.meter)
         self.setup.topology.attach(worker, self.shards)
-        worker.on_step = self._on_step
-        worker.on_abort = self._on_made
+        worker.boundary = self.boundary
+        worker.on_step = self.on_step
+        worker.on_abort = self.on_made
         if self.whole.evaluator is not None and not self.setup.coordinated:
-            worker.on_boundary = self._at_boundary
-        if self.checkpoint_step:
-            worker.boundary.suspend = self._suspend
+            worker.on_boundary = self.at_boundary
         known = state is not None and f"worker-{rank}" in state
         if known:
             assert state is not None

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ from dure.core.validated import Validated
 Factors = NDArray[np.float64]
 
 _BLOCK = 64  # draws made at once: few, since every worker keeps its own
+_ONES = (1.0,) * _BLOCK
 
 
 class _Compute(Validated):
@@ -47,10 +49,10 @@ class _Compute(Validated):
         """Mean seconds of a step of `flops` operations on a machine of speed 1."""
         return self.overhead + flops / self.flops_per_second if self.seconds is None else self.seconds
 
-    def blocks(self, rng: np.random.Generator) -> Iterator[Factors]:
+    def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
         """Factors drawn from `rng`, a block at a time, without end."""
         while True:
-            yield self.factors(rng, _BLOCK)
+            yield self.factors(rng, _BLOCK).tolist()
 
     @abstractmethod
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
@@ -65,6 +67,9 @@ class Constant(_Compute):
     """Every step takes the mean."""
 
     distribution: Literal["constant"] = "constant"
+
+    def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
+        return repeat(_ONES)
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return np.ones(count)
@@ -131,12 +136,11 @@ class Trace(_Compute):
     def mean(self, flops: float) -> float:
         return float(np.mean(self.durations))
 
-    def blocks(self, rng: np.random.Generator) -> Iterator[Factors]:
+    def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
         block = np.asarray(self.durations) / self.mean(0.0)
         if self.start == "random":
             block = np.roll(block, -int(rng.integers(len(block))))
-        while True:
-            yield block
+        return repeat(block.tolist())
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return rng.choice(np.asarray(self.durations), count) / self.mean(0.0)
@@ -247,6 +251,6 @@ class Durations:
     def _next(self) -> float:
         factor = next(self._factors, None)
         if factor is None:
-            self._factors = iter(next(self._blocks).tolist())
+            self._factors = iter(next(self._blocks))
             factor = next(self._factors)
         return factor

@@ -31,7 +31,7 @@ from dure.core.node import (
     Work,
     nothing,
 )
-from dure.errors import PeerLost
+from dure.errors import PeerLost, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.virtual.group import VirtualGroup
 from dure.runtime.virtual.kernel import Kernel
@@ -78,11 +78,13 @@ class Computation(Operation[Any]):
         self.node.runtime.pending.pop(self, None)
         if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
+            self.timer = None
         elif self.node.process is not None and self.demand is not None:
             self.node.process.drop(self.demand)
 
     def due(self) -> None:
         """Called by the kernel at the finish."""
+        self.timer = None  # it refers to this computation, which would otherwise wait for the collector of cycles
         self.node.running.pop(self, None)
         work = self.work
         self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
@@ -351,6 +353,8 @@ class RemoteCall(Operation[Reply]):
         target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
 
     def _answer_error(self, error: Exception) -> None:
+        if isinstance(error, RemoteError):
+            error = error.with_traceback(None)  # an answer: as on processes, it does not say where it was made
         source, target = self.source, self._target
         if source is target:
             self.fail(error)
