@@ -149,7 +149,7 @@ def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_
     failed = r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp .* needs everybody\."
     with pytest.raises(DureError, match=f"{failed}$"):
         run("raises", "bsp", workers=2, steps=60)
-    with pytest.raises(DureError, match=rf"{failed} Resume from its last checkpoint"):
+    with pytest.raises(DureError, match=rf"{failed} Resume with: dure train --resume"):
         run("raises", "bsp", workers=2, steps=60, checkpoint_every=5, out=tmp_path)
 
 

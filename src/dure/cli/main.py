@@ -349,7 +349,8 @@ def _interrupted(number: int, command: Command | None) -> int:
     _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
     folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
     if folder is not None and (folder / CHECKPOINTS / LATEST).exists():
-        _say(f"resume with: dure train --resume {shlex.quote(str(folder))}")
+        launch = "torchrun, its options as before, -m " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+        _say(f"resume with: {launch}dure train --resume {shlex.quote(str(folder))}")
     return 128 + number
 
 

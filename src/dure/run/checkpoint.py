@@ -241,12 +241,19 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _kept(place: Path) -> str:
+    """Which checkpoint a run still has, after one could not be written to `place`."""
+    folder = next((each for each in (place, *place.parents[:1]) if (each / LATEST).exists()), None)
+    if folder is None:
+        return "There is no earlier one."
+    return f"The previous checkpoint is whole: {(folder / LATEST).read_text(encoding='utf-8').strip()}."
+
+
 def _explaining_errors(place: Path, action: Any) -> None:
     try:
         action()
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(place.parent if place.parent.exists() else Path.cwd()).free
         raise CheckpointError(
-            f"cannot write the checkpoint to {place}: {error} ({free / 1e6:.1f} MB free). "
-            "The previous checkpoint is whole."
+            f"cannot write the checkpoint to {place}: {error} ({free / 1e6:.1f} MB free). {_kept(place)}"
         ) from error

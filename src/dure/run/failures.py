@@ -8,6 +8,7 @@ itself ends every run, but one that a death explains better is not worth telling
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 EXPLAIN_SECONDS = 3.0
 """How long to wait for the launcher's word on a death: milliseconds, unless the machine is busy with other things."""
-
-_RESUME = " Resume from its last checkpoint (--resume), or train with --checkpoint-every to have one."
 
 log = logging.getLogger("dure")
 
@@ -97,7 +96,9 @@ class FailureTracker:
         if workers and all(name in self.dead for name in workers):
             first = next(iter(name for name in self.dead if name in workers))
             if self._explained(first):
-                raise DureError(f"all workers died; the first of them, {first}: {self.cause(first)}.")
+                raise DureError(
+                    f"all workers died; the first of them, {first}: {self.cause(first)}.{self._advice(first)}"
+                )
         for name, error in self.failures.items():
             if self._explained(f"{name} failed"):
                 raise error
@@ -119,7 +120,10 @@ class FailureTracker:
         """What raised would raise again if the run were made anew: then to go on helps only from a checkpoint."""
         raised = self._launcher.exited.get(name, 0) > 0
         saved = self._folder is not None and (self._folder / LATEST).exists()
-        return "" if raised and not saved else _RESUME
+        if saved:
+            assert self._folder is not None
+            return f" Resume with: dure train --resume {shlex.quote(str(self._folder.parent))}"
+        return "" if raised else " Train with --out and --checkpoint-every to have a checkpoint to resume from."
 
     def _explain(self, name: str) -> None:
         """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""

@@ -179,6 +179,9 @@ def _folder(setup: Setup) -> RunFolder | None:
     config = setup.config
     if config.resume is not None:
         newest = checkpoint.load(config.resume / CHECKPOINTS)
+        damaged = [each for each in newest.passed_over if not each.endswith(": not finished")]
+        if damaged:
+            log.warning("the run goes on from step %d; damaged checkpoints: %s.", newest.step, "; ".join(damaged))
         checkpoint.check_origin(newest, setup.origin)
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
