@@ -17,7 +17,7 @@ import torch
 from support.disks import largest_file, small_disk
 
 import dure
-from dure.errors import CheckpointError
+from dure.errors import CheckpointError, UsageError
 from dure.job.job import load_job
 from dure.run import checkpoint
 from dure.run.checkpoint import Part
@@ -275,3 +275,19 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog, on):
     assert resumed.summary()["samples"] == 2 * 18 * 32
     if on == "virtual":
         assert resumed.summary()["params_sha256"] == run.summary()["params_sha256"]
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    job = load_job("digits-mlp")
+    with pytest.raises(UsageError, match="Job object cannot be handed"):
+        dure.train(job, on="local", workers=2, steps=2, out=tmp_path / "run", checkpoint_every=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_checkpoints_that_are_passed_over_are_named(tmp_path, caplog):
+    options = {"on": "virtual", "workers": 2, "checkpoint_every": 4}
+    dure.train("digits-mlp", steps=13, out=tmp_path / "run", **options)
+    (newest,) = (tmp_path / "run" / "checkpoints" / "step-12").glob("worker-0.safetensors")
+    newest.write_bytes(newest.read_bytes()[:100])
+    dure.train("digits-mlp", resume=tmp_path / "run", steps=16)
+    assert "goes on from step 8; damaged checkpoints: step-12: " in caplog.text

@@ -68,7 +68,7 @@ def local(job: str, strategy: str, *, fork_server: ForkServer | None = None, **o
     setup, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
     rows: list[dict[str, Any]] = []
     watch = Callbacks(row=rows.append)
-    return Finished(setup, run_processes(setup, watch, None, None, named=True, fork_server=fork_server), rows)
+    return Finished(setup, run_processes(setup, watch, None, None, fork_server=fork_server), rows)
 
 
 def resume_local(folder: Path) -> Finished:
@@ -76,7 +76,7 @@ def resume_local(folder: Path) -> Finished:
     setup, _ = resolve(resumed_config(TrainConfig(resume=folder)))
     rows: list[dict[str, Any]] = []
     place = folder / "checkpoints"
-    return Finished(setup, run_processes(setup, Callbacks(row=rows.append), place, place, named=True), rows)
+    return Finished(setup, run_processes(setup, Callbacks(row=rows.append), place, place), rows)
 
 
 class Bowls(nn.Module):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.folder_names import CHECKPOINTS
 from dure.core.user_code import explain_user_errors
-from dure.errors import CheckpointError
+from dure.errors import CheckpointError, UsageError
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
 from dure.report.files import replacing
@@ -35,6 +35,7 @@ from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.launch.interruption import Interruption
+from dure.runtime.launch.room import check_memory, physical_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -92,10 +93,8 @@ def _on_this_machine(
 ) -> Outcome:
     from dure.run.launchers.local import run_processes
 
-    named, interruption = prebuilt.job is None, prebuilt.interruption
-    return run_processes(
-        setup, watch, saved, place, named=named, fork_server=prebuilt.fork_server, interruption=interruption
-    )
+    fork_server, interruption = prebuilt.fork_server, prebuilt.interruption
+    return run_processes(setup, watch, saved, place, fork_server=fork_server, interruption=interruption)
 
 
 def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome]) -> Run:
@@ -110,6 +109,8 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     else:
         sizes = setup.batch_sizes
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
+    if not config.virtual:
+        _check_real(setup, prebuilt)
     with _recording(setup, prebuilt.interruption) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
@@ -123,6 +124,17 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
             outcome = launch(setup, watch, saved, place, prebuilt)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(setup, outcome, folder, cluster)
+
+
+def _check_real(setup: Setup, prebuilt: Prebuilt) -> None:
+    """Raise `UsageError` for what processes cannot do, before the run has a folder."""
+    if prebuilt.job is not None:
+        raise UsageError(
+            "a Job object cannot be handed to other processes. Put its function into a file and name it "
+            '("train.py:make_job"), or run in virtual time (on="virtual").'
+        )
+    if setup.config.on != "torchrun":
+        check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
 
 
 @contextmanager

@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure.errors import DureError, UsageError
+from dure.errors import DureError
 from dure.run import checkpoint
 from dure.run.driver import Driver
 from dure.run.outcome import Outcome
 from dure.run.restart_policy import RestartPolicy
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.room import check_memory, physical_memory
 
 if TYPE_CHECKING:
     from dure.run.setup import Setup
@@ -27,22 +26,15 @@ def run_processes(
     resume: Path | None,
     folder: Path | None,
     *,
-    named: bool,
     fork_server: ForkServer | None = None,
     interruption: Interruption | None = None,
 ) -> Outcome:
     """Train `setup` on processes of this machine.
 
-    `named`: its job can be made again from its name. `fork_server`, if it was begun earlier, is its owner's to close.
+    `fork_server`, if it was begun earlier, is its owner's to close.
     Raises `Interrupted` after `interruption`, once a checkpoint is written where that is possible.
     """
     interruption = interruption or Interruption()
-    if not named:
-        raise UsageError(
-            "a Job object cannot be handed to other processes. Put its function into a file and name it "
-            '("train.py:make_job"), or run in virtual time (on="virtual").'
-        )
-    check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
     setup.prepare()  # what is wrong with it is said here, before a process starts
     with ExitStack() as stack:
         if fork_server is None:

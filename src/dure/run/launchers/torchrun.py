@@ -104,8 +104,6 @@ def _lead(
     rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None, prebuilt: Prebuilt
 ) -> Outcome:
     """What rank 0 does: the launcher's part of the run."""
-    if prebuilt.job is not None:
-        raise UsageError('a Job object cannot be handed to other processes. Name it: "train.py:make_job".')
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
     credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
