@@ -23,6 +23,9 @@ from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.job.overlap import LEAST_NBYTES
 from dure.planner.probe.synthetic_job import synthetic_job
+from dure.run.config import TrainConfig
+from dure.run.resolve import resolve
+from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential
 from dure.sync import REMEDIES
@@ -610,3 +613,18 @@ def test_scaled_rates_count_each_sample_alike(strategy, factor):
 def test_more_servers_than_parameters_are_refused():
     with pytest.raises(StrategyError, match="500 are more than the model has parameters, 100"):
         dure.train("quadratic", topology="ps:shards=500", on="virtual", steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "ssp ps:shards=2", "averaging"])
+def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
+    """What a step has made is free at once, and its memory used again: with many workers, caches hold it then."""
+    config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=4, steps=50, timing_only=True)
+    setup, cluster = resolve(config)
+    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    gc.collect()
+    gc.disable()
+    try:
+        segment.run()
+        assert gc.collect() < 50
+    finally:
+        gc.enable()

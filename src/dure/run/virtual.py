@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster, Event
     from dure.runtime.virtual.compute import Durations
-    from dure.sync.worker import Worker
+    from dure.sync.worker import Boundary, Worker
     from dure.topology.hybrid.rows import RowShard
     from dure.topology.parameter_server.batch.coordinator import Coordinator
     from dure.topology.parameter_server.clock import ClockService
     from dure.topology.parameter_server.shard import Shard
+
+OnStep = Callable[["Worker", "Gradient"], None]
+OnWorker = Callable[["Worker"], None]
 
 State = dict[str, Part]
 Row = dict[str, Any]
@@ -157,10 +161,6 @@ class Segment:
         self.first = setup.workers  # the lowest rank among them
         self.steps = [0] * setup.workers
         self.row_every = setup.eval_every * setup.workers
-        self.boundary = setup.boundary()  # one for all workers, and so are the callbacks: many copies fill the caches
-        if self.checkpoint_step:
-            self.boundary.suspend = self._suspend
-        self.on_step, self.on_made, self.at_boundary = self._on_step, self._on_made, self._at_boundary
         self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
         self.runtime = self._runtime()
@@ -236,15 +236,26 @@ class Segment:
         self.durations[rank] = durations
         self.runtime.durations[f"worker {rank}"] = durations
 
+    @cached_property
+    def _boundary(self) -> Boundary:
+        """When the work of each worker ends: one for all, as many alike would fill the caches."""
+        boundary = self.setup.boundary()
+        if self.checkpoint_step:
+            boundary.suspend = self._suspend
+        return boundary
+
+    @cached_property
+    def _callbacks(self) -> tuple[OnStep, OnWorker, OnWorker | None]:
+        """What each worker calls after a step, after one in vain, and at a step boundary: one each for all."""
+        graded = self.whole.evaluator is not None and not self.setup.coordinated
+        return self._on_step, self._on_made, self._at_boundary if graded else None
+
     def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = self.setup.worker(node, rank, node.meter)
         self.setup.topology.attach(worker, self.shards)
-        worker.boundary = self.boundary
-        worker.on_step = self.on_step
-        worker.on_abort = self.on_made
-        if self.whole.evaluator is not None and not self.setup.coordinated:
-            worker.on_boundary = self.at_boundary
+        worker.boundary = self._boundary
+        worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
         known = state is not None and f"worker-{rank}" in state
         if known:
             assert state is not None
