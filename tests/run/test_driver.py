@@ -67,8 +67,8 @@ def check_exactly_once(trial, notes, outcome, kills):
     "strategy", ["ssp:bound=3 ps:shards=3", "ssp:bound=3 ps", "downpour ps:shards=3", "downpour:at_once=true ps"]
 )
 def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
-    trial = Trial(configured("counted", strategy, workers=4, steps=150, data=tmp_path))
-    killer = Killer(10, seed=3)
+    trial = Trial(configured("counted", strategy, workers=4, steps=800, data=tmp_path))
+    killer = Killer(10, seed=3, pause=0.05)
     outcome = trial.run(killer)
     notes = Notes(tmp_path)
     assert len(killer.killed) == 10

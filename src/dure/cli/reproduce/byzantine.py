@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from dure.errors import DivergedError, UsageError
+from dure.sync.base import Traits
 from dure.sync.bsp import BSP
 
 if TYPE_CHECKING:
@@ -74,9 +75,7 @@ class Lied(BSP):
     liars: int = 0
     lie: str = "random"
 
-    topologies: ClassVar[tuple[str, ...]] = ("ps",)
-    encodes: ClassVar[tuple[str, ...]] = ("ps",)
-    delivers: ClassVar[str] = "server"
+    traits: ClassVar[Traits] = replace(BSP.traits, topologies=("ps",), delivers="server", encodes=("ps",))
 
     async def work(self, worker: Worker) -> None:
         while True:
