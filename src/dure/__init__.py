@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which read no table
     from dure.sync.asysvrg import AsySVRG as AsySVRG
     from dure.sync.averaging import Averaging as Averaging
     from dure.sync.backup import Backup as Backup
+    from dure.sync.base import ServerRule as ServerRule
     from dure.sync.base import Traits as Traits
     from dure.sync.bmuf import BMUF as BMUF
     from dure.sync.bmuf import DiLoCo as DiLoCo
@@ -88,6 +89,7 @@ _OTHERS = (
     "dure.run.strategy:Strategy",
     "dure.run.train:train",
     "dure.runtime.virtual.cluster:Cluster",
+    "dure.sync.base:ServerRule",
     "dure.sync.base:Traits",
     "dure.user_loop.attached:attach",
     "dure.user_loop.ddp_hook:hook",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -13,13 +13,15 @@ from support.runs import bowls, resolved, virtual
 from torch import Tensor
 
 from dure.job.job import Job, load_job
+from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import Strategy
 from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
+from dure.sync.base import ServerRule
 from dure.sync.ssp import SSP
 from dure.topology.parameter_server.choice import ParameterServer
-from dure.topology.parameter_server.policies import Bounded, Policy, Start, Verdict
+from dure.topology.parameter_server.policies import Bounded, Start, Verdict
 
 STEPS = 6
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
@@ -272,9 +274,8 @@ class Watched(Bounded):
 class WatchedSSP(SSP):
     watched: Watched | None = None
 
-    def policy(self) -> Policy:
-        assert self.watched is not None
-        return self.watched
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return replace(super().server_rule(optimizer), policy=self.watched)
 
 
 def watch_ssp(bound: float, cluster: Cluster, steps: int) -> tuple[Watched, VirtualRun]:

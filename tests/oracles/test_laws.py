@@ -172,5 +172,5 @@ def test_a_killed_process_ends_a_run_that_needs_everybody(law, fork_server):
             killed.append("worker 1")
             trial.kill("worker 1")
 
-    with pytest.raises(DureError, match=r"worker 1 died: killed by signal 9 \(SIGKILL\).*--resume"):
+    with pytest.raises(DureError, match=r"worker 1 died: killed by signal 9 \(SIGKILL\).*--checkpoint-every"):
         trial.run(act, fork_server=fork_server)

@@ -108,7 +108,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
         run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
     assert str(caught.value).startswith("worker 1 died: killed by signal 9 (SIGKILL); bsp collective")
-    assert "train with --checkpoint-every" in str(caught.value)
+    assert "--out with --checkpoint-every N writes one" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -183,5 +183,5 @@ def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
         if trial.driver.steps("worker 0") > 10:
             trial.kill("server 1")
 
-    with pytest.raises(DureError, match=r"server 1 died: killed by signal 9 .* its part of the model is gone\. Resume"):
+    with pytest.raises(DureError, match=r"server 1 died: .* its part of the model is gone\. No checkpoint"):
         trial.run(act, fork_server=fork_server)

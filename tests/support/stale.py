@@ -10,7 +10,7 @@ import torch
 from dure.core.node import Call, Loop, Operation, Reply, Work
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make
-from dure.sync.remedied import corrections, server_rule
+from dure.sync.remedied import corrections, server_optimizer
 from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.shard import Shard
 
@@ -46,7 +46,7 @@ class Bench:
         self.method = make(method) if isinstance(method, str) else method
         self.gradient = gradient
         values = torch.as_tensor(start, dtype=torch.float64)
-        self.spec = server_rule(self.method, OptimizerSpec(**optimizer), workers)
+        self.spec = server_optimizer(self.method, OptimizerSpec(**optimizer), workers)
         self.node = Instant()
         self.shard = Shard(self.node, values, self.spec, corrections=Corrections.of(corrections(self.method)))
         self.read: dict[int, tuple[int, torch.Tensor]] = {}

@@ -25,7 +25,7 @@ from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
 from dure.sync.base import traits_of
 from dure.sync.dc_asgd import DCASGD
 from dure.sync.momentum_compensation import MomentumCompensation
-from dure.sync.remedied import remedied, server_rule
+from dure.sync.remedied import remedied, server_optimizer
 from dure.sync.staleness_lr import StalenessLR
 from dure.topology.correction import Update
 
@@ -523,19 +523,21 @@ TABLE = {1: 0.9, 2: 0.4, 4: 0.15, 8: 0.025, 16: -0.0375, 32: -0.06875}
 def test_the_momentum_that_is_left_to_the_servers(workers: int, momentum: float) -> None:
     job = OptimizerSpec("momentum", lr=0.1)
     for text in ("downpour+momentum-compensation", "ssp+momentum-compensation:target=0.9"):
-        rule = server_rule(make(text), job, workers)
+        rule = server_optimizer(make(text), job, workers)
         assert rule.momentum == pytest.approx(momentum)
         assert rule.lr == 0.1
 
 
 def test_workers_of_one_update_count_as_one() -> None:
     job = OptimizerSpec("momentum", lr=0.1)
-    assert server_rule(make("k-batch-async:k=4+momentum-compensation"), job, 16).momentum == pytest.approx(0.15)
-    assert server_rule(make("k-async:k=4+momentum-compensation"), job, 4).momentum == pytest.approx(0.9)
+    assert server_optimizer(make("k-batch-async:k=4+momentum-compensation"), job, 16).momentum == pytest.approx(0.15)
+    assert server_optimizer(make("k-async:k=4+momentum-compensation"), job, 4).momentum == pytest.approx(0.9)
 
 
 def test_momentum_of_exactly_nothing_is_plain_sgd() -> None:
-    rule = server_rule(make("downpour+momentum-compensation:target=0.5"), OptimizerSpec("momentum", nesterov=True), 2)
+    rule = server_optimizer(
+        make("downpour+momentum-compensation:target=0.5"), OptimizerSpec("momentum", nesterov=True), 2
+    )
     assert (rule.name, rule.momentum, rule.nesterov) == ("sgd", 0.0, False)
 
 

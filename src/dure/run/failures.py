@@ -117,13 +117,14 @@ class FailureTracker:
         return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
 
     def _advice(self, name: str) -> str:
-        """What raised would raise again if the run were made anew: then to go on helps only from a checkpoint."""
-        raised = self._launcher.exited.get(name, 0) > 0
-        saved = self._folder is not None and (self._folder / LATEST).exists()
-        if saved:
-            assert self._folder is not None
+        """The command that resumes the run, or how a run gets a checkpoint to resume from.
+
+        A process that raised would raise again in a new run, so then only a checkpoint helps.
+        """
+        if self._folder is not None and (self._folder / LATEST).exists():
             return f" Resume with: dure train --resume {shlex.quote(str(self._folder.parent))}"
-        return "" if raised else " Train with --out and --checkpoint-every to have a checkpoint to resume from."
+        raised = self._launcher.exited.get(name, 0) > 0
+        return "" if raised else " No checkpoint was written: --out with --checkpoint-every N writes one every N steps."
 
     def _explain(self, name: str) -> None:
         """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""

@@ -13,6 +13,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import check_codec_name
 from dure.runtime.virtual.cluster import Cluster
+from dure.sync.base import server_rule_of, traits_of
 
 EVALUATIONS = 20
 """How often a run is evaluated where nothing else is asked for."""
@@ -37,10 +38,10 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
         job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
     else:
         job = _adjusted(job, config)
-    members = getattr(strategy.sync, "quorum", int)(workers)
-    averaged = members if getattr(strategy.sync, "reduce", "mean") == "mean" else 1
-    if config.optimizer is None and hasattr(strategy.sync, "local_optimizer"):
-        job = replace(job, optimizer=strategy.sync.local_optimizer(job.optimizer))
+    averaged = server_rule_of(strategy.sync).averaged(workers)
+    local = traits_of(strategy.sync).local_optimizer
+    if config.optimizer is None and local is not None:
+        job = replace(job, optimizer=local)
     job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
     if job.groups is not None and config.scale_lr:
         job = replace(job, groups=scaled(job.groups, averaged))
@@ -98,7 +99,7 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
     if not setup.config.timing_only:
         check_rates(setup)
     if setup.topology.clocked:
-        _ = setup.server_rule  # said now, not by a server
+        _ = setup.server_optimizer  # said now, not by a server
     if setup.config.timing_only and setup.codec is not None:
         raise UsageError(
             f"timing_only moves sizes without values, and what {setup.strategy.text()['codec']} sends depends on them. "

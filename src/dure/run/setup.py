@@ -28,8 +28,8 @@ from dure.job.schedule import schedule_of
 from dure.job.source import JobSource
 from dure.run.strategy import Strategy
 from dure.runtime.memory import Memory
-from dure.sync.base import Traits, traits_of
-from dure.sync.remedied import compares, corrections, server_rule
+from dure.sync.base import Periodic, Traits, server_rule_of, servers_have_own_rule, traits_of
+from dure.sync.remedied import compares, corrections, server_optimizer
 from dure.sync.worker import Boundary, Worker
 from dure.topology.base import Topology, deployed
 from dure.topology.collective.session import GroupSession
@@ -70,8 +70,7 @@ class Setup:
         """Mini-batches of a worker between two places where all are together, and that one tick of the servers' clock
         stands for. A method whose rounds differ in length says itself where they begin (`Worker.last_sync`, `Stats`).
         """
-        period: int = getattr(self.sync, "period", 1)
-        return period
+        return self.sync.period if isinstance(self.sync, Periodic) else 1
 
     @property
     def synchronous(self) -> bool:
@@ -139,7 +138,7 @@ class Setup:
     @property
     def coordinated(self) -> bool:
         """Whether a coordinator leads the method and hands out its work."""
-        return hasattr(self.sync, "coordinate")
+        return self.traits.coordinated
 
     @property
     def lockstep(self) -> bool:
@@ -209,14 +208,13 @@ class Setup:
     @cached_property
     def servers_have_own_rule(self) -> bool:
         """Whether the method's servers step by no rate of the job, as those of BMUF and EASGD."""
-        one, other = (self.sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
-        return bool(one == other)
+        return servers_have_own_rule(self.sync)
 
     def server_segments(self, ranges: Ranges) -> list[Segment]:
         """The parameter groups of a shard that holds `ranges`."""
         if self.servers_have_own_rule:
             return []
-        rule = partial(server_rule, self.sync, workers=self.workers)
+        rule = partial(server_optimizer, self.sync, workers=self.workers)
         return restrict(self.rates.seen_by(lambda spec: rule(optimizer=spec)), ranges)
 
     def merge_buffers(self, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -283,7 +281,7 @@ class Setup:
     @cached_property
     def _reached(self) -> Servers:
         """The servers, as all their clients know them."""
-        policy = self.sync.policy()
+        policy = server_rule_of(self.sync).policy
         return Servers(
             self._shards,
             self.topology.ranges,
@@ -329,7 +327,7 @@ class Setup:
     @property
     def ordered(self) -> bool:
         """Whether the method asks its servers for an order of updates."""
-        policy = self.sync.policy() if self.topology.servers else None  # a method of a user's own may have none
+        policy = server_rule_of(self.sync).policy if self.topology.servers else None
         return policy is not None and policy.ordered
 
     @property
@@ -348,17 +346,19 @@ class Setup:
     # ---- servers
 
     @property
-    def server_rule(self) -> OptimizerSpec:
+    def server_optimizer(self) -> OptimizerSpec:
         """What the shards do with an aggregate. Raises `StrategyError` where a remedy and the optimizer do not suit."""
-        return server_rule(self.sync, self.job.optimizer, self.workers)
+        return server_optimizer(self.sync, self.job.optimizer, self.workers)
 
     def clock(
         self, node: Node, *, absent: Collection[int] | None = None, evict_seconds: float = EVICT_SECONDS
     ) -> ClockService:
         """The clock service; without a policy it only knows who is there. `absent` replaces the set-up's."""
         present = [rank for rank in range(self.workers) if rank not in (self.absent if absent is None else absent)]
-        policy, reduce = self.sync.policy(), self.sync.reduce
-        return ClockService(node, policy, self._shards, workers=present, reduce=reduce, evict_seconds=evict_seconds)
+        rule = server_rule_of(self.sync)
+        return ClockService(
+            node, rule.policy, self._shards, workers=present, reduce=rule.reduce, evict_seconds=evict_seconds
+        )
 
     @cached_property
     def batches(self) -> Batches:
@@ -388,12 +388,13 @@ def check_rates(setup: Setup) -> None:
     text, both = setup.strategy.text()["sync"], "parameter groups and schedules"
     if setup.coordinated:
         raise UsageError(f"{text} finds the length of its steps itself, so {both} mean nothing to it: leave them out.")
-    if getattr(sync, "local_lr", 0):
+    if setup.traits.own_rate:
         raise UsageError(f"{text} has a rate of its own at the workers, local_lr, which knows no {both}: leave it out.")
     if rates.schedule is None:
         return
     _ = [rates.at(step) for step in (0, setup.steps - 1)]
-    members = sync.quorum(setup.workers) if hasattr(sync, "quorum") and not setup.lockstep else 1
+    rule = server_rule_of(sync)
+    members = 1 if rule.quorum is None or setup.lockstep else rule.averaged(setup.workers)
     if members > 1:
         raise UsageError(
             f"a schedule is a function of a worker's step, and an update of {text} is the mean of {members} gradients "

@@ -80,8 +80,7 @@ class Strategy:
             if clash and name == "collective":
                 because += f", and {clash}"
         else:
-            objection = getattr(self.sync, "objection", None)
-            because = objection(name) if objection is not None else ""
+            because = traits.objections.get(name, "")
         if because:
             raise StrategyError(self._refusal(name, because))
         if not isinstance(self.codec, Float32):
@@ -110,9 +109,8 @@ class Strategy:
             )
 
     def _refusal(self, topology: str, because: str) -> str:
-        sync, objection = name_of("sync", self.sync), getattr(self.sync, "objection", lambda topology: "")
-        traits = traits_of(self.sync)
-        fits = next((each for each in traits.topologies if not objection(each)), None)
+        sync, traits = name_of("sync", self.sync), traits_of(self.sync)
+        fits = next((each for each in traits.topologies if not traits.objections.get(each)), None)
         works = f"{sync} {traits.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
         return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
 

@@ -30,9 +30,7 @@ from typing import TYPE_CHECKING, ClassVar
 from dure.sync.base import Traits
 
 if TYPE_CHECKING:
-    from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.policies import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +48,6 @@ class ADPSGD:
         no_loop="its neighbors average with a model at any time, also while backward() uses it",
         topology_reason="its workers meet in pairs, each at its own time, and have no server between them",
     )
-
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
 
     async def work(self, worker: Worker) -> None:
         while True:

@@ -37,8 +37,8 @@ import torch
 
 from dure.core.parameter import parameter
 from dure.job.data.split import Whole
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Barrier, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -81,15 +81,8 @@ class AsySVRG:
         if self.lock not in ("none", "write", "readwrite"):
             raise ValueError(f'lock must be "none", "write" or "readwrite", got {self.lock!r}.')
 
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, Barrier(), reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         while True:

@@ -45,8 +45,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Barrier, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -191,16 +191,20 @@ class Averaging:
             return "a mean with weights of each parameter's own needs two vectors from everybody, as they are"
         return "servers are pushed models, and a codec encodes how far they have gone"
 
-    def objection(self, topology: str) -> str:
-        if topology == "collective" and self.pace == "time":
-            return (
+    @property
+    def _objections(self) -> dict[str, str]:
+        found = {}
+        if self.pace == "time":
+            found["collective"] = (
                 "workers that do different numbers of steps are at different clocks, and a collective needs all at one"
             )
-        if topology == "ps" and self.weights == "fisher":
-            return "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
-        if topology == "ps" and self.state == "average":
-            return "servers hold the model and no worker's optimizer state"
-        return ""
+        if self.weights == "fisher":
+            found["ps"] = (
+                "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
+            )
+        elif self.state == "average":
+            found["ps"] = "servers hold the model and no worker's optimizer state"
+        return found
 
     @property
     def _no_loop(self) -> str:
@@ -213,18 +217,16 @@ class Averaging:
     def adapted(self) -> Traits:
         """The traits under these parameters."""
         return replace(
-            self.traits, lockstep=self._lockstep, encodes=self._encodes, uncoded=self._uncoded, no_loop=self._no_loop
+            self.traits,
+            lockstep=self._lockstep,
+            objections=self._objections,
+            encodes=self._encodes,
+            uncoded=self._uncoded,
+            no_loop=self._no_loop,
         )
 
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("assign")
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("assign"), Barrier())
 
     async def work(self, worker: Worker) -> None:
         kept = worker.kept_plain

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import FirstOf, Policy, most
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import FirstOf, most
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -77,15 +77,8 @@ class Backup:
         """N, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.backups is None else max(1, workers - self.backups)
 
-    def policy(self) -> Policy:
-        return FirstOf(self.quorum, distinct=True)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, FirstOf(self.quorum, distinct=True), quorum=self.quorum)
 
     async def work(self, worker: Worker) -> None:
         while True:

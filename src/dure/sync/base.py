@@ -1,41 +1,48 @@
-"""What a method of synchronisation is, and what it sees of the world.
+"""The interface of a synchronization method: `Sync`, its `Traits`, and its `ServerRule`.
 
-A `Sync` is a frozen dataclass: its fields are the method's parameters, its `work` is the paper's loop at
-one worker. It sees one thing, its `Worker`, and knows neither sockets nor clocks nor devices.
+A method is a frozen dataclass: its fields are the parameters, its `work` is the paper's loop at one worker. `work`
+uses one object, its `Worker`, and no socket, clock or device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from dure.errors import StrategyError
+from dure.job.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
-    from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
     from dure.topology.parameter_server.policies import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is true of a method, whatever it runs on.
+    """The properties of a method that strategies, topologies and runs depend on.
 
-    `topologies` are those that it runs over, its default first; `topology_reason` completes "X does not run over Y: ",
-    and `collective_reason` is a second reason where Y is a collective. A `lockstep` method keeps all workers at the
-    same clock, so a checkpoint is taken when each reaches the scheduled clock; for the others it is taken when the
-    first does; over collectives all are in lockstep. `delivers` is the method's result: the `"server"`'s parameters,
-    one `"replica"`'s (all are equal), the `"mean"` of the replicas', or what every worker keeps under that name
-    (`Worker.keep`; all are equal). Over servers it is always the server's.
-
-    `agreed` is the name under which a worker keeps the common model, if it goes on from another. `streams`: parts of
-    the model travel at different times, so there is no common one. `alone`: over collectives too, each worker ends in
-    its own time. `sparse`: sparse gradients are taken as they are, flat and coalesced. `stale_gradients`: the servers
-    apply gradients of older versions, so corrections may join. `encodes` are the topologies over which a codec may
-    encode what is sent, `uncoded` the reason why over the others none may; `changes`: what is encoded is a change of
-    the model, and no gradient; `tallies`: it may be signs that are voted on, all of a step together. `fewest` counts
-    the workers that it needs. `vectors` lie beside the model in shared memory. `sampling` replaces the job's split.
-    `no_loop` is the reason why `dure.attach` cannot run it.
+    - `topologies`: the topologies that the method runs over; the first is the default. `topology_reason` completes the
+      error "X does not run over Y: "; `collective_reason` is added where Y is a collective. `objections` maps a
+      topology to the reason against it under these parameters.
+    - `lockstep`: all workers have the same clock at a step boundary. A checkpoint is taken when each worker reaches the
+      scheduled clock; without lockstep, when the first worker reaches it. Over collectives all methods are in lockstep.
+    - `delivers`: the result. `"server"`: the parameters of the servers; `"replica"`: the parameters of one worker (all
+      are equal); `"mean"`: the mean of the replicas; any other name: the vector that each worker keeps under it
+      (`Worker.keep`; all are equal). Over servers the result is always that of the servers.
+    - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it.
+    - `streams`: parts of the model are sent at different times, so no common model exists at any step.
+    - `alone`: each worker ends at its own time, over collectives too.
+    - `coordinated`: the method has `coordinate(lead)`, which server 0 runs, and workers evaluate its portions.
+    - `sparse`: the method takes sparse gradients, flat and coalesced.
+    - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
+    - `encodes`: the topologies over which a codec may encode messages; `uncoded` is the reason against the others.
+      `changes`: the messages are changes of the model, not gradients. `tallies`: the messages may be signs for a vote.
+    - `fewest`: the least number of workers.
+    - `vectors`: names of the vectors beside the model in shared memory.
+    - `sampling`: replaces the job's split of the data. `local_optimizer` replaces the job's optimizer, unless the run
+      names one. `own_rate`: workers also step by a learning rate that is a parameter of the method.
+    - `no_loop`: the reason why `dure.attach` cannot run the method.
     """
 
     topologies: tuple[str, ...]
@@ -43,9 +50,11 @@ class Traits:
     delivers: str = "server"
     topology_reason: str = ""
     collective_reason: str = ""
+    objections: Mapping[str, str] = field(default_factory=dict)
     agreed: str = ""
     streams: bool = False
     alone: bool = False
+    coordinated: bool = False
     sparse: bool = False
     stale_gradients: bool = False
     encodes: tuple[str, ...] = ()
@@ -55,7 +64,46 @@ class Traits:
     fewest: int = 1
     vectors: tuple[str, ...] = ()
     sampling: Any = None
+    local_optimizer: OptimizerSpec | None = None
+    own_rate: bool = False
     no_loop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRule:
+    """What servers do with the updates of a method.
+
+    `policy` admits updates and orders them in groups; without one each update is applied on arrival. `reduce` makes one
+    update of a group: the `"mean"`, weighted by batch size, or the `"sum"`. `optimizer` applies the result. `quorum`
+    gives the number of updates in a group for a number of workers; without it a group has one update of each worker.
+    """
+
+    optimizer: OptimizerSpec
+    policy: Policy | None = None
+    reduce: Literal["mean", "sum"] = "mean"
+    quorum: Callable[[int], int] | None = None
+
+    def averaged(self, workers: int) -> int:
+        """Return the number of gradients whose mean is one update."""
+        if self.reduce == "sum":
+            return 1
+        return workers if self.quorum is None else self.quorum(workers)
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A method that runs over servers or shared memory."""
+
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        """Return what servers do with an update, given the job's optimizer."""
+        ...
+
+
+@runtime_checkable
+class Periodic(Protocol):
+    """A method whose workers synchronize every `period` steps."""
+
+    period: int
 
 
 @runtime_checkable
@@ -78,33 +126,23 @@ def traits_of(method: Any) -> Traits:
     return found
 
 
+def server_rule_of(method: Any, optimizer: OptimizerSpec | None = None) -> ServerRule:
+    """Return what servers do with the updates of a method, given the job's optimizer (none: any would do)."""
+    given = optimizer or OptimizerSpec()
+    return method.server_rule(given) if isinstance(method, Served) else ServerRule(given)
+
+
+def servers_have_own_rule(method: Any) -> bool:
+    """Whether the servers of a method step by no rate of the job, as those of BMUF and EASGD."""
+    one, other = (server_rule_of(method, OptimizerSpec(lr=lr)).optimizer for lr in (0.25, 0.5))
+    return one == other
+
+
 class Sync(Protocol):
-    """When replicas agree."""
+    """When replicas agree. A method may also be `Served`, `Adapted` or `Periodic`."""
 
     traits: ClassVar[Traits]
 
     async def work(self, worker: Worker) -> None:
         """The method at one worker; ends when `EndOfWork` is thrown into a pending gradient."""
-        ...
-
-    # ---- over parameter servers
-
-    def policy(self) -> Policy | None:
-        """Who may go on and what counts; None when the method asks for no order (applied on arrival)."""
-        ...
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        """What the shards do with an aggregate, given the job's optimizer."""
-        ...
-
-    # A method may also have, where it needs them:
-    #   adapted() -> Traits                   the traits, where they depend on the parameters
-    #   objection(topology: str) -> str       why these parameters do not go over this topology; "" where they do
-    #   quorum(workers: int) -> int           how many updates make a group
-    #   coordinate(lead: Coordinator)         server 0 leads it, and hands out portions: `batch`, `push_every`
-    #   local_optimizer(OptimizerSpec) -> OptimizerSpec   what it has in place of the job's, unless one is asked for
-
-    @property
-    def reduce(self) -> str:
-        """How the members of a group become one update: "mean" (weighted by batch size) or "sum"."""
         ...

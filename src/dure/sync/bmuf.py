@@ -38,8 +38,8 @@ import torch
 from dure.core.node import EndOfWork, Ghost, Operation
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Barrier, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from dure.sync.worker import Worker
@@ -85,6 +85,7 @@ class BMUF:
         lockstep=True,
         delivers="mean",
         agreed="model",
+        encodes=("collective", "ps"),
         changes=True,
     )
 
@@ -102,37 +103,22 @@ class BMUF:
         if not 1 <= self.fragments <= self.period:
             raise ValueError(f"fragments must be between 1 and the period ({self.period}), got {self.fragments}.")
 
-    @property
-    def _streams(self) -> bool:
-        """Whether parts of the model are on their way while others are not, so that all have the same at no time."""
-        return bool(self.overlap) or self.fragments > 1
-
-    @property
-    def _encodes(self) -> tuple[str, ...]:
-        return () if self.overlap or self.fragments > 1 else self.traits.topologies
-
-    @property
-    def _uncoded(self) -> str:
-        return "what a codec keeps is of the whole change of a block, and with overlap or fragments parts of it travel"
-
     def adapted(self) -> Traits:
-        """The traits under these parameters."""
-        return replace(self.traits, streams=self._streams, encodes=self._encodes, uncoded=self._uncoded)
+        """The traits under these parameters: with overlap or fragments, parts of the model are sent on their own."""
+        if not self.overlap and self.fragments == 1:
+            return self.traits
+        return replace(
+            self.traits,
+            streams=True,
+            encodes=(),
+            uncoded="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
+            objections={
+                "ps": "a push holds the whole model and a block ends when it is applied, without overlap and fragments"
+            },
+        )
 
-    def objection(self, topology: str) -> str:
-        if topology == "ps" and (self.overlap or self.fragments > 1):
-            return "a push holds the whole model and a block ends when it is applied, without overlap and fragments"
-        return ""
-
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("sgd", lr=self.zeta, momentum=self.momentum)
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("sgd", lr=self.zeta, momentum=self.momentum), Barrier())
 
     async def work(self, worker: Worker) -> None:
         under_way = self.enter(worker)
@@ -280,28 +266,15 @@ class DiLoCo:
 
     def adapted(self) -> Traits:
         """The traits under these parameters."""
-        return self.outer.adapted()
+        return replace(self.outer.adapted(), local_optimizer=OptimizerSpec("adamw", lr=0.001, weight_decay=0.1))
 
     @property
     def outer(self) -> BMUF:
         """The same with all its parameters."""
         return BMUF(self.period, self.momentum, self.lr, True, self.overlap, self.fragments)
 
-    def local_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("adamw", lr=0.001, weight_decay=0.1)
-
-    def objection(self, topology: str) -> str:
-        return self.outer.objection(topology)
-
-    def policy(self) -> Policy:
-        return self.outer.policy()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return self.outer.server_optimizer(optimizer)
-
-    @property
-    def reduce(self) -> str:
-        return self.outer.reduce
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return self.outer.server_rule(optimizer)
 
     async def work(self, worker: Worker) -> None:
         await self.outer.work(worker)

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Barrier, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -43,15 +43,8 @@ class BSP:
         tallies=True,
     )
 
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, Barrier())
 
     async def work(self, worker: Worker) -> None:
         if not worker.over_servers:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
-from dure.sync.base import Traits
+from dure.sync.base import ServerRule, Traits
 from dure.topology.parameter_server.policies import OneFirst
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.policies import Policy
 
 RELEASED = 1
 """The version of `OneFirst` on which all may start."""
@@ -96,17 +95,16 @@ class Downpour:
         if not 0 <= self.warm_start < 1:
             raise ValueError(f"warm_start is a share of the steps, from 0 to below 1, got {self.warm_start}. Use 0.05.")
 
-    def policy(self) -> Policy | None:
-        return OneFirst() if self.warm_start else None
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, own_rate=self.local_lr > 0)
 
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         if self.server == "sgd":
-            return replace(optimizer, name="sgd", momentum=0.0, nesterov=False)
-        return optimizer if self.server == "job" else replace(optimizer, name=self.server)
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+            optimizer = replace(optimizer, name="sgd", momentum=0.0, nesterov=False)
+        elif self.server != "job":
+            optimizer = replace(optimizer, name=self.server)
+        return ServerRule(optimizer, OneFirst() if self.warm_start else None, reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         try:

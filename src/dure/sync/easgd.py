@@ -34,13 +34,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import Traits
+from dure.sync.base import ServerRule, Traits
 
 if TYPE_CHECKING:
     import torch
 
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.policies import Policy
 
 BETA = 0.9
 """How far the center goes towards the mean of the workers, where nothing else is asked for."""
@@ -73,15 +72,8 @@ class EASGD:
     def __post_init__(self) -> None:
         _check(self.period, self.elasticity)
 
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("add")
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("add"), reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         while True:
@@ -120,15 +112,8 @@ class EAMSGD:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}. Use 0 for EASGD.")
 
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("add")
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("add"), reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         while True:

@@ -36,12 +36,11 @@ import torch
 
 from dure.core.node import EndOfWork, Ghost
 from dure.core.parameter import parameter
-from dure.sync.base import Traits
+from dure.sync.base import ServerRule, Traits
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.policies import Policy
 
 _NO_LOOP = "its workers write to one memory, in which a model of one's own does not lie"
 
@@ -70,15 +69,8 @@ class Hogwild:
     def __post_init__(self) -> None:
         _check_decay(self.decay)
 
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         while True:
@@ -118,15 +110,8 @@ class HogBatch:
             raise ValueError(f'scale must be "mean" or "sum", got {self.scale!r}.')
         _check_decay(self.decay)
 
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, reduce="sum")
 
     async def work(self, worker: Worker) -> None:
         try:

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import AnyOf, Policy, most
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import AnyOf, most
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -79,15 +79,8 @@ class KAsync:
         """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
-    def policy(self) -> Policy:
-        return AnyOf(self.quorum, distinct=True)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, AnyOf(self.quorum, distinct=True), quorum=self.quorum)
 
     async def work(self, worker: Worker) -> None:
         await worker.server.next_version(lend=True)
@@ -130,15 +123,8 @@ class KBatchAsync:
         """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
-    def policy(self) -> Policy:
-        return AnyOf(self.quorum, distinct=False)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, AnyOf(self.quorum, distinct=False), quorum=self.quorum)
 
     async def work(self, worker: Worker) -> None:
         await worker.server.next_version(lend=True)

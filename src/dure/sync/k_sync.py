@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import FirstOf, Policy, most
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import FirstOf, most
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -80,15 +80,8 @@ class KSync:
         """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
-    def policy(self) -> Policy:
-        return FirstOf(self.quorum, distinct=True)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, FirstOf(self.quorum, distinct=True), quorum=self.quorum)
 
     async def work(self, worker: Worker) -> None:
         while True:
@@ -132,15 +125,8 @@ class KBatchSync:
         """K, with `workers` of them."""
         return most(workers) if self.k is None else self.k
 
-    def policy(self) -> Policy:
-        return FirstOf(self.quorum, distinct=False)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(optimizer, FirstOf(self.quorum, distinct=False), quorum=self.quorum)
 
     async def work(self, worker: Worker) -> None:
         while True:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from dure.core.parameter import parameter
 from dure.errors import DivergedError
 from dure.sync import line_search
-from dure.sync.base import Traits
+from dure.sync.base import ServerRule, Traits
 from dure.sync.line_search import Trial
 from dure.topology.parameter_server.batch.client import Sums
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
     from dure.topology.parameter_server.batch.coordinator import Command, Coordinator
-    from dure.topology.parameter_server.policies import Policy
 
 EPSILON = 1e-10
 """A pair is kept if s'y is more than this times |s| |y|: if the function curves upwards there."""
@@ -85,6 +84,7 @@ class LBFGS:
 
     traits: ClassVar[Traits] = Traits(
         topologies=("ps",),
+        coordinated=True,
         lockstep=True,
         delivers="server",
         no_loop="its coordinator asks for gradients of any data at any point, and a loop has its own",
@@ -101,15 +101,8 @@ class LBFGS:
         if not self.iterations >= 1:
             raise ValueError(f"iterations must be >= 1, got {self.iterations}. Leave it out to go on to the end.")
 
-    def policy(self) -> Policy | None:
-        return None
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return replace(optimizer, name="assign")
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(replace(optimizer, name="assign"), reduce="sum")
 
     # ---- the replicas
 

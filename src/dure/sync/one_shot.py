@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.node import EndOfWork
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Barrier, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from dure.sync.worker import Worker
@@ -44,15 +44,8 @@ class OneShot:
         alone=True,
     )
 
-    def policy(self) -> Policy:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("assign")
-
-    @property
-    def reduce(self) -> str:
-        return "mean"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("assign"), Barrier())
 
     async def work(self, worker: Worker) -> None:
         if worker.stats:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.catalogue import combines, name_of
 from dure.errors import StrategyError
-from dure.sync.base import Traits, traits_of
+from dure.sync.base import ServerRule, Traits, server_rule_of, traits_of
 from dure.topology.correction import Correction
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class Corrected:
     def adapted(self) -> Traits:
         """The method's traits, over servers alone."""
         return replace(traits_of(self.method), topologies=("ps",))
+
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        """The method's rule, before the remedies."""
+        return server_rule_of(self.method, optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if name == "method" or name.startswith("__"):
@@ -80,14 +84,14 @@ def compares(method: Any) -> bool:
     return any(correction.compares for correction in corrections(method))
 
 
-def server_rule(method: Any, optimizer: OptimizerSpec, workers: int) -> OptimizerSpec:
-    """The servers' optimizer, given the job's: the method's, then what the remedies make of it."""
-    rule: OptimizerSpec = method.server_optimizer(optimizer)
+def server_optimizer(method: Any, optimizer: OptimizerSpec, workers: int) -> OptimizerSpec:
+    """Return the optimizer of the servers, given the job's: the method's choice, changed by each `Retuning`."""
+    rule = server_rule_of(method, optimizer)
+    chosen = rule.optimizer
     for remedy in parts(method)[1]:
         if isinstance(remedy, Retuning):
-            members = method.quorum(workers) if hasattr(method, "quorum") else 1
-            rule = remedy.retuned(rule, max(1.0, workers / members))
-    return rule
+            chosen = remedy.retuned(chosen, max(1.0, workers / rule.averaged(workers)))
+    return chosen
 
 
 def _refusal(method: Any, remedy: Correction | Retuning) -> str:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import Traits
-from dure.topology.parameter_server.policies import Bounded, Policy
+from dure.sync.base import ServerRule, Traits
+from dure.topology.parameter_server.policies import Bounded
 
 if TYPE_CHECKING:
     from dure.sync.worker import Worker
@@ -84,15 +84,10 @@ class SSP:
         """The traits under these parameters."""
         return replace(self.traits, stale_gradients=self._stale_gradients)
 
-    def policy(self) -> Policy:
-        return Bounded(lead=self.bound)
-
-    def server_optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        return OptimizerSpec("add") if self.form == "rmw" else optimizer
-
-    @property
-    def reduce(self) -> str:
-        return "sum"
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(
+            OptimizerSpec("add") if self.form == "rmw" else optimizer, Bounded(lead=self.bound), reduce="sum"
+        )
 
     async def work(self, worker: Worker) -> None:
         if self.form == "rmw":

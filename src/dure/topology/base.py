@@ -77,7 +77,7 @@ class RunPlan(Protocol):
         ...
 
     @property
-    def server_rule(self) -> OptimizerSpec:
+    def server_optimizer(self) -> OptimizerSpec:
         """The optimizer of the servers."""
         ...
 

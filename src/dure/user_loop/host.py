@@ -22,6 +22,7 @@ from dure.run.strategy import make
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
+from dure.sync.base import server_rule_of
 from dure.sync.remedied import corrections
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.corrections import Corrections
@@ -94,12 +95,13 @@ class ShardHost:
         if request["number"] == 0:
             shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
             workers = range(request["workers"])
+            rule = server_rule_of(sync)
             clock = ClockService(
                 node,
-                sync.policy(),
+                rule.policy,
                 shards,
                 workers=workers,
-                reduce=sync.reduce,
+                reduce=rule.reduce,
                 evict_seconds=math.inf,  # a user's loop may rest as long as it likes, to evaluate or to save
             )
             serve_clock(node, clock, shard)

@@ -169,7 +169,7 @@ def check_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-class ServerRule:
+class ServerOptimizer:
     """The user's optimizer as servers are to apply it. Raises `UsageError` where they cannot.
 
     `spec` is the rule, `segments` its hyper-parameters by parameter group, `rates()` the present rate of each group.

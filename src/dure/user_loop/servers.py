@@ -18,12 +18,13 @@ from dure.job.replica import as_bytes, copy_bytes
 from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.helper import ShardProcess
 from dure.runtime.launch.room import HELPER_NBYTES, check_memory, physical_memory
-from dure.sync.remedied import compares, server_rule
+from dure.sync.base import server_rule_of, servers_have_own_rule
+from dure.sync.remedied import compares, server_optimizer
 from dure.topology.parameter_server.client import ServerClient, Servers
 from dure.topology.parameter_server.fused import clocked_at
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.session import ServerSession
-from dure.user_loop.optimizer import ServerRule
+from dure.user_loop.optimizer import ServerOptimizer
 
 if TYPE_CHECKING:
     from dure.job.replica import Replica
@@ -72,12 +73,11 @@ class LoopServers:
         self._replica = replica
         self._sync = sync
         self._ranges = held_by(topology, replica.layers, replica.numel)
-        one, other = (sync.server_optimizer(OptimizerSpec(lr=lr)) for lr in (0.25, 0.5))
-        self._rule = None if one == other else ServerRule(mine.optimizer, replica)
+        self._rule = None if servers_have_own_rule(sync) else ServerOptimizer(mine.optimizer, replica)
         if self._rule is not None:
             mine.refuse_states()
         self._world_size = rendezvous.place.world_size
-        self._spec = server_rule(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
+        self._spec = server_optimizer(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
         self._helpers: list[ShardProcess] = []
         self._check_room()
 
@@ -175,7 +175,7 @@ class LoopServers:
             return []
         found = []
         for segment in self._rule.segments:
-            rule = server_rule(self._sync, replace(self._rule.spec, **segment.overrides), self._world_size)
+            rule = server_optimizer(self._sync, replace(self._rule.spec, **segment.overrides), self._world_size)
             found.append(segment._replace(overrides={name: getattr(rule, name) for name in segment.overrides}))
         return found
 
@@ -186,7 +186,7 @@ class LoopServers:
             await self._node.call(_host(number), "open", *slices, *extra, directory=dict(directory))
 
     def _client(self, rank: int) -> ServerClient:
-        policy = self._sync.policy()
+        policy = server_rule_of(self._sync).policy
         shards = tuple(Address(f"server {number}", "shard") for number in range(len(self._ranges)))
         servers = Servers(
             shards,
@@ -221,7 +221,7 @@ class LoopServers:
         for number in range(len(self._ranges)):
             await self._finish(number, worker)
         version = None
-        if self._sync.policy() is not None:
+        if server_rule_of(self._sync).policy is not None:
             version = (await self._node.call(Address("server 0", "clock"), "status")).fields["version"]
         return (await worker.server.client.pull(worker.params.clone(), version=version)).values
 

@@ -53,10 +53,10 @@ class ServerTopology(Topology):
         if plan.codec is not None:
             more |= {"coder": plan.codec.coder(plan.layouts[number]), "vote": plan.codec.vote()}
         segments = plan.server_segments(ranges)
-        return Shard(node, values, plan.server_rule, ranges=ranges, segments=segments, **more)
+        return Shard(node, values, plan.server_optimizer, ranges=ranges, segments=segments, **more)
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
         plan = self.plan
         if plan.codec is not None and plan.codec.vote() is not None:
             held = [plan.server_segments(ranges) for ranges in self.ranges]
-            worker.sessions.server.client.follow(worker.params, plan.server_rule, held)
+            worker.sessions.server.client.follow(worker.params, plan.server_optimizer, held)
