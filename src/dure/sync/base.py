@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from dure.errors import StrategyError
-from dure.job.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
+    from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
     from dure.topology.parameter_server.policies import Policy
 
@@ -128,12 +128,16 @@ def traits_of(method: Any) -> Traits:
 
 def server_rule_of(method: Any, optimizer: OptimizerSpec | None = None) -> ServerRule:
     """Return what servers do with the updates of a method, given the job's optimizer (none: any would do)."""
+    from dure.job.optimizer import OptimizerSpec  # imports torch, and the command reads traits without it
+
     given = optimizer or OptimizerSpec()
     return method.server_rule(given) if isinstance(method, Served) else ServerRule(given)
 
 
 def servers_have_own_rule(method: Any) -> bool:
     """Whether the servers of a method step by no rate of the job, as those of BMUF and EASGD."""
+    from dure.job.optimizer import OptimizerSpec
+
     one, other = (server_rule_of(method, OptimizerSpec(lr=lr)).optimizer for lr in (0.25, 0.5))
     return one == other
 
