@@ -354,13 +354,9 @@ class Forgetful:
     """Computes, and never pushes."""
 
     traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps", "collective"), lockstep=True)
-    reduce: ClassVar[str] = "mean"
 
-    def policy(self) -> Barrier:
-        return Barrier()
-
-    def server_optimizer(self, optimizer: Any) -> Any:
-        return optimizer
+    def server_rule(self, optimizer: Any) -> dure.ServerRule:
+        return dure.ServerRule(optimizer, Barrier())
 
     async def work(self, worker: Any) -> None:
         await worker.server.admission()
