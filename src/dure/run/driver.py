@@ -118,6 +118,7 @@ class Driver:
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
+        self._last_round: CheckpointRound | None = None
         self.checkpoint_due = setup.config.checkpoint_every or 0
         self.last_checkpoint = LastCheckpoint(self, interruption or Interruption(), setup.config.grace)
 
@@ -326,7 +327,7 @@ class Driver:
 
     def _begin_round(self, step: int) -> CheckpointRound:
         assert self.folder is not None
-        self.round = CheckpointRound(self.node, self.folder, step, self._living)
+        self.round = self._last_round = CheckpointRound(self.node, self.folder, step, self._living)
         work = self.round.carry_out(self._suspend_others, self._save_servers, self._part)
         self.node.spawn(work, "the checkpoint")
         return self.round
@@ -340,11 +341,12 @@ class Driver:
     async def checkpoint_now(self) -> None:
         """Write a checkpoint before the next one is due."""
         every = self.setup.config.checkpoint_every or 0
-        if self.setup.lockstep:
+        before, current = self._last_round, self.round
+        if current is None and self.setup.lockstep:
             await stop_together(self)
-            while self.round is None:
-                await self.node.sleep(0.01)  # until the first worker has stopped
-        current = self.round
+            while self._last_round is before:  # a round of a few milliseconds may be over by now
+                await self.node.sleep(0.01)
+            current = self._last_round
         if current is None:
             reached = max((int(said["steps"]) for said in self.progress.values()), default=0)
             current = self._begin_round(min(self.checkpoint_due, max(self.checkpoint_due - every + 1, reached)))

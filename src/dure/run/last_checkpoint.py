@@ -34,6 +34,9 @@ AHEAD_STEPS = 20
 ATTEMPTS = 3
 """Clocks that are tried."""
 
+BETWEEN_ATTEMPTS = 0.2
+"""Seconds in which each worker reports its progress again."""
+
 log = logging.getLogger("dure")
 
 
@@ -93,19 +96,21 @@ async def stop_together(driver: Checkpointing) -> None:
     Raises:
         Refused: in every attempt a worker had passed the clock already.
     """
-    ahead = AHEAD_SECONDS
+    ahead, scheduled = AHEAD_SECONDS, driver.checkpoint_due
     for attempt in range(ATTEMPTS):
         reached = max((int(said["steps"]) for said in driver.progress.values()), default=0)
         rate = reached / max(driver.node.now(), ahead)
         unseen = 2 * driver.setup.period if driver.setup.period > 1 else min(AHEAD_STEPS, math.ceil(rate))
         step = reached + 1 + math.ceil(ahead * rate) + unseen
-        if step >= driver.checkpoint_due or driver.round is not None:
+        if step >= scheduled or driver.round is not None:
             return  # the checkpoint that is due anyway comes first
         try:
             await driver.stop_at(step)
         except Refused:
+            driver.checkpoint_due = scheduled
             if attempt == ATTEMPTS - 1:
                 raise
             ahead *= 3
+            await driver.node.sleep(BETWEEN_ATTEMPTS)
         else:
             return
