@@ -1,0 +1,1 @@
+"""One run: its strategy, its set-up, its driver and processes, its checkpoints and its outcome."""

@@ -1,0 +1,1 @@
+"""The two runtimes: virtual time, and processes with sockets."""

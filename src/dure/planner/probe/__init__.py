@@ -1,0 +1,1 @@
+"""The probe: speed of compute, links and codecs of these machines."""

@@ -1,0 +1,1 @@
+"""Launchers of runs: on this machine, and under torchrun."""

@@ -1,0 +1,1 @@
+"""Start of processes: fork server, rendezvous, relay, shared key, interruption."""

@@ -1,0 +1,1 @@
+"""The runtime of real processes: a node, its groups, its engine of collectives."""

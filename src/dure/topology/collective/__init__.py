@@ -1,0 +1,1 @@
+"""Workers as one group: all_reduce and its algorithms."""

@@ -1,0 +1,1 @@
+"""Workers that average in pairs along a graph."""

@@ -1,0 +1,1 @@
+"""Dense layers over collectives, embedding rows over servers."""

@@ -1,0 +1,1 @@
+"""Workers and servers: shards of the model, and the clock that admits updates."""

@@ -1,0 +1,1 @@
+"""Workers of one machine that write to one model in shared memory."""
