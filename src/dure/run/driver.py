@@ -66,6 +66,8 @@ log = logging.getLogger("dure")
 class Driver:
     """The service that all processes of a run talk to, and the launcher's view of them."""
 
+    _last_round: CheckpointRound | None = None
+
     def __init__(
         self,
         setup: Setup,
@@ -118,7 +120,6 @@ class Driver:
         self._registering: Operation[None] = self.node.promise("all processes to register")
         self._going: Operation[None] = self.node.promise("all processes to be ready")
         self.round: CheckpointRound | None = None
-        self._last_round: CheckpointRound | None = None
         self.checkpoint_due = setup.config.checkpoint_every or 0
         self.last_checkpoint = LastCheckpoint(self, interruption or Interruption(), setup.config.grace)
 
