@@ -1,9 +1,6 @@
 """What the sealing of frames costs: authentication codes, calls over loopback, and TLS 1.3 beside them.
 
     python bench/sealing.py [--repeats 5] [--values 25000000] [--json FILE]
-    python bench/sealing.py --before CHECKOUT [--pairs 7] [--json FILE]
-
-The first measures:
 
     codes    candidates for the code of a small frame (300 bytes), and digests of a payload in pieces of 1 MiB
     calls    a small call, and a push of `values` float32 that travels, between two processes over TCP of this machine
@@ -12,8 +9,7 @@ The first measures:
     tls      a round trip of 300 bytes and a transfer of 100 MB over one TCP connection between two processes, plain and
              under TLS 1.3 of the standard library, whose client trusts one certificate only (made with `openssl`)
 
-The second runs `server_throughput` and `real_steps` of another checkout, that of the commit before, and of this one, in
-turn, `pairs` times, and prints the median over the pairs of how many times as fast this one is.
+`bench/against_commit.py` compares whole benchmarks with those of a commit without sealing.
 """
 
 from __future__ import annotations
@@ -21,16 +17,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import hmac
-import json
 import multiprocessing
-import os
 import secrets
 import shutil
 import socket
 import ssl
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,7 +39,6 @@ from dure.core.node import Call, Reply, TensorSpec
 from dure.runtime.wire import Credentials, Identity, Limits, Request, Respond, Wire
 from dure.runtime.wire.integrity import KeyedSeals, check_tag
 
-ROOT = Path(__file__).parents[1]
 SMALL_NBYTES = 300
 PIECE_NBYTES = 1 << 20
 BULK_NBYTES = 100_000_000
@@ -260,62 +252,14 @@ def tls(repeats: int, folder: Path | None) -> Seconds | None:
     return found
 
 
-# ---- the commit before
-
-
-def in_turn(before: Path, pairs: int) -> dict[str, list[float]]:
-    """How many times as fast this checkout is as `before`, by what is measured, for each pair."""
-    ratios: dict[str, list[float]] = {}
-    for pair in range(pairs):
-        found = {}
-        for checkout in (before, ROOT) if pair % 2 else (ROOT, before):
-            found[checkout] = figures(checkout)
-        for name, seconds in found[ROOT].items():
-            ratios.setdefault(name, []).append(found[before][name] / seconds)
-    print(f"times as fast as {before}, median (least, most) of {pairs} pairs:")
-    for name, each in ratios.items():
-        print(f"{name:>40} {statistics.median(each):6.3f} ({min(each):.3f}, {max(each):.3f})")
-    return ratios
-
-
-def figures(checkout: Path) -> Seconds:
-    """Seconds by what is measured, in one run of both scripts of a checkout."""
-    throughput = output(checkout, "server_throughput.py", "--workers", "1", "2", "--no-ray", "--repeats", "5")
-    found = {
-        f"{each['workers']} workers, {name}": 1.0 / rate
-        for each in throughput["rows"]
-        for name, rate in each["bytes_per_second"].items()
-        if name.startswith("dure")
-    }
-    small = {f"1,000 values, {name}": each for name, each in throughput["small_seconds"].items() if "dure" in name}
-    steps = output(checkout, "real_steps.py", "--repeats", "1")
-    return found | small | {f"a step, {name}": each for name, each in steps["step_seconds"].items()}
-
-
-def output(checkout: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """What a benchmark of a checkout writes with --json."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "facts.json"
-        command = [sys.executable, str(checkout / "bench" / script), *arguments, "--json", str(path)]
-        environ = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=checkout, env=environ, stdout=subprocess.DEVNULL)
-        facts: dict[str, Any] = json.loads(path.read_text())
-    return facts
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--values", type=int, default=25_000_000)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     with told("sealing", given.json) as facts:
-        if given.before is not None:
-            facts["times_as_fast"] = in_turn(given.before.resolve(), given.pairs)
-            return
         facts["codes"] = codes()
         facts["calls"] = calls(given.values, given.repeats)
         with tempfile.TemporaryDirectory() as folder:
