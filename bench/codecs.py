@@ -6,7 +6,7 @@
 Each repeat times the copy and then every codec once; figures are medians, and ratios to the copy's median.
 
 `--costs` draws lines through what encoding, decoding and combining take for slices of a thousand to 4 million values:
-microseconds of a call and nanoseconds of a value, as `codec.cost` has them for virtual time.
+microseconds of a call and nanoseconds of a value, as the codecs state them for virtual time.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def print_costs() -> None:
     """A row for each codec and for what may join it."""
     for text in COSTED:
         codec = make(text, "codec")
-        numbers = []
-        for _, line in codec_cost(timed(codec, random_slices(messages=STEADY if text.startswith("strom") else VOTERS))):
-            numbers += [f"{line.start * 1e6:.3g}", f"{line.value * 1e9:.3g}"]
-        print(f'    "{codec_name(codec)}": _cost({", ".join(numbers)}),', flush=True)
+        cost = codec_cost(timed(codec, random_slices(messages=STEADY if text.startswith("strom") else VOTERS)))
+        pairs = [f"({line.start * 1e6:.3g}, {line.value * 1e9:.3g})" for _, line in cost]
+        print(f'    "{codec_name(codec)}": CodecCost.measured({", ".join(pairs)}),', flush=True)
 
 
 def setups(values: torch.Tensor, steady: FeedbackCoder) -> dict[str, Callable[[], object]]:

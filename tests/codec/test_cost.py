@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import dure
-from dure.codec import CATALOGUE, WRAPPERS
-from dure.codec.cost import MEASURED, cost_of
-from dure.core.catalogue import combines, load
+from dure.codec import CATALOGUE
+from dure.codec.cost import cost_of, stated
+from dure.codec.feedback import Momentum
+from dure.codec.one_bit import OneBit
+from dure.codec.sign import Sign
 from dure.core.cost import CodecCost, Line
 from dure.core.node import CodecWork
 from dure.errors import UsageError
@@ -61,18 +63,19 @@ def test_a_cost_is_that_of_all_calls() -> None:
     )
 
 
-def test_whose_cost_counts() -> None:
+def test_the_cluster_file_precedes_the_statement_for_the_same_name() -> None:
     own = CodecCost(encode=Line(start=1.0))
     assert cost_of("sign", {"sign": own}) is own
-    assert cost_of("sign", {}) is MEASURED["sign"]
-    assert cost_of("sign+momentum", {"sign": own}) is MEASURED["sign+momentum"]
+    assert cost_of("sign", {}) is Sign.cost
+    assert cost_of("sign+momentum", {"sign": own}) is Momentum.costs["sign"]
+    assert cost_of("sign+momentum", {"sign+momentum": own}) is own
     assert cost_of("1bit+momentum", {"1bit": own}) is own
-    assert cost_of("fp32", {}) == CodecCost()
+    assert cost_of("1bit+momentum", {}) is OneBit.cost
+    assert cost_of("fp32", {}) == cost_of("lab/mine.py:Mine", {}) == CodecCost()
 
 
-def test_every_codec_has_been_measured() -> None:
-    joined = {f"{inner}+{name}" for name, place in WRAPPERS.items() for inner in combines(load(place))}
-    assert set(MEASURED) == CATALOGUE.keys() - {"fp32"} | joined
+def test_every_codec_states_its_cost() -> None:
+    assert {name for name in CATALOGUE if stated(name) == CodecCost()} == {"fp32"}
 
 
 def test_a_cluster_file_s_codecs_are_codecs() -> None:

@@ -1,10 +1,12 @@
-"""What a codec is to a strategy: a choice, without state, whose coders do the work (`coder`)."""
+"""Interfaces of the codec axis: `Codec`, a choice without state, and `Vote`. Their coders do the work (`coder`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from dure.core.cost import CodecCost
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +17,10 @@ Way = Literal["stripes", "gather"]
 
 
 class Vote(Protocol):
-    """How many workers' signs become one: `decide` is given messages, `settle` what they decode to; both give one."""
+    """Reduces the signs of all workers to one message.
+
+    `decide` takes encoded messages by worker, `settle` the tensors that they decode to. Both return an encoded message.
+    """
 
     def decide(self, messages: Mapping[int, torch.Tensor], coder: Coder) -> torch.Tensor: ...
 
@@ -27,16 +32,21 @@ class Vote(Protocol):
 
 
 class Codec(ABC):
-    """A choice of what goes on the wire. `way` says how members exchange its messages (`exchange`)."""
+    """The encoding of gradients or model changes on the wire.
+
+    `way` names the exchange of its messages in a group (`exchange`). `cost` is its cost in virtual time, measured once;
+    the default is none (`codec.cost`).
+    """
 
     __slots__ = ()
 
     way: ClassVar[Way] = "stripes"
+    cost: ClassVar[CodecCost] = CodecCost()
 
     @abstractmethod
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
-        """A coder for a slice; `seed` is that of what it draws."""
+        """A new coder for one slice. `seed` starts the random numbers that the coder draws."""
 
     def vote(self) -> Vote | None:
-        """A vote, where its messages are not to be averaged."""
+        """A new vote, for a codec whose messages are voted on; None for a codec whose messages are averaged."""
         return None

@@ -1,59 +1,38 @@
-"""What codecs cost in virtual time: a line for each thing that they do.
+"""Cost of a codec in virtual time: by a cluster file, or as the class of the codec states it.
 
     encode     start + value * values of the slice
     decode     start + value * values of the slice
-    combine    start + value * values of the slice, for each message that is added to a mean; where there is a vote,
+    combine    start + value * values of the slice, for each message that is added to a mean; for a vote,
                start + value * values of all messages, once
 
-`MEASURED` has them for the library's codecs on one machine; a cluster file's `codecs` has those of `dure probe`.
+A codec states its cost as `Codec.cost`, a wrapper as `costs`, by the name of the codec that it joins. These costs were
+measured by `python bench/codecs.py --costs`, on a machine of two cores, with one thread. `dure probe` measures the
+costs of another machine for the key `codecs` of its cluster file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
-from dure.core.cost import CodecCost, Line
+from dure.codec import CATALOGUE, WRAPPERS
+from dure.core.catalogue import load
+from dure.core.cost import CodecCost
 
 
 def cost_of(name: str, given: Mapping[str, CodecCost]) -> CodecCost:
-    """That of a codec and what joins it, such as "sign+momentum": as `given`, else as MEASURED.
+    """The cost of a codec with its wrappers, such as "sign+momentum".
 
-    Where neither has it, what the codec costs alone; a codec that is not known costs nothing.
+    The order of precedence: `given` for the whole name, the statement of the wrapper, `given` for the codec alone, the
+    statement of the codec. A codec outside of the catalogue costs nothing unless `given` names it.
     """
-    alone = name.partition("+")[0]
-    for key in (name, alone):
-        for table in (given, MEASURED):
-            if key in table:
-                return table[key]
-    return CodecCost()
+    codec, _, wrapper = name.partition("+")
+    joined = load(WRAPPERS[wrapper]).costs if wrapper in WRAPPERS else {}  # type: ignore[attr-defined]
+    if name in given or codec not in joined:
+        return given.get(name) or given.get(codec) or stated(codec)
+    cost: CodecCost = joined[codec]
+    return cost
 
 
-def _cost(*lines: float) -> CodecCost:
-    """From microseconds of a call and nanoseconds of a value, for encode, decode, combine."""
-    starts, values = lines[::2], lines[1::2]
-    each = [Line(start=start * 1e-6, value=value * 1e-9) for start, value in zip(starts, values, strict=True)]
-    return CodecCost(encode=each[0], decode=each[1], combine=each[2])
-
-
-MEASURED: Mapping[str, CodecCost] = MappingProxyType(
-    {
-        "fp16": _cost(35, 0.95, 37, 0.81, 60, 1.2),
-        "bf16": _cost(32, 1, 35, 0.73, 54, 1.1),
-        "int8": _cost(110, 2.1, 80, 0.74, 100, 1.1),
-        "1bit": _cost(690, 10, 150, 1.7, 210, 2.1),
-        "strom": _cost(470, 4.1, 180, 1.1, 170, 0.75),
-        "top-k": _cost(690, 5.4, 300, 1.1, 280, 0.74),
-        "sign": _cost(24, 0.82, 22, 0.44, 180, 0.047),
-        "ternary": _cost(130, 4.7, 98, 12, 2200, 14),
-        "it-sign": _cost(130, 4.6, 98, 12, 3200, 15),
-        "fp16+ef": _cost(130, 3.1, 37, 0.77, 63, 1.1),
-        "bf16+ef": _cost(110, 3, 36, 0.7, 56, 1.1),
-        "int8+ef": _cost(250, 4, 80, 0.74, 100, 1.1),
-        "sign+ef": _cost(210, 3.6, 30, 0.45, 55, 0.93),
-        "sign+momentum": _cost(54, 1.7, 22, 0.43, 170, 0.045),
-        "ternary+momentum": _cost(180, 5.6, 98, 12, 2200, 14),
-        "it-sign+momentum": _cost(180, 6, 98, 12, 3400, 15),
-    }
-)
-"""By `python bench/codecs.py --costs`, on a machine of two cores, with one thread."""
+def stated(codec: str) -> CodecCost:
+    """The cost that a codec's class states, without wrappers."""
+    return load(CATALOGUE[codec]).cost if codec in CATALOGUE else CodecCost()  # type: ignore[attr-defined]

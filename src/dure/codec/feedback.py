@@ -8,12 +8,14 @@ that always errs to the same side never goes away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dure.codec.base import Codec, Vote, Way
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder, MomentumCoder
+from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 
 JOINED = {"joined": True}
@@ -28,7 +30,13 @@ class ErrorFeedback(Codec):
     """
 
     paper: ClassVar[str] = "Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018"
-    joins: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "int8", "sign")
+    costs: ClassVar[Mapping[str, CodecCost]] = {
+        "fp16": CodecCost.measured((130, 3.1), (37, 0.77), (63, 1.1)),
+        "bf16": CodecCost.measured((110, 3), (36, 0.7), (56, 1.1)),
+        "int8": CodecCost.measured((250, 4), (80, 0.74), (100, 1.1)),
+        "sign": CodecCost.measured((210, 3.6), (30, 0.45), (55, 0.93)),
+    }
+    joins: ClassVar[tuple[str, ...]] = tuple(costs)
 
     codec: Codec = field(metadata=JOINED)
 
@@ -53,7 +61,12 @@ class Momentum(Codec):
     """
 
     paper: ClassVar[str] = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018"
-    joins: ClassVar[tuple[str, ...]] = ("sign", "ternary", "it-sign")
+    costs: ClassVar[Mapping[str, CodecCost]] = {
+        "sign": CodecCost.measured((54, 1.7), (22, 0.43), (170, 0.045)),
+        "ternary": CodecCost.measured((180, 5.6), (98, 12), (2200, 14)),
+        "it-sign": CodecCost.measured((180, 6), (98, 12), (3400, 15)),
+    }
+    joins: ClassVar[tuple[str, ...]] = tuple(costs)
 
     codec: Codec = field(metadata=JOINED)
     beta: float = parameter(0.9, "weight of the past in the moving average", range=">= 0, < 1", symbol="β")

@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Vote
 from dure.codec.blocks import require_finite, require_in_float32, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
@@ -38,6 +39,7 @@ class Sign(Codec):
     paper: ClassVar[str] = (
         "Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019"
     )
+    cost: ClassVar[CodecCost] = CodecCost.measured((24, 0.82), (22, 0.44), (180, 0.047))
 
     zeros: Literal["positive", "random"] = parameter(
         "positive", "sign of an element that is zero: positive, or drawn at random"

@@ -19,6 +19,7 @@ from dure.codec import bits
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
@@ -30,6 +31,7 @@ class Ternary(Codec):
     """Minus one, zero or one for every element, for a majority vote in which zeros abstain."""
 
     paper: ClassVar[str] = "Wen et al., TernGrad, NeurIPS 2017 (the alphabet); Bernstein et al. 2019 (the vote)"
+    cost: ClassVar[CodecCost] = CodecCost.measured((130, 4.7), (98, 12), (2200, 14))
 
     coding: Literal["entropy", "planes"] = parameter(
         "entropy", "entropy: the smaller messages; planes: 2 bits per element, faster"

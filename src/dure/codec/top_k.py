@@ -21,6 +21,7 @@ from dure.codec.base import Codec, Way
 from dure.codec.blocks import require_in_float32
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
+from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
@@ -32,6 +33,7 @@ class TopK(Codec):
     """The position and value of the largest elements; the rest waits."""
 
     paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
+    cost: ClassVar[CodecCost] = CodecCost.measured((690, 5.4), (300, 1.1), (280, 0.74))
 
     way: ClassVar[Way] = "gather"
 
