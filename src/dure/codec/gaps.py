@@ -25,7 +25,7 @@ from dure.errors import DamagedMessage
 
 Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
-CodecWork = Literal["rice", "range"]
+Coding = Literal["rice", "range"]
 
 HEADER = 8
 """Bytes."""
@@ -42,7 +42,7 @@ def most_bytes(numel: int, most: int) -> int:
     return HEADER + 9 * most + numel // 8 + 64
 
 
-def encode(positions: Integers, numel: int, coding: CodecWork) -> Bytes:
+def encode(positions: Integers, numel: int, coding: Coding) -> Bytes:
     """`positions`, ascending and each once, out of `numel`."""
     count = positions.size
     low_bits = _low_bits(count, numel, coding)
@@ -58,7 +58,7 @@ def encode(positions: Integers, numel: int, coding: CodecWork) -> Bytes:
     return np.concatenate([np.frombuffer(head, np.uint8), lows, escapes.view(np.uint8), coded])
 
 
-def decode(message: Bytes, numel: int, coding: CodecWork) -> Integers:
+def decode(message: Bytes, numel: int, coding: Coding) -> Integers:
     """The positions. Raises `DamagedMessage` for what `encode` does not make."""
     if message.size < HEADER:
         raise DamagedMessage(f"{message.size} bytes of positions; a header has {HEADER}.")
@@ -84,7 +84,7 @@ def decode(message: Bytes, numel: int, coding: CodecWork) -> Integers:
     return positions
 
 
-def _low_bits(count: int, numel: int, coding: CodecWork) -> int:
+def _low_bits(count: int, numel: int, coding: Coding) -> int:
     """The largest k with 2^k at most ln 2 / rho, rounded, or that over the fineness of the range coder.
 
     In whole numbers: 710 / 1024 is just above ln 2, and a factor of 1.414 rounds the logarithm.

@@ -51,7 +51,7 @@ class Strom(Codec):
         unit="as encoded",
         symbol="τ",
     )
-    coding: gaps.CodecWork = parameter(
+    coding: gaps.Coding = parameter(
         "range", "code of the positions: a range coder, or a Rice code, which is a little longer"
     )
 
@@ -68,7 +68,7 @@ class Strom(Codec):
 class _ThresholdCoder(Coder):
     """Elements of at least `threshold` as plus or minus that; all others as zero."""
 
-    def __init__(self, numel: int, threshold: float, coding: gaps.CodecWork) -> None:
+    def __init__(self, numel: int, threshold: float, coding: gaps.Coding) -> None:
         super().__init__(numel)
         self.threshold = threshold
         self.coding = coding

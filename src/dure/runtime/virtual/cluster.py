@@ -149,7 +149,7 @@ class Cluster(Validated):
     `field` bytes more for each plain value; up to `small` bytes in all it does not queue. A crash is noticed after
     `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed.
     `unfairness` is how unequally messages share a card: the standard deviation of the logarithm of a message's weight,
-    0 for equal shares. `codecs` is what codecs cost, by name; codecs left out cost what their classes state (`codec.cost`).
+    0 for equal shares. `codecs` is the cost of codecs by name; others cost what their classes state (`codec.cost`).
     With a `host`, all machines are processes of it.
     """
 
