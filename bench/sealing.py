@@ -36,7 +36,7 @@ import xxhash
 from _side_by_side import told
 
 from dure.core.node import Call, Reply, TensorSpec
-from dure.runtime.wire import Credentials, Identity, Limits, Request, Respond, Wire
+from dure.runtime.wire import Credentials, Identity, Request, Respond, Wire, WireLimits
 from dure.runtime.wire.integrity import KeyedSeals, check_tag
 
 SMALL_NBYTES = 300
@@ -117,11 +117,11 @@ class Echo:
         self.over = True
 
 
-def host(pipe: Connection, values: int, integrity: Any, nearby: bool) -> None:
+def host(pipe: Connection, values: int, integrity: Any, unix: bool) -> None:
     torch.set_num_threads(1)
-    echo, limits = Echo(values), Limits(lent_nbytes=1 << 60)  # so that a push travels
+    echo, limits = Echo(values), WireLimits(lent_nbytes=1 << 60)  # so that a push travels
     wire = Wire(Identity("bench", "server 0"), echo, limits, credentials=Credentials(bytes(32), integrity))
-    pipe.send(wire.listen(nearby=nearby))
+    pipe.send(wire.listen(unix=unix))
     while not echo.over:
         wire.poll(1.0)
     wire.close()
@@ -130,12 +130,12 @@ def host(pipe: Connection, values: int, integrity: Any, nearby: bool) -> None:
 def calls(values: int, repeats: int) -> dict[str, Seconds]:
     """By transport: seconds of a small call, its codes' part of them, seconds of a push."""
     found = {}
-    for name, (integrity, nearby) in TRANSPORTS.items():
+    for name, (integrity, unix) in TRANSPORTS.items():
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        arguments = (theirs, values, integrity, nearby)
+        arguments = (theirs, values, integrity, unix)
         process = multiprocessing.get_context("spawn").Process(target=host, args=arguments, daemon=True)
         process.start()
-        limits, credentials = Limits(lent_nbytes=1 << 60), Credentials(bytes(32), integrity)
+        limits, credentials = WireLimits(lent_nbytes=1 << 60), Credentials(bytes(32), integrity)
         wire = Wire(Identity("bench", "worker 0"), limits=limits, credentials=credentials)
         wire.connect("server 0", "127.0.0.1", ours.recv())
         small = [ask(wire, "ping", []) for _ in range(CALLS)]

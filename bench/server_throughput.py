@@ -44,7 +44,7 @@ import torch.distributed as dist
 from dure.core.node import Address
 from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Credentials, Identity, Limits
+from dure.runtime.wire import Credentials, Identity, WireLimits
 from dure.topology.parameter_server.shard import Shard
 
 JOB = "server-throughput"
@@ -64,7 +64,7 @@ Arm = Callable[[int], None]
 def serve(pipe: Connection, sizes: list[int], workers: int, staging: int) -> None:
     """A server with one shard per size, until all workers have finished."""
     torch.set_num_threads(1)
-    limits = Limits(staging_nbytes=staging) if staging else Limits()
+    limits = WireLimits(staging_nbytes=staging) if staging else WireLimits()
     node = ProcessNode(Identity(JOB, "server 0"), CREDENTIALS, limits=limits)
     shards = [Shard(node, torch.zeros(values), OptimizerSpec("sgd", lr=RATE)) for values in sizes]
     for values, shard in zip(sizes, shards, strict=True):

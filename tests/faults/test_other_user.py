@@ -22,7 +22,7 @@ from support.real_runs import Trial, configured
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.wire.frame import Kind
 from dure.runtime.wire.proof import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
-from dure.runtime.wire.unix_socket import nearby_name
+from dure.runtime.wire.unix_socket import unix_name
 
 NOBODY = 65534
 POISON = torch.full((4810,), 1e30).numpy().tobytes()
@@ -93,7 +93,7 @@ def attack(run, ports, store, folder):
         data = proof + action.frames(run, wrong.seals()[0])
         found[f"{what}, with another key"] = heard(socket.create_connection(address), data)
     with socket.socket(socket.AF_UNIX) as near:
-        near.connect(nearby_name(ports["driver"]))
+        near.connect(unix_name(ports["driver"]))
         found["unix socket"] = heard(near, actions(folder)["failed"].frames(run, None))
     if store is not None:
         try:

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from dure.runtime.memory import Memory
+from dure.runtime.memory import MappedMemory
 from dure.topology.shared_memory.segment import Layout, Segment
 
 WORKERS = 3
 UPDATES = 2000
 
 
-def segment(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Segment, Memory]:
+def segment(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Segment, MappedMemory]:
     layout = Layout(numel, dtype, WORKERS)
-    memory = Memory(layout.nbytes)
+    memory = MappedMemory(layout.nbytes)
     return Segment(layout, memory.bytes, memory), memory
 
 
@@ -46,9 +46,9 @@ def raced(work: Callable[[int], None]) -> None:
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * WORKERS
 
 
-def mapped(memory: Memory) -> Segment:
+def mapped(memory: MappedMemory) -> Segment:
     """The same, found by its path as the workers of a run find it."""
-    there = Memory.of(memory.path)
+    there = MappedMemory.of(memory.path)
     return Segment(Layout(1, torch.float32, WORKERS), there.bytes, there)
 
 
@@ -70,7 +70,7 @@ def claims() -> dict[str, Any]:
     """Everybody draws 3 at a time from one counter; each writes down what it got."""
     shared, memory = segment(1)
     limit = 3 * WORKERS * UPDATES
-    drawn = Memory(8 * limit)
+    drawn = MappedMemory(8 * limit)
     got = drawn.bytes.view(torch.int64)
 
     def work(rank: int) -> None:
@@ -87,7 +87,7 @@ def serial() -> dict[str, Any]:
     numel = 257
     shared, _ = segment(numel)
     table = torch.randn(WORKERS, UPDATES, numel, generator=torch.Generator().manual_seed(1))
-    notes = Memory(8 * WORKERS * UPDATES)
+    notes = MappedMemory(8 * WORKERS * UPDATES)
     made = notes.bytes.view(torch.int64).view(WORKERS, UPDATES)
 
     def work(rank: int) -> None:
@@ -161,7 +161,7 @@ def gone() -> dict[str, Any]:
         time.sleep(60)
     path = os.read(told, 100).decode()
     before = len(maps())
-    there = Memory.of(path)
+    there = MappedMemory.of(path)
     there.bytes[0] = 7
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -40,7 +40,7 @@ class Stranger:
 
     def __init__(self, node):
         self.node = node
-        self.port = node.wire.listen(nearby=False)
+        self.port = node.wire.listen(unix=False)
         self.raw = None
         self.requests = 0
 

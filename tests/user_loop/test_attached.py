@@ -24,8 +24,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 from dure.run.config import TrainConfig
 from dure.run.launchers.torchrun import after_restart
+from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
-from dure.runtime.launch.room import HELPER_NBYTES, check_memory
 from dure.user_loop.optimizer import ServerOptimizer
 
 ROOT = Path(__file__).parents[2]
@@ -727,7 +727,7 @@ def test_servers_that_fit_into_no_memory_are_refused(monkeypatch):
     with pytest.raises(UsageError, match="64 processes take 10 GB at least, and this machine has 4: take fewer shards"):
         dure.attach(module, optimizer, topology="ps:shards=64")
     optimizer.step()
-    check_memory(26, 8_000, 4_000_000_000, own=HELPER_NBYTES)
+    check_memory(26, 8_000, 4_000_000_000, own=SHARD_PROCESS_NBYTES)
     with pytest.raises(UsageError, match="take fewer workers"):
         check_memory(2, 1_000_000_000, 4_000_000_000)
 
@@ -862,7 +862,7 @@ def test_a_missing_close_is_warned_of_at_exit(how, code, warns):
 
 ENDS_AT_ONCE = """
 import os, signal
-from dure.runtime.launch.helper import ShardProcess
+from dure.runtime.launch.shard_process import ShardProcess
 helper = ShardProcess("takes_long_to_import", "server 0", {})
 os.kill(os.getpid(), signal.SIGKILL)
 """

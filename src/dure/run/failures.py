@@ -114,7 +114,7 @@ class FailureTracker:
             return f"killed by signal {-status} ({signal.Signals(-status).name})"
         if status == 0:
             return "it ended, with exit status 0, before its work was done"
-        return (self._launcher.last_words(name) or f"it ended with exit status {status}").rstrip(".")
+        return (self._launcher.last_line(name) or f"it ended with exit status {status}").rstrip(".")
 
     def _advice(self, name: str) -> str:
         """The command that resumes the run, or how a run gets a checkpoint to resume from.

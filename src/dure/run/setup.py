@@ -27,7 +27,7 @@ from dure.job.replica import Replica
 from dure.job.schedule import schedule_of
 from dure.job.source import JobSource
 from dure.run.strategy import Strategy
-from dure.runtime.memory import Memory
+from dure.runtime.memory import MappedMemory
 from dure.sync.base import Periodic, Traits, server_rule_of, servers_have_own_rule, traits_of
 from dure.sync.remedied import compares, corrections, server_optimizer
 from dure.sync.worker import Boundary, Worker
@@ -335,13 +335,13 @@ class Setup:
         """What the method keeps beside the model in shared memory."""
         return self.traits.vectors
 
-    def shared_memory(self, nbytes: int) -> Memory:
+    def shared_memory(self, nbytes: int) -> MappedMemory:
         """Memory that other processes of this machine can map."""
-        return Memory(nbytes)
+        return MappedMemory(nbytes)
 
-    def mapped_memory(self, path: str) -> Memory:
+    def mapped_memory(self, path: str) -> MappedMemory:
         """Memory that another process of this machine owns."""
-        return Memory.of(path)
+        return MappedMemory.of(path)
 
     # ---- servers
 

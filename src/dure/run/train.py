@@ -35,7 +35,7 @@ from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import Callbacks, VirtualRun
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.room import check_memory, physical_memory
+from dure.runtime.launch.machine_memory import check_memory, physical_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:

@@ -413,7 +413,7 @@ class Segment:
         """To the end of the work (None), or to the next checkpoint (its state)."""
         kernel = self.runtime.kernel
         kernel.run()
-        while self.roles.keys() <= self.crashed and not self.finished and kernel.next_weather():
+        while self.roles.keys() <= self.crashed and not self.finished and kernel.next_external_event():
             kernel.run()
         if self.roles.keys() <= self.crashed and not self.finished:
             raise DureError(f"all workers have crashed by {self.last_crash:g} virtual seconds, and nobody joins.")

@@ -28,7 +28,7 @@ _EAGER = 100
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 
-class Memory:
+class MappedMemory:
     """`nbytes` bytes that several processes see. `bytes` is them as a flat tensor of uint8.
 
     Raises `DureError` where the system has no such memory, or not enough.
@@ -47,7 +47,7 @@ class Memory:
         self._map()
 
     @classmethod
-    def of(cls, path: str) -> Memory:
+    def of(cls, path: str) -> MappedMemory:
         """That of another process of this machine, whose `path` it is."""
         self = cls.__new__(cls)
         self.path = path

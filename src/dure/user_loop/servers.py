@@ -16,8 +16,8 @@ from dure.errors import CallTimeout, UsageError
 from dure.job.optimizer import OptimizerSpec, Segment
 from dure.job.replica import as_bytes, copy_bytes
 from dure.run.strategy import catalogue, member_text, name_of
-from dure.runtime.launch.helper import ShardProcess
-from dure.runtime.launch.room import HELPER_NBYTES, check_memory, physical_memory
+from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
+from dure.runtime.launch.shard_process import ShardProcess
 from dure.sync.base import server_rule_of, servers_have_own_rule
 from dure.sync.remedied import compares, server_optimizer
 from dure.topology.parameter_server.client import ServerClient, Servers
@@ -97,7 +97,7 @@ class LoopServers:
             )
         nbytes = self._replica.params.nbytes // shards
         instead = "take fewer shards, or a method over collectives"
-        check_memory(here, nbytes, physical_memory(), own=HELPER_NBYTES, instead=instead)
+        check_memory(here, nbytes, physical_memory(), own=SHARD_PROCESS_NBYTES, instead=instead)
 
     def rates(self) -> list[float] | None:
         """What travels with the next update: the present rate of each parameter group."""

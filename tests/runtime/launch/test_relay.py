@@ -119,7 +119,7 @@ def test_standard_output_is_given_back(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_helper_that_prints_answers(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
-    from dure.runtime.launch.helper import ShardProcess
+    from dure.runtime.launch.shard_process import ShardProcess
 
     (tmp_path / "chatty.py").write_text(
         "import os\n"

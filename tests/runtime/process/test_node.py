@@ -12,7 +12,7 @@ from support.raw_caller import CREDENTIALS
 from dure.core.node import Address
 from dure.errors import PeerLost, Refused
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Identity, Limits
+from dure.runtime.wire import Identity, WireLimits
 
 HANDSHAKE_SECONDS = 0.3
 
@@ -24,7 +24,7 @@ def node():
     made = []
 
     def make(name, credentials=CREDENTIALS):
-        limits = Limits(handshake_seconds=HANDSHAKE_SECONDS)
+        limits = WireLimits(handshake_seconds=HANDSHAKE_SECONDS)
         made.append(ProcessNode(Identity("job", name), credentials, limits=limits))
         return made[-1]
 

@@ -14,7 +14,7 @@ from dure.codec.cost import cost_of
 from dure.core import units
 from dure.core.catalogue import combines, load
 from dure.errors import ClusterError
-from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, Servers, SharedHost
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
 
 FULL = """
@@ -76,7 +76,7 @@ CLUSTERS = {
             Machines(count=3, speed={"distribution": "lognormal"}, compute=Trace(durations=("20 ms", 1 / 3))),
         ]
     ),
-    "servers": Cluster(servers=Servers(cores=2, link=Link(bandwidth="1 MB/s"))),
+    "servers": Cluster(servers=ServerMachines(cores=2, link=Link(bandwidth="1 MB/s"))),
 }
 
 
@@ -218,7 +218,7 @@ def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
 def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
     section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
     names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
-    kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": Servers, "machines[]": Machines}
+    kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": ServerMachines, "machines[]": Machines}
     for name in names:
         kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
         assert key in kinds[kind].model_fields
@@ -239,7 +239,7 @@ def test_the_page_has_the_measured_costs_of_codecs() -> None:
 def test_the_page_names_every_key_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     said = {row[0].strip("`"): row[-1] for row in rows}
-    kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": Servers, "machines[].": Machines}
+    kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": ServerMachines, "machines[].": Machines}
     whole = {"machines", "servers", "link", "host", "events"}
     for prefix, kind in kinds.items():
         for name in kind.model_fields.keys() - (whole if not prefix else set()):
@@ -255,7 +255,7 @@ def test_the_page_names_every_key_and_its_default() -> None:
     assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]
     assert units.seconds(said["detection"]) == default.detection
     assert float(Fraction(said["backward"])) == default.backward
-    parts = ((Machines(), "machines[].", ("count", "cores", "speed")), (Servers(), "servers.", ("cores",)))
+    parts = ((Machines(), "machines[].", ("count", "cores", "speed")), (ServerMachines(), "servers.", ("cores",)))
     for kind, prefix, names in parts:
         assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
     assert units.flops(said["flops_per_second"]) == Constant().flops_per_second

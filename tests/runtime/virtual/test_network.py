@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.machines import placed
 
 from dure.core.collective_cost import HEADER, SMALL
-from dure.runtime.virtual.cluster import Cluster, Link, Machines, Servers
+from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
 from dure.runtime.virtual.network import Network, Pair, SharingQueue, Transfer, weights
 
 MIB = 2**20
@@ -172,7 +172,9 @@ def test_alone_a_message_takes_its_closed_form(wire: int) -> None:
 
 def test_the_slower_card_and_the_larger_latency_count() -> None:
     fast, slow = Link(bandwidth="80 Mbit/s", latency="1 ms"), Link(bandwidth="8 Mbit/s", latency="30 ms")
-    cluster = Cluster(machines=[Machines(link=fast), Machines(link=slow)], servers=Servers(link=fast), alpha=0, beta=0)
+    cluster = Cluster(
+        machines=[Machines(link=fast), Machines(link=slow)], servers=ServerMachines(link=fast), alpha=0, beta=0
+    )
     for wire, (src, dst) in itertools.product((100, MIB), (("worker 0", "worker 1"), ("worker 1", "server 0"))):
         wires = Wires()
         wires.network = Network(cluster, wires.kernel, placed(cluster, 1))

@@ -3,8 +3,8 @@
     python callers.py PORT NUMEL LENT_NBYTES
 
 For each line on standard input, `NAME INCARNATION`, a child connects to the server and pushes NUMEL values, all equal
-to its incarnation, for ever. If they are lent (LENT_NBYTES as in `Limits`), it pulls as many after each push, copied
-and then read where they lie, and says "torn" unless they are all equal too. Its process id is printed once it is
+to its incarnation, for ever. If they are lent (LENT_NBYTES as in `WireLimits`), it pulls as many after each push,
+copied and then read where they lie, and says "torn" unless they are all equal too. Its process id is printed once it is
 connected.
 """
 
@@ -14,11 +14,11 @@ import sys
 import torch
 
 from dure.core.node import Reply
-from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
+from dure.runtime.wire import Credentials, Identity, Request, Wire, WireLimits
 
 
 def push_for_ever(name, incarnation, port, numel, lent_nbytes):
-    identity, limits = Identity("job", name, rank=1, incarnation=incarnation), Limits(lent_nbytes=lent_nbytes)
+    identity, limits = Identity("job", name, rank=1, incarnation=incarnation), WireLimits(lent_nbytes=lent_nbytes)
     wire = Wire(identity, limits=limits, credentials=Credentials(bytes(range(32))))
     wire.connect("server 0", "127.0.0.1", port, 10.0)
     print(os.getpid(), flush=True)

@@ -8,10 +8,10 @@ from support.raw_caller import CREDENTIALS
 
 from dure.core.node import TensorSpec
 from dure.errors import Refused
-from dure.runtime.wire import Credentials, Identity, Limits, Request, Wire
+from dure.runtime.wire import Credentials, Identity, Request, Wire, WireLimits
 
 NEVER = 1 << 60
-"""As `Limits.lent_nbytes`: everything travels, nothing is lent."""
+"""As `WireLimits.lent_nbytes`: everything travels, nothing is lent."""
 
 KEY = CREDENTIALS.key
 
@@ -49,14 +49,14 @@ class World:
 
     def __init__(self):
         self.wires = []
-        self.nearby = True
+        self.unix = True
         self.lent_nbytes = NEVER
 
     def wire(
         self, name, host=None, *, rank=0, incarnation=0, job="job", about=None, limits=None, key=KEY, integrity="mac"
     ):
         identity = Identity(job, name, rank, incarnation, about or {})
-        limits = replace(limits or Limits(handshake_seconds=1.0), lent_nbytes=self.lent_nbytes)
+        limits = replace(limits or WireLimits(handshake_seconds=1.0), lent_nbytes=self.lent_nbytes)
         wire = Wire(identity, host, limits, credentials=Credentials(key, integrity))
         self.wires.append(wire)
         return wire
@@ -64,7 +64,7 @@ class World:
     def server(self, name="server 0", **options):
         host = Recorder()
         wire = self.wire(name, host, **options)
-        return wire, host, wire.listen(nearby=self.nearby)
+        return wire, host, wire.listen(unix=self.unix)
 
     def join(self, caller, server, port, name="server 0", timeout=5.0):
         """`caller` connects while `server` is turned."""

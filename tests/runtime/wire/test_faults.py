@@ -17,7 +17,7 @@ import xxhash
 from support.raw_caller import HELLO, RawCaller, frame
 
 from dure.core.node import Reply, TensorSpec
-from dure.runtime.wire import Limits
+from dure.runtime.wire import WireLimits
 from dure.runtime.wire.frame import Header, Kind, encode_meta, job_code, pack_header
 
 NEVER = 1 << 60  # bytes: nothing is lent, everything travels
@@ -69,10 +69,10 @@ def resident():
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize(("nearby", "lives"), [(True, 20), (False, 10)])
+@pytest.mark.parametrize(("unix", "lives"), [(True, 20), (False, 10)])
 @pytest.mark.alone
-def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, nearby, lives):
-    world.nearby = nearby
+def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, unix, lives):
+    world.unix = unix
     server, host, port = world.server()
     bystander = world.wire("worker 0")
     world.join(bystander, server, port)
@@ -91,7 +91,7 @@ def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, near
         for life in range(1, lives + 1):
             pid = start(world, process, f"worker 1 {life}")
             world.until(lambda life=life: life in delivered, server)
-            parser = server._callers.open["worker 1"].link.parser
+            parser = server._callers.open["worker 1"].connection.parser
             left = int(4 * NUMEL * chance.uniform(0.65, 1.0))
             world.until(lambda left=left, parser=parser: 1 < parser.awaited_nbytes <= left, server)
             os.kill(pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ def test_nobody_comes_in_without_an_introduction(world, kind, meta):
 
 
 def test_garbage_and_half_open_connections_cost_nothing(world):
-    server, host, port = world.server(limits=Limits(handshake_seconds=0.5, handshakes=100))
+    server, host, port = world.server(limits=WireLimits(handshake_seconds=0.5, handshakes=100))
     host.answer = lambda call, respond: respond(Reply())
     caller, chance = world.wire("worker 0"), random.Random(7)
     world.join(caller, server, port)
@@ -233,7 +233,7 @@ def test_garbage_and_half_open_connections_cost_nothing(world):
     world.until(lambda: not server._callers.greeting, seconds=3)
     for sock in silent:
         sock.close()
-    world.until(lambda: len(server._shared.links) == 1, seconds=3)
+    world.until(lambda: len(server._shared.connections) == 1, seconds=3)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert [identity.name for identity in server.callers] == ["worker 0"]
     assert isinstance(world.ask(caller), Reply)
@@ -260,7 +260,7 @@ def stalled_callers(world, server, port, count, *, sent):
 
 
 def test_callers_that_stand_still_keep_no_memory_from_others(world):
-    limits = Limits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.5)
+    limits = WireLimits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.5)
     server, host, port = world.server(limits=limits)
     host.specs["push"] = [TensorSpec("float32", QUARTER)]
     host.answer = lambda call, respond: respond(Reply())
@@ -279,7 +279,7 @@ def test_callers_that_stand_still_keep_no_memory_from_others(world):
 
 
 def test_a_caller_that_stands_still_where_nobody_waits_may_go_on(world):
-    limits = Limits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.2)
+    limits = WireLimits(handshake_seconds=1.0, staging_nbytes=1 << 20, stall_seconds=0.2)
     server, host, port = world.server(limits=limits)
     host.specs["push"] = [TensorSpec("float32", QUARTER)]
     ((caller, rest),) = stalled_callers(world, server, port, 1, sent=1000)

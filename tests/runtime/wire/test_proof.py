@@ -21,7 +21,7 @@ NAMES = ("job", "server", "worker", "service", "ping", "digits")
 
 @pytest.fixture(autouse=True, params=["unix", "tcp"])
 def transport(request, world):
-    world.nearby = request.param == "unix"
+    world.unix = request.param == "unix"
 
 
 def raw_caller(world, server, port):
@@ -220,7 +220,9 @@ def test_payloads_have_a_checksum_only_where_both_ends_say_so(world, ours, their
     server, _, port = world.server(integrity=theirs)
     caller = world.wire("worker 0", integrity=ours)
     world.join(caller, server, port)
-    both = caller._hosts["server 0"].link, server._callers.open["worker 0"].link
-    expected = world.nearby or ours == theirs
-    for link in both:
-        assert [hasattr(seals._digest(), "intdigest") for seals in (link.seals, link.parser.seals)] == [expected] * 2
+    both = caller._hosts["server 0"].connection, server._callers.open["worker 0"].connection
+    expected = world.unix or ours == theirs
+    for connection in both:
+        assert [hasattr(seals._digest(), "intdigest") for seals in (connection.seals, connection.parser.seals)] == [
+            expected
+        ] * 2

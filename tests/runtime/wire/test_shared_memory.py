@@ -17,7 +17,7 @@ from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, DamagedFrame, PeerLost, RemoteError
 from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Identity, Limits
+from dure.runtime.wire import Identity, WireLimits
 from dure.runtime.wire.shared_memory import Borrower, Lender
 from dure.topology.parameter_server.shard import ServerClient, Servers, Shard
 
@@ -33,7 +33,7 @@ def lends(world):
 
 
 def link_of(caller):
-    return caller._hosts["server 0"].link
+    return caller._hosts["server 0"].connection
 
 
 def test_neither_a_request_nor_a_reply_travels_and_both_count_as_traffic(world):
@@ -87,9 +87,9 @@ def test_a_reply_can_be_read_where_it_lies_until_it_is_released(world):
     world.until(lambda: released == ["copied", "borrowed"])
 
 
-@pytest.mark.parametrize(("numel", "nearby"), [(1000, True), (NUMEL, False)])
-def test_who_cannot_borrow_is_told_before_and_has_to_give_tensors(world, numel, nearby):
-    world.nearby = nearby
+@pytest.mark.parametrize(("numel", "unix"), [(1000, True), (NUMEL, False)])
+def test_who_cannot_borrow_is_told_before_and_has_to_give_tensors(world, numel, unix):
+    world.unix = unix
     server, host, caller = world.pair()
     room, released = server.room_like(torch.empty(numel)), []
     host.answer = lambda call, respond: respond(Reply({}, [room], lambda: released.append(1)))
@@ -107,9 +107,9 @@ def test_a_borrowed_reply_that_nobody_waits_for_any_more_is_given_back(world):
     out, call = world.call(caller, into=None)
     world.until(lambda: host.requests)
     host.requests[0][1](Reply({}, [room], lambda: released.append(1)))
-    while not caller._pump.events:  # it comes while its owner is busy
+    while not caller._reactor.events:  # it comes while its owner is busy
         server.poll(0.0)
-        caller._pump.turn(0.0)
+        caller._reactor.turn(0.0)
     call.cancel()
     world.until(lambda: released)
     assert not out
@@ -133,7 +133,7 @@ def test_what_a_living_process_may_still_read_is_never_released(world, evicted):
 
 
 def test_over_tcp_everything_travels(world):
-    world.nearby = False
+    world.unix = False
     server, host, caller = world.pair()
     host.specs["push"] = [SPEC]
     room = server.room_like(torch.empty(NUMEL)).fill_(2.0)
@@ -312,7 +312,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
 
 
 def test_who_would_have_too_much_mapped_waits_and_is_delivered_in_turn(world):
-    server, host, port = world.server(limits=Limits(staging_nbytes=2 * 4 * NUMEL + 10_000))
+    server, host, port = world.server(limits=WireLimits(staging_nbytes=2 * 4 * NUMEL + 10_000))
     host.specs["push"] = [SPEC]
     callers = [world.wire(f"worker {n}", rank=n) for n in range(5)]
     outs = []

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dure.runtime.wire.unix_socket import connect_nearby, is_loopback, is_mine, listen_nearby, nearby_name
+from dure.runtime.wire.unix_socket import connect_unix, is_loopback, is_mine, listen_unix, unix_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
 
@@ -14,12 +14,12 @@ def family_of_call(world):
     server, _, port = world.server()
     caller = world.wire("worker 0")
     world.join(caller, server, port)
-    return caller._hosts["server 0"].link.sock.family
+    return caller._hosts["server 0"].connection.sock.family
 
 
 def test_loopback_goes_over_a_unix_socket_unless_it_should_not(world):
     assert family_of_call(world) is socket.AF_UNIX
-    world.nearby = False
+    world.unix = False
     assert family_of_call(world) is socket.AF_INET
 
 
@@ -27,11 +27,11 @@ def test_a_name_that_is_taken_leaves_tcp(world):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(nearby_name(port))
-        assert listen_nearby(port) is None
+        squatter.bind(unix_name(port))
+        assert listen_unix(port) is None
         server = world.wire("server 0")
         assert server.listen(port=port) == port
-    assert connect_nearby(port) is None
+    assert connect_unix(port) is None
 
 
 def test_both_ends_belong_to_one_user(world):

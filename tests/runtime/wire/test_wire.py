@@ -8,7 +8,7 @@ import torch
 
 from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, UsageError
-from dure.runtime.wire import Identity, Limits, Wire
+from dure.runtime.wire import Identity, Wire, WireLimits
 
 DTYPES = [
     "float32",
@@ -29,7 +29,7 @@ DTYPES = [
 @pytest.fixture(autouse=True, params=["memory", "unix", "tcp"])
 def transport(request, world):
     """The same over TCP, over a Unix socket, and with all payloads of requests in memory that both sides map."""
-    world.nearby = request.param != "tcp"
+    world.unix = request.param != "tcp"
     if request.param == "memory":
         world.lent_nbytes = 1
     return request.param
@@ -351,7 +351,7 @@ def test_an_evicted_incarnation_delivers_nothing_more_and_comes_back_only_as_the
     world.join(old, server, port)
     out, _ = world.call(old)
     time.sleep(0.05)
-    server._pump.turn(0.1)  # the request is here, verified, and not yet handed over
+    server._reactor.turn(0.1)  # the request is here, verified, and not yet handed over
     server.evict("worker 0", 1, "no progress for 5 s.")
     world.until(lambda: out)
     assert isinstance(out[0], RemoteError)
@@ -408,13 +408,13 @@ def test_all_is_closed_though_the_owner_raises_at_a_loss(world):
         raise ConnectionError(f"{loss.peer} was needed")
 
     host.lost = raises
-    sockets = [link.sock for link in server._shared.links]
+    sockets = [connection.sock for connection in server._shared.connections]
     caller.close(0.0)
     with pytest.raises(ConnectionError, match="worker 0 was needed"):
         server.close()
     assert sockets
     assert all(sock.fileno() < 0 for sock in sockets)
-    assert server._pump._woken.fileno() < 0
+    assert server._reactor._woken.fileno() < 0
 
 
 def test_traffic_counts_every_byte(world):
@@ -464,7 +464,7 @@ def test_a_reply_longer_than_its_place_is_refused(world):
 @streams
 def test_sixteen_callers_share_a_small_budget(world):
     size = 500_000
-    limits = Limits(staging_nbytes=4 * 4 * size, turn_nbytes=1 << 20)
+    limits = WireLimits(staging_nbytes=4 * 4 * size, turn_nbytes=1 << 20)
     server, host, port = world.server(limits=limits)
     host.specs["push"] = [TensorSpec("float32", size)]
     served, outs, rounds = [], {}, 4
@@ -491,14 +491,14 @@ def test_sixteen_callers_share_a_small_budget(world):
 @streams
 def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(world):
     size = 500_000
-    server, host, port = world.server(limits=Limits(staging_nbytes=4 * size))
+    server, host, port = world.server(limits=WireLimits(staging_nbytes=4 * size))
     host.specs["push"] = [TensorSpec("float32", size)]
     callers = [world.wire(f"worker {n}", rank=n) for n in range(3)]
     for caller in callers:
         world.join(caller, server, port)
         world.call(caller, "push", tensors=[torch.ones(size)])
         world.until(lambda: host.requests)
-    world.until(lambda: not any(caller._hosts["server 0"].link.queue for caller in callers))
+    world.until(lambda: not any(caller._hosts["server 0"].connection.queue for caller in callers))
     callers[1].close(timeout=0.0)
     world.until(lambda: host.losses, server, callers[2], seconds=2)
     assert host.losses[0].peer == "worker 1"
@@ -511,7 +511,7 @@ def test_memory_is_held_until_the_answer_and_whoever_dies_in_line_is_noticed(wor
 @streams
 def test_a_small_payload_does_not_overtake_a_large_one_that_waits(world):
     size = 100_000
-    _, host, caller = world.pair(limits=Limits(staging_nbytes=4 * size * 2))
+    _, host, caller = world.pair(limits=WireLimits(staging_nbytes=4 * size * 2))
     host.specs["push"] = [TensorSpec("float32", size)]
     host.specs["large"] = [TensorSpec("float32", int(1.5 * size))]
     host.specs["small"] = [TensorSpec("float32", 20_000)]
@@ -567,7 +567,7 @@ def test_bytes_move_in_the_background_and_callbacks_stay_with_the_owner(world):
         assert isinstance(request[0], Reply)
         assert inner[0].fields == {"inside": 1}
         with caller.in_background():
-            assert not caller._pump.lent, "nothing is in flight"
+            assert not caller._reactor.lent, "nothing is in flight"
     finally:
         stop.set()
         thread.join()
@@ -593,7 +593,7 @@ def test_identities_are_checked(wrong):
 
 
 def test_too_many_outstanding_requests_are_left_unread(world):
-    _, host, caller = world.pair(limits=Limits(outstanding=3))
+    _, host, caller = world.pair(limits=WireLimits(outstanding=3))
     for n in range(10):
         world.call(caller, fields={"n": n})
     world.until(lambda: len(host.requests) == 3)

@@ -22,7 +22,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
-from dure.runtime.wire import Identity, Limits
+from dure.runtime.wire import Identity, WireLimits
 from dure.topology.parameter_server.fused import NAME, clocked_at, serve_clock
 from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf, Policy
 from dure.topology.parameter_server.shard import ClockService, ServerClient, Servers, Shard
@@ -208,7 +208,7 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
 class Processes:
     """A server and three workers of BSP, each on a node of its own, to be closed; `limits` are the server's."""
 
-    def __init__(self, numel: int, limits: Limits | None = None) -> None:
+    def __init__(self, numel: int, limits: WireLimits | None = None) -> None:
         server = ProcessNode(Identity("job", "server 0"), CREDENTIALS, limits=limits)
         self.shard = Shard(server, torch.zeros(numel), OptimizerSpec(lr=1.0), log=True)
         shards = [server.serve("shard", self.shard)]
@@ -256,7 +256,7 @@ class Processes:
 
 def test_updates_of_more_bytes_than_a_server_takes_at_once_all_come_in_before_anybody_goes_on() -> None:
     """Who waits for the others holds no memory that their updates need."""
-    with Processes(100_000, Limits(staging_nbytes=410_000)) as world:
+    with Processes(100_000, WireLimits(staging_nbytes=410_000)) as world:
         tasks = [world.push_pull(rank) for rank in range(3)]
         world.turn(tasks, 20.0)
         assert [task.result().values.unique().tolist() for task in tasks] == [[-3.0]] * 3

@@ -16,7 +16,7 @@ from support.nodes import World
 
 from dure.core.node import Address, Call
 from dure.errors import DureError, Evicted, Refused
-from dure.runtime.memory import Memory
+from dure.runtime.memory import MappedMemory
 from dure.topology.shared_memory.choice import SharedMemory
 from dure.topology.shared_memory.segment import BUCKETS, SMALL, Access, Gate, Layout, Segment, SharedShard
 
@@ -80,12 +80,12 @@ def test_memory_has_no_name_and_ends_with_the_last_who_has_mapped_it(raced):
 
 def test_memory_that_is_not_here_is_explained():
     with pytest.raises(DureError, match=r"not on this machine.*all processes on one machine"):
-        Memory.of("/proc/1/fd/999")
+        MappedMemory.of("/proc/1/fd/999")
 
 
 def test_more_memory_than_there_is_is_explained():
     with pytest.raises(DureError, match="memory to share"):
-        Memory(1 << 50)
+        MappedMemory(1 << 50)
 
 
 def test_a_lock_that_is_never_released_is_told(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_lock_that_is_never_released_is_told(monkeypatch):
         "from dure.errors import DureError\n"
         "from dure.runtime import memory\n"
         "memory.LOCK_SECONDS = 0.3\n"
-        "here = memory.Memory(64)\n"
+        "here = memory.MappedMemory(64)\n"
         "pid = os.fork()\n"
         "if not pid:\n"
         "    with here.hold(3, 2):\n"

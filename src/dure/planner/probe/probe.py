@@ -32,11 +32,11 @@ from dure.planner.probe.measure import SERVICE, Figures, LinkBenchmark
 from dure.planner.probe.short_runs import described as described_steps
 from dure.planner.probe.short_runs import short_runs
 from dure.run.strategy import codec_name, make
-from dure.runtime.launch.helper import ShardProcess
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
+from dure.runtime.launch.shard_process import ShardProcess
 from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, Servers, SharedHost
+from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal
 from dure.runtime.wire import Credentials, Identity, Loss
 
@@ -136,7 +136,7 @@ def described(found: Figures, workers: int) -> Cluster:
     link = links[counts.index(max(counts))]
     cluster = Cluster(
         machines=machines,
-        servers=Servers(cores=cores),
+        servers=ServerMachines(cores=cores),
         link=link,
         alpha=_rounded(alpha),
         beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),

@@ -152,8 +152,8 @@ class Ranks:
         if reason is not None:
             raise PeerLost(f"{reason}.")
 
-    def last_words(self, name: str) -> str:
-        return self._fork_server.last_words(name)
+    def last_line(self, name: str) -> str:
+        return self._fork_server.last_line(name)
 
 
 def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup, _: Any) -> Run:

@@ -137,7 +137,7 @@ class ForkServer:
         running = {name: pid for name, pid in self.pids.items() if name not in self.exited}
         return {LOADER: self._process.pid, **running}
 
-    def last_words(self, name: str) -> str:
+    def last_line(self, name: str) -> str:
         """The last line that a process which has ended wrote; empty if none."""
         return self._words.get(name, "")
 
@@ -218,7 +218,7 @@ class _Output(NamedTuple):
         os.close(self.source)
 
 
-class _Forks:
+class _ForkLoop:
     """The fork server's own side. `load` makes of a configuration what its processes run."""
 
     def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
@@ -372,5 +372,5 @@ def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    _Forks(ends, load).serve()
+    _ForkLoop(ends, load).serve()
     os._exit(0)  # nothing is left to tidy up, and the launcher waits

@@ -27,7 +27,7 @@ LOOK = timedelta(seconds=1)
 """How long a rank waits before it looks whether another is frozen."""
 
 
-class Collective(Operation[Any]):
+class EngineOperation(Operation[Any]):
     """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works.
 
     Then other tasks and the wire have a turn: a role whose every operation is the engine's would never let them.
@@ -145,8 +145,8 @@ class ProcessGroup:
     def _reduce(self, tensor: torch.Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._engine, async_op=True)
 
-    def _start(self, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> Collective:
-        return Collective(self._node, label, works, finish)
+    def _start(self, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> EngineOperation:
+        return EngineOperation(self._node, label, works, finish)
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         """The bytes of the engine's algorithm (ring), which it does not report itself."""

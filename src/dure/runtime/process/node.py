@@ -32,7 +32,7 @@ from dure.core.node import (
 from dure.core.protocol import COUNT, Method, check
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
-from dure.runtime.wire import Credentials, Identity, Limits, Loss, Request, Respond, Wire
+from dure.runtime.wire import Credentials, Identity, Loss, Request, Respond, Wire, WireLimits
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ class ProcessNode:
         *,
         seed: int = 0,
         trace: bool = False,
-        limits: Limits | None = None,
+        limits: WireLimits | None = None,
         gradient_engine: GradientEngine | None = None,
     ) -> None:
         self.loop = ProcessLoop()

@@ -75,7 +75,7 @@ class Machines(Validated):
         return self
 
 
-class Servers(Validated):
+class ServerMachines(Validated):
     """The machines of parameter servers that are not beside workers. `link` is the cluster's unless given."""
 
     cores: int = Field(default=4, ge=1)
@@ -154,7 +154,7 @@ class Cluster(Validated):
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
-    servers: Servers = Servers()
+    servers: ServerMachines = ServerMachines()
     link: Link = Link()
     host: SharedHost | None = None
     alpha: Seconds = 20e-6

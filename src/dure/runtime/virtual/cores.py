@@ -18,20 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Protocol
 
-from dure.runtime.virtual.kernel import Timer
-
-
-class Timers(Protocol):
-    """Time-outs of a discrete-event kernel."""
-
-    @property
-    def now(self) -> float: ...
-
-    def timer(self, time: float, callback: Callable[[], None], /) -> Timer: ...
-
-    def void(self, timer: Timer, /) -> None: ...
+from dure.runtime.virtual.kernel import Kernel, Timer
 
 
 class Demand:
@@ -49,7 +37,7 @@ class Demand:
 class Cores:
     """The cores of one machine, shared equally by the demands that are `begin`-ed on them."""
 
-    def __init__(self, kernel: Timers, cores: int) -> None:
+    def __init__(self, kernel: Kernel, cores: int) -> None:
         self.kernel = kernel
         self.cores = cores
         self._heap: list[tuple[float, int, Demand, Callable[[], None]]] = []

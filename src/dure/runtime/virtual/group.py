@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dure.runtime.virtual.network import Network
 
 
-class Runtime(Protocol):
+class GroupRuntime(Protocol):
     """What a group uses of the virtual runtime."""
 
     kernel: Kernel
@@ -30,10 +30,10 @@ class Runtime(Protocol):
     groups: dict[Sequence[int], Any]
 
     @property
-    def nodes(self) -> Mapping[str, Member]: ...
+    def nodes(self) -> Mapping[str, GroupNode]: ...
 
 
-class Member(Protocol):
+class GroupNode(Protocol):
     """What a group uses of a node."""
 
     rank: int
@@ -43,7 +43,7 @@ class Member(Protocol):
     payload_received: int
 
     @property
-    def runtime(self) -> Runtime: ...
+    def runtime(self) -> GroupRuntime: ...
 
     def compute(self, work: GradientWork) -> Operation[Any]: ...
 
@@ -66,7 +66,7 @@ class CollectiveRounds:
     Everything that depends on the ranks alone is here, once for all members.
     """
 
-    def __init__(self, runtime: Runtime, ranks: Sequence[int]) -> None:
+    def __init__(self, runtime: GroupRuntime, ranks: Sequence[int]) -> None:
         self.runtime = runtime
         self.ranks = ranks
         self.names = [f"worker {rank}" for rank in ranks]
@@ -148,7 +148,7 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class VirtualGroup:
     """A group of workers as one of its members sees it."""
 
-    def __init__(self, node: Member, ranks: Sequence[int]) -> None:
+    def __init__(self, node: GroupNode, ranks: Sequence[int]) -> None:
         self.node = node
         key, runtime = shared(ranks), node.runtime
         if key not in runtime.groups:

@@ -29,7 +29,7 @@ class Kernel(Loop):
         self._times: list[float] = []  # a heap
         self._first: dict[float, Callback | None] = {}  # of each time; None if it was called off
         self._more: dict[float, list[Callback | None]] = {}  # of the times that have several, those after the first
-        self._weather: list[tuple[float, int, Callback]] = []
+        self._external: list[tuple[float, int, Callback]] = []
         self._sequence = 0
 
     def at(self, time: float, callback: Callback) -> None:
@@ -60,11 +60,11 @@ class Kernel(Loop):
     def external_event(self, time: float, callback: Callback) -> None:
         """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
         self._sequence += 1
-        heappush(self._weather, (time, self._sequence, callback))
+        heappush(self._external, (time, self._sequence, callback))
 
     def run(self) -> None:
         """Until nothing is left to happen but the weather."""
-        times, first, more, external_event, ready = self._times, self._first, self._more, self._weather, self.ready
+        times, first, more, external_event, ready = self._times, self._first, self._more, self._external, self.ready
         events = 0
         while True:
             while ready:
@@ -79,7 +79,7 @@ class Kernel(Loop):
                 continue
             if external_event and external_event[0][0] <= time:
                 events += 1
-                self.next_weather()
+                self.next_external_event()
                 continue
             self.now = heappop(times)
             if callback is not None:
@@ -95,12 +95,12 @@ class Kernel(Loop):
 
     def _run_more(self, callbacks: list[Callback | None]) -> int:
         """Run the callbacks of this time after the first, also those that are added meanwhile; how many events."""
-        external_event, ready, now = self._weather, self.ready, self.now
+        external_event, ready, now = self._external, self.ready, self.now
         events = 0
         for place, callback in enumerate(callbacks):
             while external_event and external_event[0][0] <= now and callbacks[place] is not None:
                 events += 1
-                self.next_weather()
+                self.next_external_event()
                 self.run_ready()
                 callback = callbacks[place]  # the weather may have called it off
             if callback is not None:
@@ -110,10 +110,10 @@ class Kernel(Loop):
                     ready.popleft()()
         return events
 
-    def next_weather(self) -> bool:
+    def next_external_event(self) -> bool:
         """Go on to the weather, since nothing else is left to happen; False if there is none."""
-        if self._weather:
-            self.now, _, callback = heappop(self._weather)
+        if self._external:
+            self.now, _, callback = heappop(self._external)
             callback()
             return True
         return False

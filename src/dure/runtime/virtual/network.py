@@ -40,26 +40,20 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 from itertools import repeat
-from typing import Protocol
 
 import numpy as np
 
 from dure.core.collective_cost import COLLECTIVES, Cost, Path
 from dure.runtime.virtual.cluster import Cluster
-from dure.runtime.virtual.cores import Cores, Process, Timers
+from dure.runtime.virtual.cores import Cores, Process
+from dure.runtime.virtual.kernel import Kernel
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 _BLOCK = 512  # weights drawn at once
 
 
-class Kernel(Timers, Protocol):
-    """What the network asks of a discrete-event kernel. Equal times run in the order of their `at` calls."""
-
-    def at(self, time: float, callback: Callable[[], None], /) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Counters:
+class NetworkCounters:
     """What one node has sent and received.
 
     Bytes over its card, headers included; bytes sent that stayed on the machine; messages sent, of both kinds.
@@ -357,10 +351,10 @@ class Network:
         """The number of a node given by name; a number is itself."""
         return name if isinstance(name, int) else self.ids[name]
 
-    def counters(self, node: str | int) -> Counters:
+    def counters(self, node: str | int) -> NetworkCounters:
         """What `node` has sent and received so far."""
         i = self.node(node)
-        return Counters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
+        return NetworkCounters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
     def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
         """What a collective among `nodes` costs, from when the last has come; counts its bytes.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
+from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind
-from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.proof import NONCE_NBYTES, Prover
 from dure.runtime.wire.staging import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.unix_socket import has_memory
-from dure.runtime.wire.values import Identity, Limits, Loss
+from dure.runtime.wire.values import Identity, Loss, WireLimits
 
 if TYPE_CHECKING:
     import socket
@@ -43,7 +43,7 @@ class Callers:
         self.greeting[inbound] = None
         if len(self.greeting) > self.shared.limits.handshakes:
             oldest = next(iter(self.greeting))
-            oldest.link.end(PeerLost("too many connections were half-open"))
+            oldest.connection.end(PeerLost("too many connections were half-open"))
 
     def objection(self, caller: Identity) -> str | None:
         """Why `caller` may not come in, as far as the wire itself can tell."""
@@ -70,7 +70,7 @@ class Callers:
         there = self.open.get(name)
         if there is not None:
             there.fenced = True
-            there.link.refuse(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
+            there.connection.refuse(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
         self.open[name] = inbound
 
     def leave(self, inbound: Inbound) -> None:
@@ -84,7 +84,7 @@ class Callers:
         there = self.open.get(name)
         if there is not None and there.caller.incarnation <= incarnation:
             there.fenced = True
-            there.link.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
+            there.connection.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
 
     def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
         """Memory for a payload; without it `inbound` stands in line and is told by `placed`."""
@@ -96,7 +96,7 @@ class Callers:
 
     def room_freed(self) -> None:
         if self._line:
-            self.shared.pump.soon(self._serve_line)
+            self.shared.reactor.soon(self._serve_line)
 
     def _take(self, inbound: Inbound) -> Lease | None:
         elsewhere = inbound.waiting is not None
@@ -104,12 +104,12 @@ class Callers:
 
     def _may_hold(self, inbound: Inbound) -> bool:
         """Whether `inbound` waits for others; not where it holds its share itself."""
-        return not inbound.link.closed and not self.shared.staging.exceeds(inbound.share, inbound.wanted)
+        return not inbound.connection.closed and not self.shared.staging.exceeds(inbound.share, inbound.wanted)
 
     def _serve_line(self) -> None:
         """Give room to those who wait, in order."""
         for waiting in list(self._line):
-            if waiting.link.closed:
+            if waiting.connection.closed:
                 self._line.remove(waiting)
             elif self._may_hold(waiting):
                 lease = self._take(waiting)
@@ -121,7 +121,7 @@ class Callers:
     def _look_soon(self) -> None:
         if not self._looking:
             self._looking = True
-            self.shared.pump.timers.after(_LOOK_SECONDS, self._look)
+            self.shared.reactor.timers.after(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         """Whoever died in line is not read, so it would not be noticed. Whoever stands still keeps others waiting."""
@@ -129,8 +129,8 @@ class Callers:
         for inbound in list(self.open.values()):
             inbound.check_progress()
         for waiting in list(self._line):
-            if waiting.link.deserted():
-                waiting.link.end(PeerLost("its connection closed in the middle of a message"))
+            if waiting.connection.deserted():
+                waiting.connection.end(PeerLost("its connection closed in the middle of a message"))
         self._serve_line()
         if self._line:
             self._look_soon()
@@ -142,7 +142,7 @@ class Stall:
     A pause of this process counts for no more than `_LONGEST_LOOK_SECONDS`: what has come meanwhile is unread.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WireLimits) -> None:
         self._limits = limits
         self._seconds = 0.0
         self._looked = self._received = 0.0
@@ -181,17 +181,17 @@ class Inbound:
         self._dropping = False
         self._full = False
         self._ended = False
-        self.link = Link(shared, sock, self)
+        self.connection = Connection(shared, sock, self)
         callers.came(self)
-        self._deadline = shared.pump.timers.after(shared.limits.handshake_seconds, self._too_late)
-        self.link.send(Kind.CHALLENGE, self._prover.mine)
+        self._deadline = shared.reactor.timers.after(shared.limits.handshake_seconds, self._too_late)
+        self.connection.send(Kind.CHALLENGE, self._prover.mine)
 
     def connected(self) -> None:
         """It was from the beginning."""
 
     def frame(self, frame: Frame) -> None:
         header = frame.header
-        if not self.link.proven:
+        if not self.connection.proven:
             self._proved(frame)
             return
         if not self.admitted:
@@ -212,11 +212,11 @@ class Inbound:
         elif header.kind is Kind.RETURNED:
             for kept in (self.copied, self.lent):
                 if header.request in kept:
-                    self.shared.pump.events.append(kept.pop(header.request))
+                    self.shared.reactor.events.append(kept.pop(header.request))
         elif header.kind is Kind.GOODBYE:
-            self.link.end(PeerLost("it has finished"), finished=True)
+            self.connection.end(PeerLost("it has finished"), finished=True)
         elif header.kind is Kind.REFUSAL:
-            self.link.end(PeerLost(f"it said: {frame.meta.get('message')}"))
+            self.connection.end(PeerLost(f"it said: {frame.meta.get('message')}"))
         else:
             raise DamagedFrame(f"a {header.kind.name}, which a caller never sends.")
 
@@ -226,14 +226,14 @@ class Inbound:
         if frame is None:
             self._receive_into(lease)
         else:
-            self.link.guarded(lambda: self._borrow(frame, lease))
-        self.link.resume()
+            self.connection.guarded(lambda: self._borrow(frame, lease))
+        self.connection.resume()
 
     def ended(self, error: RemoteError, finished: bool) -> None:
         if self._ended:
             return
         self._ended = True
-        self.shared.pump.timers.cancel(self._deadline)
+        self.shared.reactor.timers.cancel(self._deadline)
         self.callers.leave(self)
         self._take_back(finished=finished)
         if self._lease is not None:
@@ -242,15 +242,15 @@ class Inbound:
             self.callers.room_freed()
         if self.admitted:
             loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
-            self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+            self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
     def _take_back(self, *, finished: bool) -> None:
         """Have replies that were lent released. What a living process may go on reading is never written to again."""
         if self.copied or self.lent:
-            self.link.hang_up()  # before anything is written there: who still copies looks afterwards
-        self.shared.pump.events.extend(self.copied.values())
-        if finished or not has_memory(self.link.neighbor):
-            self.shared.pump.events.extend(self.lent.values())
+            self.connection.hang_up()  # before anything is written there: who still copies looks afterwards
+        self.shared.reactor.events.extend(self.copied.values())
+        if finished or not has_memory(self.connection.neighbor):
+            self.shared.reactor.events.extend(self.lent.values())
         self.copied.clear()
         self.lent.clear()
 
@@ -259,10 +259,10 @@ class Inbound:
         self.answers.pop(request, None)
         if self._full and len(self.answers) < self.shared.limits.outstanding:
             self._full = False
-            self.link.resume()
+            self.connection.resume()
 
     def _too_late(self) -> None:
-        self.link.end(PeerLost(f"it did not introduce itself within {self.shared.limits.handshake_seconds} s"))
+        self.connection.end(PeerLost(f"it did not introduce itself within {self.shared.limits.handshake_seconds} s"))
 
     def _proved(self, frame: Frame) -> None:
         nonce, proof = frame.raw[:NONCE_NBYTES], frame.raw[NONCE_NBYTES:]
@@ -270,38 +270,38 @@ class Inbound:
             raise DamagedFrame(f"a {frame.header.kind.name} before the proof that its sender has the key.")
         if not self._prover.accepts(proof):
             raise Refused("a caller came without the key of this run.")
-        self.link.send(Kind.PROOF, self._prover.proof)
-        self.link.prove(self._prover.seals())
+        self.connection.send(Kind.PROOF, self._prover.proof)
+        self.connection.prove(self._prover.seals())
 
     def _greeted(self, frame: Frame) -> None:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         self.caller = Identity.from_meta(frame.meta)
-        self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
-        self.link.trusted = self.link.trusted and frame.meta.get("trusts") is True
-        self.shared.pump.timers.cancel(self._deadline)
-        self.link.pause()
-        self.shared.pump.events.append(self._admit)
+        self.connection.lends = self.connection.neighbor is not None and frame.meta.get("maps") is True
+        self.connection.trusted = self.connection.trusted and frame.meta.get("trusts") is True
+        self.shared.reactor.timers.cancel(self._deadline)
+        self.connection.pause()
+        self.shared.reactor.events.append(self._admit)
 
     def _admit(self) -> None:
         """On the owner's thread: let the caller in, or tell it why not."""
         if self._ended:
             return
         reason = self.callers.objection(self.caller) or self.shared.host.admit(self.caller)
-        with self.shared.pump.lock:
+        with self.shared.reactor.lock:
             if reason is not None:
                 self.shared.refused += 1
-                self.link.refuse(Refused(reason))
+                self.connection.refuse(Refused(reason))
                 return
             self.callers.enter(self)
             self.admitted = True
-            self.link.count_with(self.caller.name)
-            self.link.open_up()
-            about_link = {"maps": self.link.neighbor is not None, "trusts": self.link.trusted}
-            self.link.send(Kind.WELCOME, self.shared.identity.to_meta() | about_link)
-            if self.link.trusted:
-                self.link.trust()
-            self.link.resume()
+            self.connection.count_with(self.caller.name)
+            self.connection.open_up()
+            about_connection = {"maps": self.connection.neighbor is not None, "trusts": self.connection.trusted}
+            self.connection.send(Kind.WELCOME, self.shared.identity.to_meta() | about_connection)
+            if self.connection.trusted:
+                self.connection.trust()
+            self.connection.resume()
 
     def _announced(self, frame: Frame) -> None:
         try:
@@ -312,22 +312,22 @@ class Inbound:
         self.wanted = specs
         lease = self.callers.room_for(self, specs)
         if lease is None:
-            self.link.pause()
+            self.connection.pause()
         else:
             self._receive_into(lease)
 
     def check_progress(self) -> None:
         """End a connection whose payload stands still. Called now and then while others wait for memory."""
-        if self._lease is None or self.link.paused:
+        if self._lease is None or self.connection.paused:
             return
-        if self._stalled.is_over(self.link.received_nbytes):
+        if self._stalled.is_over(self.connection.received_nbytes):
             size = self._lease.memory.nbytes
-            self.link.end(PeerLost(f"its payload of {size} bytes stood still while others waited for memory"))
+            self.connection.end(PeerLost(f"its payload of {size} bytes stood still while others waited for memory"))
 
     def _receive_into(self, lease: Lease) -> None:
         self._lease = lease
-        self._stalled.begin(self.link.received_nbytes)
-        self.link.parser.place(lease.memory.views)
+        self._stalled.begin(self.connection.received_nbytes)
+        self.connection.parser.place(lease.memory.views)
 
     def _refuse(self, frame: Frame, error: Refused) -> None:
         self.shared.refused += 1
@@ -336,10 +336,12 @@ class Inbound:
         if frame.complete:
             return
         if size > most:
-            self.link.refuse(Refused(f"{error} Its payload of {size} bytes is more than the {most} that are skipped."))
+            self.connection.refuse(
+                Refused(f"{error} Its payload of {size} bytes is more than the {most} that are skipped.")
+            )
         else:
             self._dropping = True
-            self.link.parser.drop()
+            self.connection.parser.drop()
 
     def _specs(self, frame: Frame) -> Sequence[TensorSpec]:
         """What the frame announces, found to fit what the service expects."""
@@ -397,7 +399,7 @@ class Inbound:
         self.wanted, self.waiting = specs, frame
         lease = self.callers.room_for(self, specs)
         if lease is None:
-            self.link.pause()
+            self.connection.pause()
             return
         self.waiting = None
         self._borrow(frame, lease)
@@ -405,7 +407,7 @@ class Inbound:
     def _borrow(self, frame: Frame, lease: Lease) -> None:
         """Deliver a request whose tensors lie in memory of its caller."""
         self._lease = lease  # given back if the connection ends here
-        lease.memory.tensors = self.link.borrowed(frame.meta["memory"], self.wanted)
+        lease.memory.tensors = self.connection.borrowed(frame.meta["memory"], self.wanted)
         self._lease = None
         self._deliver(frame, lease)
 
@@ -415,7 +417,7 @@ class Inbound:
         self.answers[frame.header.request] = answer
         if len(self.answers) >= self.shared.limits.outstanding:
             self._full = True
-            self.link.pause()
+            self.connection.pause()
         call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors, answer.release)
 
         def hand_over() -> None:
@@ -424,23 +426,23 @@ class Inbound:
             else:
                 self.shared.host.request(meta["service"], call, answer)
 
-        self.shared.pump.events.append(hand_over)
+        self.shared.reactor.events.append(hand_over)
 
     def lend(self, request: int, reply: Reply, meta: dict[str, Any], *, for_long: bool) -> bool:
         """Let the caller read a large reply where it lies, and not only to copy it; whether that could be done."""
         nbytes = sum(tensor.nbytes for tensor in reply.tensors)
-        if self._ended or not self.link.lends or nbytes < self.shared.limits.lent_nbytes:
+        if self._ended or not self.connection.lends or nbytes < self.shared.limits.lent_nbytes:
             return False
         where = self.shared.lender.where(reply.tensors)
         if where is None:
             return False
         (self.lent if for_long else self.copied)[request] = reply.release
-        self.link.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
+        self.connection.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
         return True
 
     def _send_error(self, request: int, error: RemoteError) -> None:
         meta = {"error": type(error).__name__, "message": str(error)[: 1 << 16]}
-        self.link.send(Kind.ERROR, meta, request=request)
+        self.connection.send(Kind.ERROR, meta, request=request)
 
 
 class Answer:
@@ -461,14 +463,14 @@ class Answer:
             raise RuntimeError(
                 f"request {self._request} of {self._inbound.caller.name} was answered already: answer once."
             )
-        with self._inbound.shared.pump.lock:
+        with self._inbound.shared.reactor.lock:
             self._send(answer)
             self.given = True
             self.release()
             self._inbound.answered(self._request)
 
     def release(self) -> None:
-        with self._inbound.shared.pump.lock:
+        with self._inbound.shared.reactor.lock:
             if self._lease is not None:
                 self._lease.release()
                 self._lease = None
@@ -476,7 +478,7 @@ class Answer:
 
     def _send(self, answer: Reply | RemoteError) -> None:
         inbound = self._inbound
-        events = inbound.shared.pump.events
+        events = inbound.shared.reactor.events
         if isinstance(answer, RemoteError):
             inbound._send_error(self._request, answer)
         elif self.cancelled:
@@ -487,6 +489,6 @@ class Answer:
             payload = [bytes_of(tensor) for tensor in answer.tensors]
             if inbound.lend(self._request, answer, meta, for_long=self._borrows):
                 return
-            inbound.link.send(
+            inbound.connection.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
             )

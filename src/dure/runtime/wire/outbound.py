@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
+from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
-from dure.runtime.wire.link import Link, Shared
 from dure.runtime.wire.proof import Prover
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
-from dure.runtime.wire.unix_socket import connect_nearby, is_loopback
+from dure.runtime.wire.unix_socket import connect_unix, is_loopback
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Outbound:
         self._dropping = False
         self._prover = Prover(shared.credentials.key, calling=True)
         self._challenged = False
-        self.link = Link(shared, _begin(address), self, connecting=True)
+        self.connection = Connection(shared, _begin(address), self, connecting=True)
 
     def request(self, request: Request, on_done: OnDone) -> Pending:
         """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
@@ -103,20 +103,20 @@ class Outbound:
             return pending
         self.calls[pending.number] = pending
         if request.timeout is not None:
-            pending.timer = self.shared.pump.timers.after(request.timeout, lambda: self._too_late(pending))
+            pending.timer = self.shared.reactor.timers.after(request.timeout, lambda: self._too_late(pending))
         room = self._room(request.tensors)
         if room is None:
-            pending.outgoing = self.link.send(Kind.REQUEST, raw, payload, request=pending.number)
+            pending.outgoing = self.connection.send(Kind.REQUEST, raw, payload, request=pending.number)
             return pending
         self._rooms[pending.number] = room
         raw = encode_meta(meta | {"memory": self.shared.lender.where(room.tensors)})
         nbytes = sum(map(len, payload))
-        pending.outgoing = self.link.send(Kind.REQUEST, raw, request=pending.number, lent_nbytes=nbytes)
+        pending.outgoing = self.connection.send(Kind.REQUEST, raw, request=pending.number, lent_nbytes=nbytes)
         return pending
 
     def _room(self, tensors: Sequence[torch.Tensor]) -> Lease | None:
         """Memory with large `tensors` in it, where the host can read it: where they lie already, or copies."""
-        if not self.link.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
+        if not self.connection.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
             return None
         if self.shared.lender.where(tensors) is not None:
             return Lease.of(tensors)
@@ -135,7 +135,7 @@ class Outbound:
     def finish(self, pending: Pending, result: Reply | RemoteError) -> None:
         """Hand `result` to the owner."""
         self.calls.pop(pending.number, None)
-        self.shared.pump.timers.cancel(pending.timer)
+        self.shared.reactor.timers.cancel(pending.timer)
         if pending.outgoing is not None:
             pending.outgoing.abort()
 
@@ -146,21 +146,21 @@ class Outbound:
             elif isinstance(result, Reply):
                 result.release()
 
-        self.shared.pump.events.append(hand_over)
+        self.shared.reactor.events.append(hand_over)
 
     def give_up(self, pending: Pending) -> None:
         """Let go of the call's tensors, and tell the host if it has heard of the call."""
-        with self.shared.pump.lock:
+        with self.shared.reactor.lock:
             if self.calls.pop(pending.number, None) is None:
                 return
-            self.shared.pump.timers.cancel(pending.timer)
+            self.shared.reactor.timers.cancel(pending.timer)
             if self._receiving is pending:
                 self._receiving = None
                 self._dropping = True
-                self.link.parser.drop()
-            elif pending.outgoing is None or not self.link.withdraw(pending.outgoing):
+                self.connection.parser.drop()
+            elif pending.outgoing is None or not self.connection.withdraw(pending.outgoing):
                 self._abandoned[pending.number] = sum(map(nbytes_of, pending.into))
-                self.link.send(Kind.CANCEL, {}, request=pending.number)
+                self.connection.send(Kind.CANCEL, {}, request=pending.number)
             else:
                 self._settled(pending.number)
 
@@ -169,12 +169,12 @@ class Outbound:
 
     def frame(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if not self.link.proven:
+        if not self.connection.proven:
             self._proved(frame)
         elif kind is Kind.REFUSAL:
-            self.link.end(self._told(frame.meta))
+            self.connection.end(self._told(frame.meta))
         elif kind is Kind.GOODBYE:
-            self.link.end(PeerLost("it has finished"), finished=True)
+            self.connection.end(PeerLost("it has finished"), finished=True)
         elif self.host is None:
             self._greeted(frame)
         elif kind is Kind.REPLY and not frame.complete:
@@ -201,9 +201,9 @@ class Outbound:
             self.finish(pending, kind(f"{self.name} is gone before {_shown(pending)} was answered: {error}"))
         if self.host is not None:
             loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
-            self.shared.pump.events.append(lambda: self.shared.host.lost(loss))
+            self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
         else:
-            self.shared.pump.events.append(self.on_open)
+            self.shared.reactor.events.append(self.on_open)
 
     def _too_late(self, pending: Pending) -> None:
         self.give_up(pending)
@@ -219,12 +219,12 @@ class Outbound:
                     f"{self.name} was expected at this address, {host.name} answered: exchange the addresses."
                 )
             self.host = host
-            self.link.lends = self.link.neighbor is not None and frame.meta.get("maps") is True
-            if self.link.trusted and frame.meta.get("trusts") is True:
-                self.link.trust()
-            self.link.count_with(self.name)
-            self.link.open_up()
-            self.shared.pump.events.append(self.on_open)
+            self.connection.lends = self.connection.neighbor is not None and frame.meta.get("maps") is True
+            if self.connection.trusted and frame.meta.get("trusts") is True:
+                self.connection.trust()
+            self.connection.count_with(self.name)
+            self.connection.open_up()
+            self.shared.reactor.events.append(self.on_open)
         else:
             raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
 
@@ -232,20 +232,20 @@ class Outbound:
         """Answer the host's nonce, and check its proof; then say who calls."""
         kind = frame.header.kind
         if kind is Kind.REFUSAL:
-            self.link.end(Refused(f"{self.name} did not take this process's key. {_SAME_KEY}"))
+            self.connection.end(Refused(f"{self.name} did not take this process's key. {_SAME_KEY}"))
         elif kind is Kind.GOODBYE:
-            self.link.end(PeerLost("it has finished"), finished=True)
+            self.connection.end(PeerLost("it has finished"), finished=True)
         elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
             self._challenged = True  # it is no other program that listens there
-            self.link.send(Kind.PROOF, self._prover.mine + self._prover.proof)
+            self.connection.send(Kind.PROOF, self._prover.mine + self._prover.proof)
         elif kind is not Kind.PROOF or not self._challenged:
             raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
         elif not self._prover.accepts(frame.raw):
             raise Refused(f"the process at its address has not the key of this run. {_SAME_KEY}")
         else:
-            self.link.prove(self._prover.seals())
-            about_link = {"maps": self.link.neighbor is not None, "trusts": self.link.trusted}
-            self.link.send(Kind.HELLO, self.shared.identity.to_meta() | about_link)
+            self.connection.prove(self._prover.seals())
+            about_connection = {"maps": self.connection.neighbor is not None, "trusts": self.connection.trusted}
+            self.connection.send(Kind.HELLO, self.shared.identity.to_meta() | about_connection)
 
     def _told(self, meta: dict[str, Any]) -> RemoteError:
         kind = _ERRORS.get(str(meta.get("error")), RemoteError)
@@ -274,14 +274,14 @@ class Outbound:
             error = self._expected(frame, pending)
             if error is None:
                 self._receiving = pending
-                self.link.parser.place(pending.places(frame.meta["tensors"]))
+                self.connection.parser.place(pending.places(frame.meta["tensors"]))
                 return
             self.finish(pending, error)
             self._abandoned[pending.number] = 0
         if size > most:
             raise DamagedFrame(f"a reply of {size} bytes that nobody awaits; at most {most} are skipped.")
         self._dropping = True
-        self.link.parser.drop()
+        self.connection.parser.drop()
 
     def _arrived(self, frame: Frame) -> None:
         number = frame.header.request
@@ -301,7 +301,7 @@ class Outbound:
             return
         error = None if frame.header.payload_nbytes else self._expected(frame, pending)
         if error is None and "memory" in frame.meta and not self._read(frame, pending.request.into or ()):
-            self.link.end(PeerLost("its connection closed while what it lent was read"))
+            self.connection.end(PeerLost("its connection closed while what it lent was read"))
             return
         self._give_back(frame)
         self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into or ()))
@@ -311,26 +311,26 @@ class Outbound:
         specs = specs_told(frame.meta.get("tensors"))
         if specs is None or not isinstance(frame.meta.get("fields"), dict):
             raise DamagedFrame("a reply without fields, or of tensors that it does not describe.")
-        lent = self.link.borrowed(frame.meta["memory"], specs)
+        lent = self.connection.borrowed(frame.meta["memory"], specs)
         self.finish(pending, Reply(frame.meta["fields"], lent, partial(self._release, frame)))
 
     def _release(self, frame: Frame) -> None:
-        with self.shared.pump.lock:
+        with self.shared.reactor.lock:
             self._give_back(frame)
-        if self.shared.pump.lent:
-            self.shared.pump.wake()
+        if self.shared.reactor.lent:
+            self.shared.reactor.wake()
 
     def _read(self, frame: Frame, into: Sequence[torch.Tensor]) -> bool:
         """Copy what the host lends; whether it still did when that was done."""
         told = [TensorSpec(*each) for each in frame.meta["tensors"]]
-        lent = self.link.borrowed(frame.meta["memory"], told)
+        lent = self.connection.borrowed(frame.meta["memory"], told)
         for place, tensor in zip(into, lent, strict=True):
             place.detach().view(-1)[: tensor.numel()].copy_(tensor)
-        return not self.link.deserted()
+        return not self.connection.deserted()
 
     def _give_back(self, frame: Frame) -> None:
         if "memory" in frame.meta:
-            self.link.send(Kind.RETURNED, {}, request=frame.header.request)
+            self.connection.send(Kind.RETURNED, {}, request=frame.header.request)
 
     def _failed(self, frame: Frame) -> None:
         number = frame.header.request
@@ -350,7 +350,7 @@ def _nothing() -> None:
 
 def _begin(address: tuple[str, int]) -> socket.socket:
     """A socket on its way to `address`. Raises `PeerLost` when that fails at once."""
-    near = connect_nearby(address[1]) if is_loopback(address[0]) else None
+    near = connect_unix(address[1]) if is_loopback(address[0]) else None
     if near is not None:
         return near
     try:

@@ -1,7 +1,7 @@
-"""The pump: sockets, timers and wake-ups of one process, turned by whoever calls `turn`.
+"""The reactor: sockets, timers and wake-ups of one process, turned by whoever calls `turn`.
 
 Everything that moves bytes happens inside a turn, under one lock. What concerns the owner (replies, requests,
-losses) is queued as *events*, which only the owner's thread runs: a helper thread may turn the pump while
+losses) is queued as *events*, which only the owner's thread runs: a helper thread may turn the reactor while
 the owner computes, and the owner still lives in a single thread.
 """
 
@@ -161,7 +161,7 @@ class Reactor:
             pass
 
     def lend(self) -> None:
-        """Let the helper thread turn the pump until `take_back`."""
+        """Let the helper thread turn the reactor until `take_back`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._help, name="dure wire", daemon=True)
             self._thread.start()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from dure.core.node import TensorSpec
 from dure.errors import DamagedFrame
-from dure.runtime.memory import Memory
+from dure.runtime.memory import MappedMemory
 from dure.runtime.wire.staging import dtype_of, nbytes_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Lender:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """So many bytes, gone when no tensor uses them any more."""
-        memory = Memory(nbytes)
+        memory = MappedMemory(nbytes)
         address, file = memory.bytes.data_ptr(), memory.file
         self._rooms[address] = file, secrets.randbits(62)  # no other memory ever has that number
         memory.when_unmapped(lambda: self._forget(address, file))
@@ -92,7 +92,7 @@ class Borrower:
         if known is not None:
             self._kept.move_to_end((process, number))
             return known
-        memory = Memory.of(f"/proc/{process}/fd/{file}")
+        memory = MappedMemory.of(f"/proc/{process}/fd/{file}")
         memory.close()
         self._kept[process, number] = memory.bytes
         self._nbytes += memory.bytes.numel()

@@ -112,7 +112,7 @@ def _empty(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-class Memory:
+class StagingBuffer:
     """A buffer, cut into tensors; cutting it the same way again costs nothing."""
 
     __slots__ = ("nbytes", "specs", "tensors", "views", "whole")
@@ -152,7 +152,7 @@ class Lease:
 
     __slots__ = ("_share", "_staging", "memory")
 
-    def __init__(self, staging: Staging | None, memory: Memory, share: Share | None = None) -> None:
+    def __init__(self, staging: Staging | None, memory: StagingBuffer, share: Share | None = None) -> None:
         self._staging = staging
         self._share = share
         self.memory = memory
@@ -162,14 +162,14 @@ class Lease:
     @staticmethod
     def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
         """For tensors without elements."""
-        memory = Memory(_empty(0))
+        memory = StagingBuffer(_empty(0))
         memory.cut(specs)
         return Lease(None, memory)
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Lease:
         """For tensors that lie somewhere already."""
-        memory = Memory(_empty(0))
+        memory = StagingBuffer(_empty(0))
         memory.tensors = list(tensors)
         return Lease(None, memory)
 
@@ -207,7 +207,7 @@ class Staging:
         self._empty = empty
         self.held_nbytes = 0
         self.peak_nbytes = 0
-        self._idle: OrderedDict[int, list[Memory]] = OrderedDict()  # by size; least recently used first
+        self._idle: OrderedDict[int, list[StagingBuffer]] = OrderedDict()  # by size; least recently used first
         self._idle_nbytes = 0
 
     def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False, share: Share | None = None) -> Lease | None:
@@ -220,7 +220,7 @@ class Staging:
         memory = None if elsewhere else self._recycled(size)
         if memory is None:
             self._shrink(size)
-            memory = Memory(_empty(0) if elsewhere else self._empty(size))
+            memory = StagingBuffer(_empty(0) if elsewhere else self._empty(size))
             memory.nbytes = size
         self.held_nbytes += size
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes + self._idle_nbytes)
@@ -232,7 +232,7 @@ class Staging:
         """Whether a caller would hold more than it may."""
         return bool(share.held_nbytes) and share.held_nbytes + _size(specs) > self.budget_nbytes // SHARE
 
-    def give_back(self, memory: Memory) -> None:
+    def give_back(self, memory: StagingBuffer) -> None:
         size = memory.nbytes
         self.held_nbytes -= size
         if memory.whole.numel() and self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
@@ -240,7 +240,7 @@ class Staging:
             self._idle.move_to_end(size)
             self._idle_nbytes += size
 
-    def _recycled(self, size: int) -> Memory | None:
+    def _recycled(self, size: int) -> StagingBuffer | None:
         buffers = self._idle.get(size)
         if not buffers:
             return None

@@ -1,7 +1,7 @@
 """The short way between two processes of one machine: a Unix socket beside the TCP port.
 
 It costs the kernel less than TCP over loopback (measured: 31 against 43 ms for 100 MB there and back). A host that
-listens on a loopback port listens on `nearby_name(port)` as well; a caller tries that first. The name is free to
+listens on a loopback port listens on `unix_name(port)` as well; a caller tries that first. The name is free to
 take for anybody on the machine, so either side checks that the other belongs to the same user, and else uses TCP.
 """
 
@@ -13,7 +13,7 @@ import struct
 import sys
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-HERE = sys.platform == "linux"  # where names need no file and credentials can be asked for
+IS_LINUX = sys.platform == "linux"  # where names need no file and credentials can be asked for
 
 
 def is_loopback(host: str) -> bool:
@@ -21,18 +21,18 @@ def is_loopback(host: str) -> bool:
     return host.startswith("127.")
 
 
-def nearby_name(port: int) -> str:
+def unix_name(port: int) -> str:
     """What the Unix socket beside TCP port `port` is called: an abstract name, as long-lived as its socket."""
     return f"\0dure port {port}"
 
 
-def listen_nearby(port: int) -> socket.socket | None:
+def listen_unix(port: int) -> socket.socket | None:
     """A listening socket, or None where there is no such thing or the name is taken."""
-    if not HERE:
+    if not IS_LINUX:
         return None
     sock = socket.socket(socket.AF_UNIX)
     try:
-        sock.bind(nearby_name(port))
+        sock.bind(unix_name(port))
         sock.listen(1024)
     except OSError:
         sock.close()
@@ -40,13 +40,13 @@ def listen_nearby(port: int) -> socket.socket | None:
     return sock
 
 
-def connect_nearby(port: int) -> socket.socket | None:
+def connect_unix(port: int) -> socket.socket | None:
     """A connected, non-blocking socket, or None."""
-    if not HERE:
+    if not IS_LINUX:
         return None
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
-    if sock.connect_ex(nearby_name(port)) == 0 and is_mine(sock):
+    if sock.connect_ex(unix_name(port)) == 0 and is_mine(sock):
         return sock
     sock.close()
     return None
@@ -54,7 +54,7 @@ def connect_nearby(port: int) -> socket.socket | None:
 
 def process_behind(sock: socket.socket) -> int | None:
     """The process at the other end of a Unix socket, if this one may map memory of it."""
-    if not HERE or sock.family != socket.AF_UNIX:
+    if not IS_LINUX or sock.family != socket.AF_UNIX:
         return None
     process: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
     return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None

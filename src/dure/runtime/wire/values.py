@@ -54,7 +54,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WireLimits:
     """What a wire allows the others to cost it."""
 
     staging_nbytes: int = 1 << 30
@@ -107,7 +107,7 @@ class Loss:
 
 
 @dataclass(slots=True)
-class Traffic:
+class PeerTraffic:
     """What went between this process and one peer, the handshake included. Overhead is header, meta and trailer."""
 
     messages_sent: int = 0
@@ -130,7 +130,7 @@ class Respond(Protocol):
         ...
 
 
-class Host(Protocol):
+class HostCallbacks(Protocol):
     """What a wire tells its owner. All but `expects` run on the owner's thread, inside `poll`."""
 
     def admit(self, caller: Identity) -> str | None:

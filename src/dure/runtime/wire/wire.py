@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
+from dure.runtime.wire.connection import Shared
 from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.inbound import Callers, Inbound
-from dure.runtime.wire.link import Shared
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.reactor import Reactor
-from dure.runtime.wire.unix_socket import HERE, is_loopback, is_mine, listen_nearby
-from dure.runtime.wire.values import Host, Identity, Limits, OnDone, Request, ServesNobody, Traffic
+from dure.runtime.wire.unix_socket import IS_LINUX, is_loopback, is_mine, listen_unix
+from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104  (refused, not used)
 _ACCEPTS = 64  # connections accepted per turn
@@ -42,14 +42,14 @@ class Wire:
     def __init__(
         self,
         identity: Identity,
-        host: Host | None = None,
-        limits: Limits | None = None,
+        host: HostCallbacks | None = None,
+        limits: WireLimits | None = None,
         *,
         credentials: Credentials,
     ) -> None:
         """`credentials` are the same in all processes of a job: no other is let in, or called."""
-        self._pump = Reactor()
-        self._shared = Shared(identity, host or ServesNobody(), limits or Limits(), self._pump, credentials)
+        self._reactor = Reactor()
+        self._shared = Shared(identity, host or ServesNobody(), limits or WireLimits(), self._reactor, credentials)
         self._callers = Callers(self._shared)
         self._hosts: dict[str, Outbound] = {}
         self._listeners: list[_Listener] = []
@@ -60,7 +60,7 @@ class Wire:
         return self._shared.identity
 
     @property
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, PeerTraffic]:
         """By the peer's name; it stays when the peer goes."""
         return self._shared.traffic
 
@@ -92,14 +92,14 @@ class Wire:
     @property
     def busy(self) -> bool:
         """Whether anything is in flight: calls without an answer, answers that have not left."""
-        return any(outbound.calls or outbound.link.queue for outbound in self._hosts.values()) or any(
-            inbound.link.queue or not inbound.link.parser.idle for inbound in self._callers.open.values()
+        return any(outbound.calls or outbound.connection.queue for outbound in self._hosts.values()) or any(
+            inbound.connection.queue or not inbound.connection.parser.idle for inbound in self._callers.open.values()
         )
 
-    def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False, nearby: bool = True) -> int:
+    def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False, unix: bool = True) -> int:
         """Take calls on the interface with address `host`; the port, chosen by the system when 0.
 
-        On a loopback address callers come over a Unix socket where they can (`nearby`), else over TCP.
+        On a loopback address callers come over a Unix socket where they can (`unix`), else over TCP.
 
         Raises `UsageError` for an address that means every interface, unless `everywhere` says it is meant.
         """
@@ -111,7 +111,7 @@ class Wire:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=1024)
         port = int(sock.getsockname()[1])
-        near = listen_nearby(port) if nearby and is_loopback(host) else None
+        near = listen_unix(port) if unix and is_loopback(host) else None
         self._listeners += [_Listener(self._shared, self._callers, each) for each in (sock, near) if each is not None]
         return port
 
@@ -121,16 +121,16 @@ class Wire:
         Raises `PeerLost` (nobody there), `Refused` (it does not let us in), `CallTimeout` (after `timeout` seconds).
         """
         deadline = time.monotonic() + timeout
-        with self._pump.lock:
+        with self._reactor.lock:
             outbound = Outbound(self._shared, name, (host, port))
         while outbound.host is None and outbound.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                outbound.link.end(PeerLost("no welcome in time"))
+                outbound.connection.end(PeerLost("no welcome in time"))
                 raise CallTimeout(f"{name} at {host}:{port} did not welcome us within {timeout} s.")
             self.poll(left)
         if outbound.error is not None:
-            outbound.link.end(outbound.error)
+            outbound.connection.end(outbound.error)
             raise outbound.error
         assert outbound.host is not None
         self._take_in(outbound)
@@ -142,20 +142,20 @@ class Wire:
         """As `connect`, without waiting: a later `poll` tells `on_open` that it stands, or why it does not."""
 
         def opened() -> None:
-            self._pump.timers.cancel(timer)
+            self._reactor.timers.cancel(timer)
             if outbound.host is not None and outbound.error is None:
                 self._take_in(outbound)
             on_open(outbound.error)
 
-        with self._pump.lock:
+        with self._reactor.lock:
             outbound = Outbound(self._shared, name, (host, port))
             outbound.on_open = opened
-            timer = self._pump.timers.after(timeout, lambda: outbound.link.end(PeerLost("no welcome in time")))
+            timer = self._reactor.timers.after(timeout, lambda: outbound.connection.end(PeerLost("no welcome in time")))
 
     def _take_in(self, outbound: Outbound) -> None:
         old = self._hosts.get(outbound.name)
         if old is not None:
-            old.link.end(PeerLost("connected anew"))
+            old.connection.end(PeerLost("connected anew"))
         self._hosts[outbound.name] = outbound
 
     def call(self, peer: str, request: Request, on_done: OnDone) -> Pending:
@@ -163,15 +163,15 @@ class Wire:
 
         Requests to one peer arrive in order. Raises `TypeError`/`ValueError` when the request can't be sent as it is.
         """
-        with self._pump.lock:
+        with self._reactor.lock:
             outbound = self._hosts.get(peer)
             if outbound is None:
                 error = PeerLost(f"{self.identity.name} is not connected to {peer}: connect first.")
-                self._pump.events.append(lambda: on_done(error))
+                self._reactor.events.append(lambda: on_done(error))
                 return Pending(None, 0, request, on_done)
             pending = outbound.request(request, on_done)
-        if self._pump.lent:
-            self._pump.wake()
+        if self._reactor.lent:
+            self._reactor.wake()
         return pending
 
     def cancel(self, call: Pending) -> None:
@@ -181,7 +181,7 @@ class Wire:
     def borrows(self, peer: str, nbytes: int) -> bool:
         """Whether replies of so many bytes, if they lie in its rooms, can be read where `peer` has them."""
         outbound = self._hosts.get(peer)
-        return outbound is not None and outbound.link.lends and nbytes >= self._shared.limits.lent_nbytes
+        return outbound is not None and outbound.connection.lends and nbytes >= self._shared.limits.lent_nbytes
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory like `tensor`'s, not written yet: what lies there need not be sent to others on this machine.
@@ -190,7 +190,7 @@ class Wire:
         """
         if tensor.device.type != "cpu":
             return torch.empty_like(tensor)
-        if not HERE or tensor.nbytes < self._shared.limits.lent_nbytes:
+        if not IS_LINUX or tensor.nbytes < self._shared.limits.lent_nbytes:
             return torch.empty_like(tensor)
         return self._shared.lender.empty(tensor.nbytes).view(tensor.dtype).view_as(tensor)
 
@@ -204,7 +204,7 @@ class Wire:
 
         What it sent and the owner has not seen is never delivered.
         """
-        with self._pump.lock:
+        with self._reactor.lock:
             self._callers.evict(name, incarnation, reason)
 
     def poll(self, timeout: float = 0.0) -> int:
@@ -212,13 +212,13 @@ class Wire:
 
         How many callbacks were run.
         """
-        if not self._pump.lent:
-            self._pump.turn(timeout)
-        return self._pump.run_events()
+        if not self._reactor.lent:
+            self._reactor.turn(timeout)
+        return self._reactor.run_events()
 
     def wake(self) -> None:
         """Have a `poll` in progress return soon. From any thread."""
-        self._pump.wake()
+        self._reactor.wake()
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -226,14 +226,14 @@ class Wire:
 
         Callbacks wait for the owner's next `poll`; `call` and `Pending.cancel` work inside.
         """
-        if self._pump.lent or not self.busy:
+        if self._reactor.lent or not self.busy:
             yield
             return
-        self._pump.lend()
+        self._reactor.lend()
         try:
             yield
         finally:
-            self._pump.take_back()
+            self._reactor.take_back()
 
     def close(self, timeout: float = 2.0) -> None:
         """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too.
@@ -244,8 +244,8 @@ class Wire:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:
-            stack.callback(self._pump.close)
-            stack.callback(self._pump.run_events)
+            stack.callback(self._reactor.close)
+            stack.callback(self._reactor.run_events)
             stack.callback(self._end)
             self._part(timeout)
 
@@ -253,16 +253,16 @@ class Wire:
         """Say goodbye, and wait until the others have closed."""
         for listener in self._listeners:
             listener.close()
-        for link in list(self._shared.links):
-            link.say_goodbye()
+        for connection in list(self._shared.connections):
+            connection.say_goodbye()
         deadline = time.monotonic() + timeout
-        while self._shared.links and time.monotonic() < deadline:
-            self._pump.turn(deadline - time.monotonic())
-            self._pump.run_events()
+        while self._shared.connections and time.monotonic() < deadline:
+            self._reactor.turn(deadline - time.monotonic())
+            self._reactor.run_events()
 
     def _end(self) -> None:
-        for link in list(self._shared.links):
-            link.end(PeerLost("this process has finished"), finished=True)
+        for connection in list(self._shared.connections):
+            connection.end(PeerLost("this process has finished"), finished=True)
 
 
 class _Listener:
@@ -272,9 +272,9 @@ class _Listener:
         self._shared = shared
         self._callers = callers
         self._sock = sock
-        self._nearby = sock.family not in (socket.AF_INET, socket.AF_INET6)
+        self._is_unix = sock.family not in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
-        shared.pump.watch(sock, selectors.EVENT_READ, self)
+        shared.reactor.watch(sock, selectors.EVENT_READ, self)
 
     def ready(self, mask: int) -> None:
         for _ in range(_ACCEPTS):
@@ -287,20 +287,20 @@ class _Listener:
                     self._rest()
                     return
                 continue  # that one connection broke before it was accepted
-            if self._nearby and not is_mine(sock):
+            if self._is_unix and not is_mine(sock):
                 sock.close()
             else:
                 Inbound(self._shared, self._callers, sock)
 
     def close(self) -> None:
-        self._shared.pump.watch(self._sock, 0, self)
+        self._shared.reactor.watch(self._sock, 0, self)
         self._sock.close()
 
     def _rest(self) -> None:
         """Out of descriptors: look again in a moment."""
-        self._shared.pump.watch(self._sock, 0, self)
-        self._shared.pump.timers.after(0.1, self._again)
+        self._shared.reactor.watch(self._sock, 0, self)
+        self._shared.reactor.timers.after(0.1, self._again)
 
     def _again(self) -> None:
         if self._sock.fileno() >= 0:
-            self._shared.pump.watch(self._sock, selectors.EVENT_READ, self)
+            self._shared.reactor.watch(self._sock, selectors.EVENT_READ, self)

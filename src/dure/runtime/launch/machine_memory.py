@@ -9,7 +9,7 @@ from dure.errors import UsageError
 PROCESS_NBYTES = 20_000_000
 """Bytes of a forked process, its models apart: of a worker of `mnist-mlp`, 18 MB in /proc/PID/smaps_rollup."""
 
-HELPER_NBYTES = 150_000_000
+SHARD_PROCESS_NBYTES = 150_000_000
 """Bytes of a helper process, its models apart: 156 MB of a server, which imports torch anew, in the same file."""
 
 MODELS = 4

@@ -1,4 +1,4 @@
-"""A link: one connection that carries frames both ways. It knows nothing of what they mean."""
+"""One connection that carries frames in both directions. The meaning of a frame is its side's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dure.runtime.wire.proof import REFUSAL, UNPROVEN_NBYTES
 from dure.runtime.wire.shared_memory import Borrower, Lender
 from dure.runtime.wire.staging import Staging
 from dure.runtime.wire.unix_socket import process_behind
-from dure.runtime.wire.values import Host, Identity, Limits, Traffic
+from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireLimits
 
 if TYPE_CHECKING:
     import torch
@@ -42,30 +42,32 @@ _WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
 
 
 class Shared:
-    """What all links of one wire share."""
+    """What all connections of one wire share."""
 
-    def __init__(self, identity: Identity, host: Host, limits: Limits, pump: Reactor, credentials: Credentials) -> None:
+    def __init__(
+        self, identity: Identity, host: HostCallbacks, limits: WireLimits, reactor: Reactor, credentials: Credentials
+    ) -> None:
         self.identity = identity
         self.host = host
         self.limits = limits
-        self.pump = pump
+        self.reactor = reactor
         self.credentials = credentials
         self.job = job_code(identity.job)
         self.staging = Staging(limits.staging_nbytes)
         self.lender = Lender()
         self.rooms = Staging(limits.staging_nbytes, self.lender.empty)  # of what this process pushes
         self.borrower = Borrower(limits.staging_nbytes)
-        self.traffic: dict[str, Traffic] = {}
-        self.links: set[Link] = set()
+        self.traffic: dict[str, PeerTraffic] = {}
+        self.connections: set[Connection] = set()
         self.damaged = 0
         self.refused = 0
 
-    def traffic_with(self, peer: str) -> Traffic:
-        return self.traffic.setdefault(peer, Traffic())
+    def traffic_with(self, peer: str) -> PeerTraffic:
+        return self.traffic.setdefault(peer, PeerTraffic())
 
 
 class Side(Protocol):
-    """What a link's frames mean."""
+    """What a connection's frames mean."""
 
     def frame(self, frame: Frame) -> None: ...
 
@@ -74,7 +76,7 @@ class Side(Protocol):
     def ended(self, error: RemoteError, finished: bool) -> None: ...
 
 
-class Link:
+class Connection:
     """Reads and writes frames in bounded turns; ends once, telling its side why."""
 
     def __init__(self, shared: Shared, sock: socket.socket, side: Side, *, connecting: bool = False) -> None:
@@ -83,7 +85,7 @@ class Link:
         self.side = side
         self.parser = Parser(None, meta_limit=UNPROVEN_NBYTES)
         self.parser.reads = False
-        self.traffic = Traffic()  # until the peer's name is known
+        self.traffic = PeerTraffic()  # until the peer's name is known
         self.seals: Seals = PlainSeals()
         self.queue: deque[Outgoing] = deque()
         self.closed = False
@@ -97,7 +99,7 @@ class Link:
         self._closing = False  # a last word is in the queue; what comes in is ignored
         self._low = 1
         tune(sock)
-        shared.links.add(self)
+        shared.connections.add(self)
         self._watch()
 
     def prove(self, seals: tuple[KeyedSeals, KeyedSeals]) -> None:
@@ -119,7 +121,7 @@ class Link:
     def count_with(self, peer: str) -> None:
         """From now on traffic counts for `peer`, what there was so far included."""
         total = self.shared.traffic_with(peer)
-        for name in Traffic.__slots__:
+        for name in PeerTraffic.__slots__:
             setattr(total, name, getattr(total, name) + getattr(self.traffic, name))
         self.traffic = total
 
@@ -162,7 +164,7 @@ class Link:
             return
         reason = {"error": type(error).__name__, "message": str(error)[:4096]}
         self._last_word(Kind.REFUSAL, reason if self.proven else REFUSAL)
-        self.shared.pump.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
+        self.shared.reactor.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
         self.side.ended(error, False)
 
     def hang_up(self) -> None:
@@ -181,8 +183,8 @@ class Link:
         if self.closed:
             return
         self.closed = True
-        self.shared.links.discard(self)
-        self.shared.pump.watch(self.sock, 0, self)
+        self.shared.connections.discard(self)
+        self.shared.reactor.watch(self.sock, 0, self)
         self.sock.close()
         while self.queue:
             frame = self.queue.popleft()
@@ -197,7 +199,7 @@ class Link:
 
     def resume(self) -> None:
         self.paused = False
-        self.shared.pump.soon(self._catch_up)
+        self.shared.reactor.soon(self._catch_up)
 
     def deserted(self) -> bool:
         """Whether the peer has closed behind bytes that we have not read (where the system can tell)."""
@@ -375,7 +377,7 @@ class Link:
         mask = 0 if self.paused or self._connecting else selectors.EVENT_READ
         if self.queue or self._connecting:
             mask |= selectors.EVENT_WRITE
-        self.shared.pump.watch(self.sock, mask, self)
+        self.shared.reactor.watch(self.sock, mask, self)
 
     def _set_low(self) -> None:
         """While bulk arrives, be woken for large pieces only."""
