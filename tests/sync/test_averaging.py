@@ -19,7 +19,9 @@ from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.averaging import Averaging
-from dure.sync.averaging import _Rhythm as Rhythm
+from dure.sync.local_sgd import LocalSGD
+from dure.sync.period import Rounds
+from dure.sync.weights import FisherWeights
 from dure.sync.worker import Worker
 
 TOPOLOGIES = ["collective", "ps"]
@@ -34,19 +36,19 @@ def steady(*speeds: float, seconds: float = 0.1, events: tuple[Event, ...] = (),
 
 @pytest.fixture
 def meetings(monkeypatch):
-    """The rhythms that workers come to, by rank."""
-    seen: dict[int, list[Rhythm]] = {}
-    begin = Averaging.begin
+    """The rounds that workers come to, by rank."""
+    seen: dict[int, list[Rounds]] = {}
+    begin = LocalSGD.begin
 
-    def noted(self: Averaging, worker: Worker, rhythm: Rhythm) -> None:
+    def noted(self: LocalSGD, worker: Worker, rhythm: Rounds) -> None:
         seen.setdefault(worker.rank, []).append(rhythm)
         begin(self, worker, rhythm)
 
-    monkeypatch.setattr(Averaging, "begin", noted)
+    monkeypatch.setattr(LocalSGD, "begin", noted)
     return seen
 
 
-def agreed(meetings: dict[int, list[Rhythm]]) -> list[Rhythm]:
+def agreed(meetings: dict[int, list[Rounds]]) -> list[Rounds]:
     """Everybody's, who must be in one rhythm."""
     periods = [[(rhythm.began, rhythm.period) for rhythm in mine] for mine in meetings.values()]
     assert all(other == periods[0] for other in periods)
@@ -56,8 +58,8 @@ def agreed(meetings: dict[int, list[Rhythm]]) -> list[Rhythm]:
 # ---- the schedule, as a function of what is said
 
 
-def note(rhythm: Rhythm, **said: float) -> dict[str, float]:
-    known = {name: getattr(rhythm, name) for name in Rhythm.__dataclass_fields__}
+def note(rhythm: Rounds, **said: float) -> dict[str, float]:
+    known = {name: getattr(rhythm, name) for name in Rounds.__dataclass_fields__}
     return (
         known
         | {"clock": rhythm.began + rhythm.period, "weight": 1.0, "round loss": 1.0, "round step": 0.1, "last sync": 0.2}
@@ -67,10 +69,10 @@ def note(rhythm: Rhythm, **said: float) -> dict[str, float]:
 
 def follow(method: Averaging, losses: list[float], **said: float) -> list[int]:
     """Its periods, if workers say these losses."""
-    rhythm, periods = Rhythm(method.period), []
+    rhythm, periods = Rounds(method.period), []
     for loss in losses:
         periods.append(rhythm.period)
-        rhythm = method.after([note(rhythm, **{"round loss": loss}, **said)])
+        rhythm = method.algorithm.after([note(rhythm, **{"round loss": loss}, **said)])
     return periods
 
 
@@ -110,9 +112,9 @@ def test_the_overhead_is_met_by_the_least_period_that_meets_it(share, sync):
 
 def test_the_slowest_counts_for_the_overhead():
     method = Averaging(4, schedule="overhead", overhead=0.5)
-    rhythm = Rhythm(4, rounds=2, step=0.1, sync=0.3)
+    rhythm = Rounds(4, rounds=2, step=0.1, sync=0.3)
     said = [note(rhythm, **{"last sync": 0.3}), note(rhythm, **{"round step": 0.4, "last sync": 0.1})]
-    after = method.after(said)
+    after = method.algorithm.after(said)
     assert (after.step, after.sync) == (pytest.approx(0.2), pytest.approx(0.3)), "means over rounds of the largest"
     assert after.period == 2
 
@@ -154,14 +156,14 @@ def test_all_are_in_one_rhythm(schedule, topology, meetings):
     method = f"averaging:period=12,schedule={schedule},interval=20,overhead=0.03"
     cluster = steady(1.0, 0.7, 0.3, seconds=0.001)
     run = virtual("digits-mlp", f"{method} {topology}", cluster, steps=80, lr=0.05)
-    rhythms = agreed(meetings)
-    assert rhythms[0].period == 12
-    assert len({rhythm.period for rhythm in rhythms}) > 1
-    assert [rhythm.began for rhythm in rhythms[1:-1]] == [rhythm.began + rhythm.period for rhythm in rhythms[:-2]]
-    assert rhythms[-1].began == 80
+    rounds = agreed(meetings)
+    assert rounds[0].period == 12
+    assert len({rhythm.period for rhythm in rounds}) > 1
+    assert [rhythm.began for rhythm in rounds[1:-1]] == [rhythm.began + rhythm.period for rhythm in rounds[:-2]]
+    assert rounds[-1].began == 80
     if schedule != "overhead":
         assert run.summary["accuracy"] > 0.8
-        periods = [rhythm.period for rhythm in rhythms]
+        periods = [rhythm.period for rhythm in rounds]
         assert periods == sorted(periods, reverse=True)
 
 
@@ -199,8 +201,8 @@ def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
     assert 1 in segment.clock.lost_workers
     everybody = {rhythm.began: rhythm.period for rhythm in meetings[2]}
     assert len(set(everybody.values())) > 2
-    for rank, rhythms in meetings.items():
-        for rhythm in rhythms:
+    for rank, rounds in meetings.items():
+        for rhythm in rounds:
             assert everybody[rhythm.began] == rhythm.period, f"worker {rank}, clock {rhythm.began}"
 
 
@@ -280,12 +282,12 @@ def test_at_infinite_temperature_all_count_alike():
 def test_curvatures_as_weights_recover_the_optimum(monkeypatch):
     """Each worker at its own optimum after a long period: sum of a_k (b_k / a_k) / sum of a_k is the true one."""
 
-    def curvature(self: Averaging, worker: Worker, gradient: Tensor) -> None:
+    def curvature(self: FisherWeights, worker: Worker, gradient: Tensor) -> None:
         worker.keep("fisher").fill_(A[worker.rank])
 
     plain = virtual(bowls(TWO, lr=LR), "averaging:period=400", workers=2, steps=400)
     assert float(plain.params) == pytest.approx(2.5, abs=1e-9)
-    monkeypatch.setattr(Averaging, "weigh", curvature)
+    monkeypatch.setattr(FisherWeights, "add", curvature)
     run = virtual(bowls(TWO, lr=LR), "averaging:period=400,weights=fisher", workers=2, steps=400)
     assert float(run.params) == pytest.approx(0.5, abs=1e-9)
 
