@@ -6,7 +6,7 @@ from torch import nn
 
 from dure.errors import UsageError
 from dure.job.groups import Rates, rates_of, scaled
-from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.job.replica import Replica
 
 SPEC = OptimizerSpec("adamw", lr=0.5, weight_decay=0.1)
@@ -21,12 +21,12 @@ def test_equal_differences_are_one_group_and_neighbors_one_segment():
     found = rates(lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.25})
     wide, narrow = {"lr": 0.25}, {"weight_decay": 0.0}
     assert found.segments == [
-        Segment(0, 6, wide, 1), Segment(6, 8, narrow, 2), Segment(8, 12, wide, 1), Segment(12, 14, narrow, 2),
-        Segment(14, 16, wide, 1), Segment(16, 17, narrow, 2),
+        GroupRange(0, 6, wide, 1), GroupRange(6, 8, narrow, 2), GroupRange(8, 12, wide, 1),
+        GroupRange(12, 14, narrow, 2), GroupRange(14, 16, wide, 1), GroupRange(16, 17, narrow, 2),
     ]  # fmt: skip
     assert found.at(0) == [0.5, 0.25, 0.5]
     last = rates(lambda name, parameter: {"lr": 0.0} if name.startswith("2.") else None)
-    assert last.segments == [Segment(14, 17, {"lr": 0.0}, 1)]
+    assert last.segments == [GroupRange(14, 17, {"lr": 0.0}, 1)]
 
 
 def test_a_schedule_scales_every_group():

@@ -12,7 +12,7 @@ from torch import nn
 import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
-from dure.job.data.split import Dirichlet, Whole
+from dure.job.data.split import Dirichlet, Replicated
 from dure.job.job import BUILT_IN, Job, load_job
 from dure.job.optimizer import OptimizerSpec
 
@@ -193,10 +193,10 @@ def test_everything_that_a_job_needs_is_exported() -> None:
 
 
 def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
-    job = load_job(f"{job_file}:small", rows=8, split=Whole())
+    job = load_job(f"{job_file}:small", rows=8, split=Replicated())
     assert job.name == "small"
     assert len(job.train) == 8
-    assert job.split == Whole()
+    assert job.split == Replicated()
     assert next(job.build().parameters()).shape == (2, 5)
 
 

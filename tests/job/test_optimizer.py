@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dure.errors import StrategyError
-from dure.job.optimizer import BLOCK, FlatOptimizer, OptimizerSpec, Segment, restrict
+from dure.job.optimizer import BLOCK, FlatOptimizer, GroupRange, OptimizerSpec, restrict
 
 SPECS = {
     "sgd": OptimizerSpec("sgd", lr=0.05),
@@ -104,7 +104,7 @@ def test_segments_are_parameter_groups() -> None:
 
 def test_rates_of_a_step_replace_those_of_the_specification() -> None:
     values, gradient = torch.zeros(4), torch.ones(4)
-    optimizer = FlatOptimizer(OptimizerSpec(lr=1.0), 4, segments=[Segment(2, 4, {"lr": 2.0}, group=1)])
+    optimizer = FlatOptimizer(OptimizerSpec(lr=1.0), 4, segments=[GroupRange(2, 4, {"lr": 2.0}, group=1)])
     out = torch.empty(4)
     optimizer.apply(values, gradient, out)
     assert out.tolist() == [-1, -1, -2, -2]
@@ -115,8 +115,8 @@ def test_rates_of_a_step_replace_those_of_the_specification() -> None:
 
 
 def test_segments_follow_the_ranges_of_a_shard() -> None:
-    segments = [Segment(0, 10, {"lr": 1.0}), Segment(20, 30, {"lr": 2.0}, 1)]
-    assert restrict(segments, [(5, 8), (12, 25)]) == [Segment(0, 3, {"lr": 1.0}), Segment(11, 16, {"lr": 2.0}, 1)]
+    segments = [GroupRange(0, 10, {"lr": 1.0}), GroupRange(20, 30, {"lr": 2.0}, 1)]
+    assert restrict(segments, [(5, 8), (12, 25)]) == [GroupRange(0, 3, {"lr": 1.0}), GroupRange(11, 16, {"lr": 2.0}, 1)]
 
 
 def test_state_goes_on_where_it_stopped() -> None:

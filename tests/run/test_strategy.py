@@ -10,7 +10,7 @@ import dure
 from dure.codec.feedback import Momentum
 from dure.codec.floats import Float16
 from dure.core.catalogue import combines, load
-from dure.core.spec_text import Call, parse_calls, parse_value, value_text
+from dure.core.spec_text import MemberSpec, parse_members, parse_value, value_text
 from dure.errors import StrategyError
 from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
 from dure.sync.averaging import Averaging
@@ -62,10 +62,10 @@ def test_parameters_have_the_types_of_their_fields():
 
 
 def test_wrappers_are_parsed_in_order_and_exponents_are_no_wrappers():
-    assert parse_calls("downpour:local_lr=1e+5,n_push=2+dc-asgd:lambda=0.04+x") == (
-        Call("downpour", {"local_lr": "1e+5", "n_push": "2"}),
-        Call("dc-asgd", {"lambda": "0.04"}),
-        Call("x", {}),
+    assert parse_members("downpour:local_lr=1e+5,n_push=2+dc-asgd:lambda=0.04+x") == (
+        MemberSpec("downpour", {"local_lr": "1e+5", "n_push": "2"}),
+        MemberSpec("dc-asgd", {"lambda": "0.04"}),
+        MemberSpec("x", {}),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dure.codec.blocks import blocks, require_finite
-from dure.core.ranges import Shaped
+from dure.core.ranges import ShapedSlice
 from dure.errors import DamagedMessage
 
 
@@ -38,7 +38,7 @@ class SliceLayout(NamedTuple):
         return cls(numel, (0, numel), (True,)) if numel else cls(0, (0,), ())
 
     @classmethod
-    def of(cls, layers: Sequence[Shaped], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
+    def of(cls, layers: Sequence[ShapedSlice], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
         """The slice that consists of `ranges` of the flat parameters: a column that is cut counts as two."""
         bounds, is_column, position = [0], [], 0
         for start, stop in ranges:

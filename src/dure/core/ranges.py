@@ -13,7 +13,7 @@ Range = tuple[int, int]
 Ranges = list[Range]
 
 
-class Span(Protocol):
+class FlatSlice(Protocol):
     """A slice of the flat parameters, as `replica.Layer` is one."""
 
     @property
@@ -23,7 +23,7 @@ class Span(Protocol):
     def stop(self) -> int: ...
 
 
-class Shaped(Span, Protocol):
+class ShapedSlice(FlatSlice, Protocol):
     """A slice that is a tensor of some shape."""
 
     @property

@@ -17,7 +17,7 @@ from dure.errors import StrategyError
 REQUIRED: Any = MISSING
 
 
-class Call(NamedTuple):
+class MemberSpec(NamedTuple):
     """A name with its parameters, all still text."""
 
     name: str
@@ -45,18 +45,18 @@ class Parameter(NamedTuple):
         return self.name if self.default is REQUIRED else f"{self.name}={value_text(self.default)}"
 
 
-def parse_calls(text: str) -> tuple[Call, ...]:
+def parse_members(text: str) -> tuple[MemberSpec, ...]:
     """The method in `text` and the wrappers joined to it by `+`, parameters as text. Raises `StrategyError`.
 
-    >>> parse_calls("downpour:n_push=2+dc-asgd:lambda=0.04")
-    (Call(name='downpour', given={'n_push': '2'}), Call(name='dc-asgd', given={'lambda': '0.04'}))
-    >>> parse_calls("lab/mine.py:Mine:period=8")
-    (Call(name='lab/mine.py:Mine', given={'period': '8'}),)
+    >>> parse_members("downpour:n_push=2+dc-asgd:lambda=0.04")
+    (MemberSpec(name='downpour', given={'n_push': '2'}), MemberSpec(name='dc-asgd', given={'lambda': '0.04'}))
+    >>> parse_members("lab/mine.py:Mine:period=8")
+    (MemberSpec(name='lab/mine.py:Mine', given={'period': '8'}),)
     """
-    return tuple(_parse_call(part) for part in re.split(r"\+(?=[a-z])", text))
+    return tuple(_parse_member(part) for part in re.split(r"\+(?=[a-z])", text))
 
 
-def _parse_call(text: str) -> Call:
+def _parse_member(text: str) -> MemberSpec:
     file, _, after = text.rpartition(".py:")  # a user's own member goes by FILE.py:NAME
     head, colon, rest = after.partition(":")
     name = f"{file}.py:{head}" if file else head
@@ -70,10 +70,10 @@ def _parse_call(text: str) -> Call:
         given[key] = value
     if not name.strip():
         raise StrategyError(f'"{text}" has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE.')
-    return Call(name.strip(), given)
+    return MemberSpec(name.strip(), given)
 
 
-def typed(call: Call, kind: type) -> dict[str, Any]:
+def typed(call: MemberSpec, kind: type) -> dict[str, Any]:
     """The parameters of `call` as values of the fields of the dataclass `kind`. Raises `StrategyError`."""
     known = {parameter.name: parameter for parameter in parameters(kind)}
     values: dict[str, Any] = {}

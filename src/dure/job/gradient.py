@@ -14,12 +14,12 @@ from dure.job.data.structure import Batch
 
 @dataclass(slots=True)
 class GradientWork:
-    """The gradient of one mini-batch at `values`, to be computed.
+    """A request for the gradient of one mini-batch at the flat parameters `values`.
 
-    `values` are flat parameters, lent: not changed until the result is there. `inputs` and `targets` have a sample
-    per row of each tensor (`data.structure`), and are None where only time counts. Random layers draw from (`seed`,
-    `rank`, `step`). `flops` is what the whole batch costs, for virtual time. `buffers` is this worker's own snapshot
-    (`Replica.buffers_flat`), None for those of a fresh model.
+    `values` are lent: their owner does not change them before the result. `inputs` and `targets` have one sample in
+    each row of a tensor (`data.structure`); both are None in a timing-only run. Random layers draw from (`seed`,
+    `rank`, `step`). `flops` counts the floating-point operations of the whole batch, for virtual time. `buffers` is the
+    worker's snapshot (`Replica.buffers_flat`); None means the buffers of a fresh model.
     """
 
     rank: int
@@ -32,49 +32,50 @@ class GradientWork:
     buffers: Tensor | None = None
 
     def run(self) -> NoReturn:
-        """A gradient is not computed alone: give it to a runtime's `GradientEngine`."""
+        """Raise `TypeError`: only the `GradientEngine` of a runtime computes gradients."""
         raise TypeError("GradientWork is computed by a GradientEngine. Write engine.evaluate([work])[0].")
 
     def ghost(self) -> Gradient:
-        """What stands for the gradient in a timing-only run: `values` is a `base.Ghost`, and all are alike."""
+        """The result in a timing-only run, in which `values` is a `core.node.Ghost`."""
         return Gradient(self.values, loss=0.0, samples=0)
 
 
 @dataclass(slots=True)
 class Gradient:
-    """A flat gradient that is its receiver's own, the batch's mean loss, and how many samples that was.
+    """A flat gradient, which its receiver owns, with the mean loss and the number of samples of its batch.
 
-    Gradients that were computed together share memory without overlapping: who keeps one for long keeps a copy.
-    `buffers` is the worker's new snapshot, None where the model has none. What is `apart` is not in `values`. Values
-    that are `checked` are known to be finite. `faulty` ranks have no part in a mean, as their gradient was not finite.
+    Gradients of one stack are disjoint views of the same memory; copy a gradient that is kept for long. `buffers` is
+    the worker's new snapshot, None for a model without buffers. `for_servers` is the part of the gradient that is not
+    in `values`, since servers hold its parameters (`hybrid`). `checked`: the values are known to be finite. `faulty`
+    ranks had a gradient that was not finite, and are left out of this mean.
     """
 
     values: Tensor
     loss: float
     samples: int
     buffers: Tensor | None = None
-    apart: Apart | None = None
+    for_servers: ServerGradient | None = None
     checked: bool = False
     faulty: Sequence[int] = ()
 
     def scaled(self, factor: float) -> Gradient:
-        """This gradient times `factor`, in place."""
+        """Multiply this gradient by `factor` in place, and return it."""
         self.values *= factor
-        if self.apart is not None:
-            for part in (self.apart.whole, *(values for _, values in self.apart.rows)):
+        if self.for_servers is not None:
+            for part in (self.for_servers.whole, *(values for _, values in self.for_servers.rows)):
                 part *= factor
         return self
 
     def with_values(self, values: Tensor) -> Gradient:
-        """The same, but for the gradient itself."""
+        """A copy with other `values`."""
         return replace(self, values=values)
 
 
-class Apart(NamedTuple):
-    """The part of a gradient that is for servers (`job.gradients`).
+class ServerGradient(NamedTuple):
+    """The gradient of the parameters that servers hold in a hybrid run (`GradientEngine.split_off`).
 
-    `rows` has, of each table, the numbers of the rows that may differ from zero, ascending, and their values (count,
-    width). `whole` is the gradient of what servers hold whole, flat.
+    `rows` has a pair for each table: the ascending numbers (count) of all rows that may differ from zero, and their
+    values (count, width). `whole` is the flat gradient of the other parameters that servers hold.
     """
 
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]]

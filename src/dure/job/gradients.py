@@ -32,7 +32,7 @@ from torch.nn import functional
 from dure.errors import UsageError
 from dure.job.batched_gradients import Dense, Stacked, Vmapped, find_fault
 from dure.job.data.structure import Batch, called, described, tensors
-from dure.job.gradient import Apart, Gradient, GradientWork
+from dure.job.gradient import Gradient, GradientWork, ServerGradient
 from dure.job.replica import Replica
 
 LEAST_PENDING = 16
@@ -91,10 +91,10 @@ class GradientEngine:
         self.whole: Sequence[int] = ()
         self.ring: Sequence[int] = range(len(self._parameters))
 
-    def set_apart(self, tables: Sequence[int], whole: Sequence[int]) -> None:
-        """From now on gradients hold these parameters, by number, `apart`: `tables` by rows, the others `whole`.
+    def split_off(self, tables: Sequence[int], whole: Sequence[int]) -> None:
+        """Put the gradient of the parameters that servers hold into `Gradient.for_servers` from now on.
 
-        They are computed one at a time.
+        `tables` are the indices of the parameters held by rows, `whole` of the others. Turns stacking off.
         """
         self.tables, self.whole = tables, whole
         self.ring = [index for index in range(len(self._parameters)) if index not in {*tables, *whole}]
@@ -146,8 +146,8 @@ class GradientEngine:
             loss = self._loss(work)
             torch.autograd.backward(loss * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        apart = self._apart([each.grad for each in self._parameters]) if self.tables or self.whole else None
-        return Gradient(replica.grads, loss.item(), _samples(work), buffers, apart)
+        for_servers = self._server_gradient([each.grad for each in self._parameters])
+        return Gradient(replica.grads, loss.item(), _samples(work), buffers, for_servers)
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -217,21 +217,21 @@ class GradientEngine:
         with self._solo(work):
             loss = self._loss(work)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=self._may_surprise)
-        apart = None
-        if self.tables or self.whole:
-            apart, values = self._apart(gradients), self._flat_of(gradients, self.ring)
-        elif not self._may_surprise:
+        if not (self.tables or self.whole or self._may_surprise):
             values = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        elif self.sparse and any(g is not None and g.is_sparse for g in gradients):
+        elif self.sparse and not (self.tables or self.whole) and any(g is not None and g.is_sparse for g in gradients):
             values = _flat_sparse(gradients, replica)
         else:
             values = self._flat_of(gradients, self.ring)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(values, loss.item(), _samples(work), buffers, apart)
+        return Gradient(values, loss.item(), _samples(work), buffers, self._server_gradient(gradients))
 
-    def _apart(self, gradients: Sequence[Tensor | None]) -> Apart:
+    def _server_gradient(self, gradients: Sequence[Tensor | None]) -> ServerGradient | None:
+        """The gradient of the parameters that servers hold; None where they hold none."""
+        if not (self.tables or self.whole):
+            return None
         rows = [_rows(gradients[index], self._parameters[index]) for index in self.tables]
-        return Apart(rows, self._flat_of(gradients, self.whole))
+        return ServerGradient(rows, self._flat_of(gradients, self.whole))
 
     def _flat_of(self, gradients: Sequence[Tensor | None], indices: Sequence[int]) -> Tensor:
         parts = [_flat(gradients[index], self._parameters[index]) for index in indices]

@@ -17,7 +17,7 @@ from torch import nn
 from dure.core.spec_text import names, nearest
 from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
-from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.job.replica import Layer
 from dure.job.schedule import Schedule, factor_at
 
@@ -31,7 +31,7 @@ class Rates:
     """The optimizer `spec` of a job with its groups and schedule; `differences[g - 1]` is what group g changes."""
 
     spec: OptimizerSpec
-    segments: Sequence[Segment] = ()
+    segments: Sequence[GroupRange] = ()
     differences: Sequence[Mapping[str, Any]] = ()
     schedule: Schedule | None = None
 
@@ -49,7 +49,7 @@ class Rates:
     def _rates(self) -> list[float]:
         return [self.spec.lr, *(each.get("lr", self.spec.lr) for each in self.differences)]
 
-    def seen_by(self, rule: Callable[[OptimizerSpec], OptimizerSpec]) -> list[Segment]:
+    def seen_by(self, rule: Callable[[OptimizerSpec], OptimizerSpec]) -> list[GroupRange]:
         """The segments for servers, which make `rule(spec)` of an optimizer."""
         found = []
         for segment in self.segments:
@@ -69,7 +69,7 @@ def rates_of(
     if groups is None:
         return Rates(spec, schedule=schedule)
     differences: list[Mapping[str, Any]] = [{}]
-    segments: list[Segment] = []
+    segments: list[GroupRange] = []
     for layer, parameter in zip(layers, parameters, strict=True):
         own = _difference(spec, groups, layer.name, parameter)
         if own not in differences:
@@ -78,7 +78,7 @@ def rates_of(
         if segments and segments[-1].group == number and segments[-1].stop == layer.start:
             segments[-1] = segments[-1]._replace(stop=layer.stop)
         elif number:
-            segments.append(Segment(layer.start, layer.stop, own, number))
+            segments.append(GroupRange(layer.start, layer.stop, own, number))
     return Rates(spec, segments, differences[1:], schedule)
 
 

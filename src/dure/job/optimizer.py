@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dure.core.spec_text import Call, names, nearest, parse_calls, typed, value_text
+from dure.core.spec_text import MemberSpec, names, nearest, parse_members, typed, value_text
 from dure.errors import StrategyError
 
 BLOCK = 1 << 18
@@ -79,7 +79,7 @@ class OptimizerSpec:
     @classmethod
     def parse(cls, text: str) -> OptimizerSpec:
         """The optimizer that `text` names, as `NAME:KEY=VALUE,KEY=VALUE`; betas as `betas=0.9/0.999`."""
-        call = optimizer_call(text)
+        call = optimizer_member(text)
         return cls(**{**typed(call, cls), "name": call.name})
 
     def __str__(self) -> str:
@@ -92,9 +92,9 @@ class OptimizerSpec:
         return f"{self.name}:{','.join(parts)}"
 
 
-def optimizer_call(text: str) -> Call:
+def optimizer_member(text: str) -> MemberSpec:
     """The one optimizer that a user's `text` names, and its parameters. Raises `StrategyError`."""
-    call, *more = parse_calls(text)
+    call, *more = parse_members(text)
     if more:
         raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
     if call.name not in _ASKED_FOR:
@@ -106,8 +106,11 @@ def _unknown(name: str) -> StrategyError:
     return StrategyError(f'no optimizer "{name}"; there are {names(_ASKED_FOR)}.{nearest(name, _ASKED_FOR)}')
 
 
-class Segment(NamedTuple):
-    """A slice `[start, stop)` with hyper-parameters of its own; `group` is its place in a sequence of rates."""
+class GroupRange(NamedTuple):
+    """The range `[start, stop)` of a flat vector that belongs to a parameter group.
+
+    `overrides` are the hyper-parameters in which the group differs; `group` is its index in a sequence of rates.
+    """
 
     start: int
     stop: int
@@ -115,7 +118,7 @@ class Segment(NamedTuple):
     group: int = 0
 
 
-def restrict(segments: Sequence[Segment], ranges: Sequence[tuple[int, int]]) -> list[Segment]:
+def restrict(segments: Sequence[GroupRange], ranges: Sequence[tuple[int, int]]) -> list[GroupRange]:
     """`segments` of a whole vector as seen in the vector that holds only `ranges` of it, one after another."""
     found = []
     offset = 0
@@ -141,13 +144,13 @@ class FlatOptimizer:
         numel: int,
         dtype: torch.dtype = torch.float32,
         *,
-        segments: Sequence[Segment | tuple[int, int, Mapping[str, Any]]] = (),
+        segments: Sequence[GroupRange | tuple[int, int, Mapping[str, Any]]] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
         self.numel = numel
         self.steps = 0
-        self._pieces = _pieces(spec, numel, [Segment(*segment) for segment in segments])
+        self._pieces = _pieces(spec, numel, [GroupRange(*segment) for segment in segments])
         kept = [name for piece in self._pieces for name in _rule(piece[2]).keeps]
         self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys(kept)}
         self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device)
@@ -250,7 +253,7 @@ class RangesOptimizer:
         ranges: Sequence[tuple[int, int]],
         dtype: torch.dtype,
         *,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[GroupRange] = (),
     ) -> None:
         self.spec = spec
         self._parts = [
@@ -396,7 +399,9 @@ def _rule(spec: OptimizerSpec) -> _Rule:
     return _RULES["momentum" if spec.name == "sgd" and spec.momentum else spec.name]
 
 
-def _pieces(spec: OptimizerSpec, numel: int, segments: Sequence[Segment]) -> list[tuple[int, int, OptimizerSpec, int]]:
+def _pieces(
+    spec: OptimizerSpec, numel: int, segments: Sequence[GroupRange]
+) -> list[tuple[int, int, OptimizerSpec, int]]:
     """The whole vector in slices of one set of hyper-parameters each: start, stop, spec, group."""
     pieces = []
     at = 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dure.core.spec_text import names, nearest, parameters, parse_calls, typed
+from dure.core.spec_text import names, nearest, parameters, parse_members, typed
 from dure.errors import UsageError
 
 Schedule = Callable[[int], float]
@@ -116,7 +116,7 @@ _TEXT = '"cosine:steps=1000,warmup=100"'
 
 
 def _parse(text: str) -> Schedule:
-    call, *more = parse_calls(text.strip())
+    call, *more = parse_members(text.strip())
     if call.name not in SCHEDULES or more:
         known = names(SCHEDULES)
         raise UsageError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from dure.core.spec_text import Call, nearest, typed
+from dure.core.spec_text import MemberSpec, nearest, typed
 from dure.core.target import Target
 from dure.errors import UsageError
 from dure.run.strategy import AXES, Strategy, by_axis
@@ -136,9 +136,9 @@ class Options:
         the momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the
         job's. `averaged` says of how many workers an update is the mean, for `scale_lr`.
         """
-        from dure.job.optimizer import optimizer_call  # it imports torch
+        from dure.job.optimizer import optimizer_member  # it imports torch
 
-        asked = optimizer_call(self.optimizer) if self.optimizer else Call(base.name, {})
+        asked = optimizer_member(self.optimizer) if self.optimizer else MemberSpec(base.name, {})
         changes: dict[str, Any] = {"name": asked.name}
         if asked.name != base.name and asked.name in _RATES:
             changes["lr"] = _RATES[asked.name]

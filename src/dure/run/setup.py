@@ -22,7 +22,7 @@ from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.groups import Rates, rates_of
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment, restrict
+from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.job.replica import Replica
 from dure.job.schedule import schedule_of
 from dure.job.source import JobSource
@@ -210,7 +210,7 @@ class Setup:
         """Whether the method's servers step by no rate of the job, as those of BMUF and EASGD."""
         return servers_have_own_rule(self.sync)
 
-    def server_segments(self, ranges: Ranges) -> list[Segment]:
+    def server_segments(self, ranges: Ranges) -> list[GroupRange]:
         """The parameter groups of a shard that holds `ranges`."""
         if self.servers_have_own_rule:
             return []

@@ -25,7 +25,7 @@ from dure.codec.fp32 import Float32
 from dure.core import user_code
 from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
-from dure.core.spec_text import REQUIRED, Call, names, nearest, parameters, parse_calls, typed, value_text
+from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters, parse_members, typed, value_text
 from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
@@ -203,7 +203,7 @@ def by_axis(text: str) -> dict[str, str]:
     """
     chosen: dict[str, str] = {}
     for member in text.split():
-        first = parse_calls(member)[0].name
+        first = parse_members(member)[0].name
         axis, _ = find(first)
         if axis in JOINS:
             raise StrategyError(_elsewhere(first, axis, JOINS[axis]))
@@ -219,7 +219,7 @@ def make(text: str, axis: str | None = None) -> Any:
     >>> make("downpour+staleness-lr").remedies
     (StalenessLR(),)
     """
-    call, *wrappers = parse_calls(text)
+    call, *wrappers = parse_members(text)
     made = _make(call, axis)
     for wrapper in wrappers:
         if isinstance(made, Codec):
@@ -233,7 +233,7 @@ def make(text: str, axis: str | None = None) -> Any:
     return made
 
 
-def _make(call: Call, axis: str | None, **joined: Any) -> Any:
+def _make(call: MemberSpec, axis: str | None, **joined: Any) -> Any:
     name = call.name
     kind = load(find(name, axis)[1])
     given = typed(call, kind)

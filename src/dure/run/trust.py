@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.core import user_code
-from dure.core.spec_text import parse_calls
+from dure.core.spec_text import parse_members
 from dure.errors import UsageError
 from dure.run.strategy import AXES
 
@@ -59,7 +59,7 @@ def _problem(folder: Path, path: Path, recorded: Any) -> str:
 def _named(options: Mapping[str, Any]) -> Iterator[str]:
     """The files in texts such as "lab/job.py:make" and "lab/sync.py:Mine:period=2 ps"."""
     texts = [str(options.get(option) or "") for option in MEMBERS]
-    members = [call.name for text in texts for word in text.split() for call in parse_calls(word)]
+    members = [call.name for text in texts for word in text.split() for call in parse_members(word)]
     files = {own[0] for name in members if (own := user_code.split(name)) is not None}
     job = str(options.get("job") or "").rpartition(":")[0]
     yield from sorted(files | {job} if job.endswith(".py") else files)

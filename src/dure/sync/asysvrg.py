@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from dure.core.parameter import parameter
-from dure.job.data.split import Whole
+from dure.job.data.split import Replicated
 from dure.sync.base import ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier
 
@@ -68,7 +68,7 @@ class AsySVRG:
         lockstep=False,
         delivers="server",
         vectors=("snapshot", "mean"),
-        sampling=Whole(),
+        sampling=Replicated(),
         no_loop="it needs the gradient of all data, of which a loop of one's own sees a part",
         topology_reason="its workers write to one model, in the memory of one machine",
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dure.job.gradients import GradientEngine
     from dure.job.groups import Rates
     from dure.job.job import Job
-    from dure.job.optimizer import OptimizerSpec, Segment
+    from dure.job.optimizer import GroupRange, OptimizerSpec
     from dure.job.replica import Replica
     from dure.topology.correction import Correction
 
@@ -101,7 +101,7 @@ class RunPlan(Protocol):
         """What the method keeps beside the model in shared memory."""
         ...
 
-    def server_segments(self, ranges: Ranges) -> list[Segment]:
+    def server_segments(self, ranges: Ranges) -> list[GroupRange]:
         """The parameter groups of a shard that holds `ranges`."""
         ...
 

@@ -17,7 +17,7 @@ import torch
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import PLACE, WORKERS, Method, mapping
 from dure.errors import Refused
-from dure.job.optimizer import OptimizerSpec, Segment, restrict
+from dure.job.optimizer import GroupRange, OptimizerSpec, restrict
 from dure.run.strategy import make
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
@@ -86,7 +86,7 @@ class ShardHost:
         slices = call.tensors[: len(ranges)]
         self._first = [tensor.clone() for tensor in call.tensors[len(ranges) :]]
         values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
-        segments = restrict([Segment(*segment) for segment in request["segments"]], ranges)
+        segments = restrict([GroupRange(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
         sync = make(request["sync"], "sync")
         remedies = Corrections.of(corrections(sync))

@@ -26,7 +26,7 @@ from weakref import WeakSet
 import torch
 
 from dure.errors import UsageError
-from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.optimizer import GroupRange, OptimizerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,18 +206,18 @@ class ServerOptimizer:
         found = {name: group[name] for name in self._rule.keeps}
         return {**found, "lr": float(group["lr"])}
 
-    def _segments(self, replica: Replica) -> list[Segment]:
+    def _segments(self, replica: Replica) -> list[GroupRange]:
         """Neighboring layers of one group are one segment."""
         groups = self._optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        segments: list[Segment] = []
+        segments: list[GroupRange] = []
         for layer, parameter in zip(replica.layers, replica.parameters, strict=True):
             number = group_of.get(id(parameter), len(groups))
             fixed = self._fixed[number] if number < len(groups) else {"lr": 0.0}
             if segments and segments[-1].group == number:
                 segments[-1] = segments[-1]._replace(stop=layer.stop)
             else:
-                segments.append(Segment(layer.start, layer.stop, fixed, number))
+                segments.append(GroupRange(layer.start, layer.stop, fixed, number))
         return segments
 
 

@@ -13,7 +13,7 @@ import torch
 from dure.core.node import Address, Reply
 from dure.core.ranges import pieces
 from dure.errors import CallTimeout, UsageError
-from dure.job.optimizer import OptimizerSpec, Segment
+from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.job.replica import as_bytes, copy_bytes
 from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
@@ -169,7 +169,7 @@ class LoopServers:
             "segments": self._segments(),
         }
 
-    def _segments(self) -> list[Segment]:
+    def _segments(self) -> list[GroupRange]:
         """The user's parameter groups, as remedies would have them."""
         if self._rule is None:
             return []

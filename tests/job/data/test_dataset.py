@@ -6,7 +6,7 @@ import torch
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.data.digits import load_digits
-from dure.job.data.split import Dirichlet, Whole
+from dure.job.data.split import Dirichlet, Replicated
 
 
 def test_a_batch_is_a_copy_of_the_rows_asked_for() -> None:
@@ -52,7 +52,7 @@ def test_data_without_a_tensor_of_labels_are_not_split_by_label() -> None:
     data = Data(torch.zeros(4, 1), {"label": torch.arange(4)})
     with pytest.raises(UsageError, match="these data have no tensor of labels"):
         data.samplers(Dirichlet(1.0), [2, 2], seed=0)
-    assert len(data.samplers(Whole(), [2, 2], seed=0)) == 2
+    assert len(data.samplers(Replicated(), [2, 2], seed=0)) == 2
 
 
 def test_digits_are_standardised_and_split_once_for_all() -> None:

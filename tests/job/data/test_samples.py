@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from dure.errors import UsageError
 from dure.job.data.samples import Samples
-from dure.job.data.split import Dirichlet, Whole
+from dure.job.data.split import Dirichlet, Replicated
 
 PAIRS = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
 
@@ -128,5 +128,5 @@ def test_targets_that_are_no_labels_are_left_alone(targets):
 
     data = Named(*PAIRS.tensors)
     data.targets = targets
-    sampler = Samples(data).samplers(Whole(), [2], seed=0)[0]
+    sampler = Samples(data).samplers(Replicated(), [2], seed=0)[0]
     assert set(sampler.next().tolist()) <= set(range(6))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.errors import CheckpointError, UsageError
-from dure.job.data.split import IID, Dirichlet, Sampler, Striped, Whole, parse_split
+from dure.job.data.split import IID, Dirichlet, Replicated, Sampler, Striped, parse_split
 
-SPLITS = {"iid": IID(), "whole": Whole(), "striped": Striped(), "dirichlet:alpha=0.1": Dirichlet(0.1)}
+SPLITS = {"iid": IID(), "whole": Replicated(), "striped": Striped(), "dirichlet:alpha=0.1": Dirichlet(0.1)}
 DISJOINT = ("iid", "dirichlet:alpha=0.1")
 
 
@@ -87,7 +87,7 @@ def test_restored_sampler_goes_on_exactly(text: str, before: int, batch_sizes: l
 
 def test_orders_differ_between_epochs_workers_and_seeds() -> None:
     def orders(seed: int) -> list[tuple[int, ...]]:
-        samplers = Whole().samplers(labels(40), [40, 40], seed=seed)
+        samplers = Replicated().samplers(labels(40), [40, 40], seed=seed)
         return [tuple(sampler.next().tolist()) for sampler in samplers for _ in range(2)]
 
     assert len({*orders(0), *orders(1)}) == 8
@@ -154,7 +154,7 @@ def test_impossible_splits_are_refused() -> None:
     with pytest.raises(UsageError, match="3 samples cannot go to 4 workers"):
         IID().samplers(labels(3), [1] * 4, seed=0)
     with pytest.raises(UsageError, match="0 workers"):
-        Whole().samplers(labels(3), [], seed=0)
+        Replicated().samplers(labels(3), [], seed=0)
     with pytest.raises(UsageError, match="at least 1 sample"):
         Striped().samplers(labels(3), [2, 0], seed=0)
     with pytest.raises(UsageError, match=r"splits by label.*float32"):

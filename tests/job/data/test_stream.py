@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dure.errors import CheckpointError, UsageError
-from dure.job.data.split import IID, Dirichlet, Striped, Whole
+from dure.job.data.split import IID, Dirichlet, Replicated, Striped
 from dure.job.data.stream import Stream
 
 TOKENS = torch.arange(103) * 3 % 50
@@ -41,7 +41,7 @@ def test_striped_draws_are_those_of_one_worker():
 
 def test_contiguous_windows_come_once_an_epoch():
     text = Stream(TOKENS, block=8, windows="contiguous")
-    (sampler,) = text.samplers(Whole(), [4], seed=0)
+    (sampler,) = text.samplers(Replicated(), [4], seed=0)
     starts = torch.cat([sampler.next() for _ in range(3)])
     check_windows(text, starts)
     assert sorted(starts.tolist()) == list(range(12))
@@ -71,7 +71,7 @@ def test_batchified_windows_are_the_word_language_models(split):
 
 def test_whole_batchified_gives_every_worker_all_columns():
     text = Stream(TOKENS, block=5, windows="batchified")
-    first, second = text.samplers(Whole(), [2, 2], seed=0)
+    first, second = text.samplers(Replicated(), [2, 2], seed=0)
     assert first.next().tolist() == second.next().tolist() == [0, 51]
 
 

@@ -217,15 +217,15 @@ def test_a_gradient_is_handed_over_in_parts():
     values = gradient_engine.initial_values(0)
     work = GradientWork(0, 0, values, inputs, targets, seed=0, flops=0.0)
     whole = gradient_engine.one(work).values
-    gradient_engine.set_apart([1], [0])
+    gradient_engine.split_off([1], [0])
     parts = gradient_engine.one(work)
-    (rows, found), table = parts.apart.rows[0], whole[WIDTH:].view(ROWS, WIDTH)
+    (rows, found), table = parts.for_servers.rows[0], whole[WIDTH:].view(ROWS, WIDTH)
     assert rows.tolist() == [2, 4]
     assert torch.equal(found, table[rows])
     assert table.count_nonzero() == found.count_nonzero()
-    assert torch.equal(parts.apart.whole, whole[:WIDTH])
+    assert torch.equal(parts.for_servers.whole, whole[:WIDTH])
     assert parts.values.numel() == 0
-    half = parts.scaled(0.5).apart
+    half = parts.scaled(0.5).for_servers
     assert torch.equal(half.rows[0][1], table[rows] / 2)
 
 

@@ -20,7 +20,7 @@ from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
 from dure.core.ranges import gather
 from dure.core.sequence import SequenceTracker
 from dure.errors import CallTimeout, Evicted, Refused
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment, restrict
+from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.choice import SPLITS
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.policies import Barrier, Bounded, Policy
@@ -60,7 +60,7 @@ class Fleet:
         workers: int = 2,
         reduce: str = "mean",
         values: torch.Tensor | None = None,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[GroupRange] = (),
         layers: Sequence[Layer] = LAYERS,
     ) -> None:
         self.world = World()
@@ -105,7 +105,7 @@ def serial(spec: OptimizerSpec, values: torch.Tensor, gradients: Sequence[torch.
     [(1, "memory"), (2, "memory"), (3, "memory"), (2, "layer"), (4, "layer"), (3, "keys"), (3, "hybrid")],
 )
 def test_updates_on_arrival_equal_no_server_bit_for_bit(spec: OptimizerSpec, shards: int, by: str) -> None:
-    segments = [Segment(5, 25, {"lr": 0.3})]
+    segments = [GroupRange(5, 25, {"lr": 0.3})]
     fleet = Fleet(shards, by, spec, workers=2, segments=segments)
     gradients = [vector(seed) for seed in range(1, 6)]
     for step, gradient in enumerate(gradients):

@@ -27,7 +27,7 @@ from dure.job.data.imdb import load_imdb
 from dure.job.data.location import data_root, find
 from dure.job.data.mnist import load_mnist
 from dure.job.data.samples import Samples
-from dure.job.data.split import IID, Dirichlet, Sampler, Split, Striped, Whole, parse_split
+from dure.job.data.split import IID, Dirichlet, Replicated, Sampler, Split, Striped, parse_split
 from dure.job.data.stream import Stream
 
 __all__ = [
@@ -36,12 +36,12 @@ __all__ = [
     "DataSet",
     "Dirichlet",
     "Loaded",
+    "Replicated",
     "Sampler",
     "Samples",
     "Split",
     "Stream",
     "Striped",
-    "Whole",
     "data_root",
     "fetch",
     "find",

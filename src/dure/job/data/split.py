@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dure.core.spec_text import names, nearest, parameters, parse_calls, typed, value_text
+from dure.core.spec_text import names, nearest, parameters, parse_members, typed, value_text
 from dure.errors import CheckpointError, UsageError
 
 Indices = npt.NDArray[np.int64]
@@ -154,8 +154,8 @@ class IID:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The whole set for everybody, each worker in its own order."""
+class Replicated:
+    """All samples for every worker, each worker in an order of its own. Its text is "whole"."""
 
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
         _check(len(targets), batch_sizes, seed, disjoint=False)
@@ -223,9 +223,9 @@ class Dirichlet:
         return f"dirichlet:alpha={value_text(self.alpha)}"
 
 
-SPLITS: Mapping[str, type[IID] | type[Whole] | type[Striped] | type[Dirichlet]] = {
+SPLITS: Mapping[str, type[IID] | type[Replicated] | type[Striped] | type[Dirichlet]] = {
     "iid": IID,
-    "whole": Whole,
+    "whole": Replicated,
     "striped": Striped,
     "dirichlet": Dirichlet,
 }
@@ -239,7 +239,7 @@ def parse_split(text: str) -> Split:
 
     Raises `UsageError` that names the nearest right text.
     """
-    call, *wrappers = parse_calls(text.strip())
+    call, *wrappers = parse_members(text.strip())
     if call.name not in SPLITS or wrappers:
         raise UsageError(f'no split is called "{text}": there are {names(SPLITS)}.{nearest(call.name, SPLITS)}')
     kind = SPLITS[call.name]

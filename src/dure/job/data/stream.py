@@ -37,7 +37,7 @@ from torch import Tensor
 
 from dure.errors import UsageError
 from dure.job.data.dataset import no_labels
-from dure.job.data.split import COMMON_STREAM, IID, BatchSampler, Split, Striped, Whole, check_state
+from dure.job.data.split import COMMON_STREAM, IID, BatchSampler, Replicated, Split, Striped, check_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,14 +93,14 @@ class Stream:
         """As `DataSet`, by the second table above."""
         if self.windows == "contiguous":
             return split.samplers(no_labels(len(self)), batch_sizes, seed=seed)
-        if not isinstance(split, IID | Whole | Striped):
+        if not isinstance(split, IID | Replicated | Striped):
             raise UsageError(f'windows="{self.windows}" take the splits iid, whole and striped, got {split}.')
         if not batch_sizes or min(batch_sizes) < 1:
             raise UsageError(f"a batch holds at least 1 window, got batch sizes {list(batch_sizes)}.")
         offsets = np.cumsum([0, *batch_sizes[:-1]]).tolist()
         dealt = list(zip(batch_sizes, offsets, [sum(batch_sizes)] * len(batch_sizes), strict=True))
         if self.windows == "batchified":
-            own = [(size, 0, size) for size in batch_sizes] if isinstance(split, Whole) else dealt
+            own = [(size, 0, size) for size in batch_sizes] if isinstance(split, Replicated) else dealt
             return [Columns(self, size, first, columns, seed=seed) for size, first, columns in own]
         if isinstance(split, Striped):
             return [Draws(self, *place, seed=seed, stream=COMMON_STREAM) for place in dealt]

@@ -104,14 +104,14 @@ def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class MeasuredHost:
     """One host: seconds of half a round trip, seconds per byte on its link, and its compute, where a job was named."""
 
     way: float
     per_byte: float
     seconds: float | None = None
 
-    def like(self, other: Host) -> bool:
+    def like(self, other: MeasuredHost) -> bool:
         mine, theirs = ((each.per_byte, each.seconds or 1.0) for each in (self, other))
         return all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -206,7 +206,7 @@ def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict
     }
 
 
-def _hosts(found: Figures) -> list[Host]:
+def _hosts(found: Figures) -> list[MeasuredHost]:
     """Each host at its best: with a partner that is slower it shows the partner's link."""
     hosts = []
     for rank, local in enumerate(found["local"]):
@@ -214,7 +214,7 @@ def _hosts(found: Figures) -> list[Host]:
         per_byte = min(_on_link(wire_of(figures)) for figures in mine)
         way = min(figures["round_trip"] / 2 for figures in mine)
         steps = found["compute"][rank]
-        hosts.append(Host(way, per_byte, statistics.median(steps) if steps else None))
+        hosts.append(MeasuredHost(way, per_byte, statistics.median(steps) if steps else None))
     return hosts
 
 
@@ -224,9 +224,9 @@ def _on_link(wire: Fit) -> float:
     return max(on, LEAST_WIRE * (beside + on))
 
 
-def _kinds(hosts: Sequence[Host]) -> list[list[Host]]:
+def _kinds(hosts: Sequence[MeasuredHost]) -> list[list[MeasuredHost]]:
     """Neighbors in rank that are alike, together."""
-    kinds: list[list[Host]] = []
+    kinds: list[list[MeasuredHost]] = []
     for host in hosts:
         if kinds and host.like(kinds[-1][0]):
             kinds[-1].append(host)
@@ -235,12 +235,12 @@ def _kinds(hosts: Sequence[Host]) -> list[list[Host]]:
     return kinds
 
 
-def _link(kind: Sequence[Host], alpha: float) -> Link:
+def _link(kind: Sequence[MeasuredHost], alpha: float) -> Link:
     way, per_byte = (statistics.median(getattr(host, name) for host in kind) for name in ("way", "per_byte"))
     return Link(bandwidth=_rounded(1 / per_byte), latency=_rounded(max(way - alpha, 0.0)))
 
 
-def _compute(kind: Sequence[Host]) -> Compute:
+def _compute(kind: Sequence[MeasuredHost]) -> Compute:
     known = [host.seconds for host in kind if host.seconds is not None]
     return Constant(seconds=_rounded(statistics.median(known))) if known else Constant()
 

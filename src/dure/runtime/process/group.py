@@ -138,7 +138,7 @@ class ProcessGroup:
 
         def finish() -> Gradient:
             self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
-            return gradient if gradient.apart is None else gradient.with_values(gather(gradient.values, reduced))
+            return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
 
         return self._start("the group's mean gradient", works, finish)
 

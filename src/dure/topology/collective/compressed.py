@@ -22,7 +22,7 @@ from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
-from dure.core.ranges import Shaped, equal_ranges
+from dure.core.ranges import ShapedSlice, equal_ranges
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ChunkServer:
 class CompressedGroup:
     """`group`, whose `mean_gradient` and `mean_change` travel encoded."""
 
-    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[Shaped], meter: Meter) -> None:
+    def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[ShapedSlice], meter: Meter) -> None:
         self._node, self._group, self._meter = node, group, meter
         self.ranks = group.ranks
         self._members = [f"worker {rank}" for rank in self.ranks]

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from dure.core.ranges import Ranges, Shaped, equal_ranges, gather, size
+from dure.core.ranges import Ranges, ShapedSlice, equal_ranges, gather, size
 from dure.core.spec_text import names, nearest
 from dure.errors import StrategyError, UsageError
 
@@ -46,7 +46,7 @@ NUMBER_NBYTES = 4
 """Bytes of a row's number on its way."""
 
 
-class Slice(Shaped, Protocol):
+class Slice(ShapedSlice, Protocol):
     """A parameter's place in the flat ones, as `replica.Layer` is one."""
 
     @property

@@ -23,8 +23,8 @@ import torch
 from dure.core.node import Address, Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, Method
 from dure.errors import Refused, StrategyError, UsageError
-from dure.job.gradient import Apart
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, RowOptimizer, Segment, leaves_alone, restrict
+from dure.job.gradient import ServerGradient
+from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, RowOptimizer, leaves_alone, restrict
 from dure.topology.hybrid.placement import Plan, Rows, ServerPart, Table, rows_read, scatter
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_rule(spec: OptimizerSpec) -> None:
         )
 
 
-def of_table(spec: OptimizerSpec, segments: Sequence[Segment], table: Table) -> tuple[OptimizerSpec, int]:
+def of_table(spec: OptimizerSpec, segments: Sequence[GroupRange], table: Table) -> tuple[OptimizerSpec, int]:
     """The optimizer of a table, which is one parameter, and its group."""
     for segment in segments:
         if segment.start <= table.start < segment.stop:
@@ -98,7 +98,7 @@ class RowShard:
         values: torch.Tensor,
         spec: OptimizerSpec,
         workers: int,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[GroupRange] = (),
     ) -> None:
         self.node = node
         self.part = part
@@ -316,18 +316,18 @@ class RowClient:
             await reply
             part.put_into(params, values)
 
-    async def push(self, apart: Apart, version: int, lr: Any = None) -> None:
+    async def push(self, gradient: ServerGradient, version: int, lr: Any = None) -> None:
         """Give this worker's part of the step from `version` to the servers; returns once they have it.
 
         Raises `UsageError` if the gradient touches rows that the job did not say it reads.
         """
-        for table, read, (rows, _) in zip(self.plan.tables, self._read, apart.rows, strict=True):
+        for table, read, (rows, _) in zip(self.plan.tables, self._read, gradient.rows, strict=True):
             _check_touched(table.name, read, rows)
         replies = []
         for address, part in self._servers:
-            own = [(rows[mask], values[mask]) for rows, values in apart.rows for mask in (part.own(rows),)]
-            values = torch.cat([apart.whole[:0], *(values.reshape(-1) for _, values in own)])
-            tensors = apart.whole[slice(*part.whole)], part.numbered([rows for rows, _ in own]), values
+            own = [(rows[mask], values[mask]) for rows, values in gradient.rows for mask in (part.own(rows),)]
+            values = torch.cat([gradient.whole[:0], *(values.reshape(-1) for _, values in own)])
+            tensors = gradient.whole[slice(*part.whole)], part.numbered([rows for rows, _ in own]), values
             replies.append(self.node.call(address, "push", *tensors, worker=self.rank, version=version, lr=lr))
         for reply in replies:
             await reply

@@ -39,16 +39,17 @@ class RowSession:
         worker.check_loss(gradient)
         self._check_parts(gradient)
         started = node.now()
-        assert gradient.apart is not None
-        await client.push(gradient.apart, version, worker.lr)
+        assert gradient.for_servers is not None
+        await client.push(gradient.for_servers, version, worker.lr)
         worker.meter.add("communicate", started, node.now(), "push")
         gradient.checked = True
         return gradient
 
     def _check_parts(self, gradient: Gradient) -> None:
         """Refuse a gradient that is not finite: a sum over all ranks cannot be skipped by one of them."""
-        apart = () if gradient.apart is None else (gradient.apart.whole, *(rows for _, rows in gradient.apart.rows))
-        if not all(all_finite(part.reshape(-1)) for part in (gradient.values, *apart)):
+        held = gradient.for_servers
+        parts = () if held is None else (held.whole, *(rows for _, rows in held.rows))
+        if not all(all_finite(part.reshape(-1)) for part in (gradient.values, *parts)):
             worker = self._worker
             raise Quarantined(
                 f"the gradient of worker {worker.rank} in step {worker.clock} holds NaN or infinity, and hybrid skips "

@@ -83,7 +83,7 @@ class HybridTopology(Topology):
 
     def configure(self, engine: GradientEngine) -> None:
         if self.servers:
-            engine.set_apart(self.rows.parts["tables"], self.rows.parts["whole"])
+            engine.split_off(self.rows.parts["tables"], self.rows.parts["whole"])
 
     def notes(self) -> Mapping[str, Any]:
         return {"hybrid": self.rows.described()}

@@ -20,7 +20,7 @@ from dure.topology.replica import Pulled
 if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.codec.coder import SliceLayout
-    from dure.job.optimizer import OptimizerSpec, Segment
+    from dure.job.optimizer import GroupRange, OptimizerSpec
 
 PROGRESS_SECONDS = 1.0
 """How often a worker that pushes seldom says that it is at work."""
@@ -106,7 +106,7 @@ class ServerClient:
         self._whole = _nbytes_of_the_only_range(servers)
 
     def follow(
-        self, values: torch.Tensor, rule: OptimizerSpec, segments: Sequence[Sequence[Segment]] | None = None
+        self, values: torch.Tensor, rule: OptimizerSpec, segments: Sequence[Sequence[GroupRange]] | None = None
     ) -> None:
         """Receive verdicts in place of models from now on, and apply them by `rule`, which is the shards'.
 

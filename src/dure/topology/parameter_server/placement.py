@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dure.core.ranges import Ranges, Span, equal_ranges, size
+from dure.core.ranges import FlatSlice, Ranges, equal_ranges, size
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import BOUND, SPLITS, Split
 
@@ -29,7 +29,9 @@ LAST_KEY = (1 << 64) - 1
 """The largest of ps-lite's keys."""
 
 
-def split(layers: Sequence[Span], numel: int, shards: int, by: Split = "memory", *, bound: int = BOUND) -> list[Ranges]:
+def split(
+    layers: Sequence[FlatSlice], numel: int, shards: int, by: Split = "memory", *, bound: int = BOUND
+) -> list[Ranges]:
     """The ranges that each of `shards` servers holds, in ascending order; none where there is too little to share.
 
     `bound` is where `hybrid` begins to cut.
@@ -50,7 +52,7 @@ def split(layers: Sequence[Span], numel: int, shards: int, by: Split = "memory",
     raise StrategyError(f"parameters are split by {', '.join(SPLITS)}, got {by!r}.")
 
 
-def held_by(topology: ParameterServer, layers: Sequence[Span], numel: int) -> list[Ranges]:
+def held_by(topology: ParameterServer, layers: Sequence[FlatSlice], numel: int) -> list[Ranges]:
     """The ranges that each server of `topology` holds of a model. Raises `StrategyError` if there are too many."""
     if topology.shards > numel:
         raise StrategyError(
@@ -77,7 +79,7 @@ def shard_of_key(key: int, shards: int) -> int:
     return min(key // (LAST_KEY // shards), shards - 1)
 
 
-def _by_key(layers: Sequence[Span], shards: int) -> list[Ranges]:
+def _by_key(layers: Sequence[FlatSlice], shards: int) -> list[Ranges]:
     """Whole layers, in their order: balanced in keys, not in elements."""
     held: list[Ranges] = [[] for _ in range(shards)]
     for number, layer in enumerate(layers):
@@ -85,7 +87,7 @@ def _by_key(layers: Sequence[Span], shards: int) -> list[Ranges]:
     return [_joined(ranges) for ranges in held]
 
 
-def _small_whole(layers: Sequence[Span], shards: int, bound: int) -> list[Ranges]:
+def _small_whole(layers: Sequence[FlatSlice], shards: int, bound: int) -> list[Ranges]:
     """A layer of `bound` elements or more is cut evenly over all shards; a smaller one goes where its number says."""
     held: list[Ranges] = [[] for _ in range(shards)]
     for number, layer in enumerate(layers):
@@ -98,7 +100,7 @@ def _small_whole(layers: Sequence[Span], shards: int, bound: int) -> list[Ranges
     return [_joined(ranges) for ranges in held]
 
 
-def _largest_first(layers: Sequence[Span], shards: int) -> list[Ranges]:
+def _largest_first(layers: Sequence[FlatSlice], shards: int) -> list[Ranges]:
     """Greedy: the largest layer first, to the shard that holds least; the first of equals, both times."""
     held: list[Ranges] = [[] for _ in range(shards)]
     sizes = [0] * shards

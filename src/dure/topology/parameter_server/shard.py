@@ -38,7 +38,7 @@ from dure.core.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, 
 from dure.core.ranges import Ranges
 from dure.core.sequence import SequenceTracker
 from dure.errors import DamagedMessage, Evicted, Refused
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
+from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 from dure.topology.fields import CLOSED, COMMAND, LEFT, LIFE, PUSHED
 from dure.topology.parameter_server.batch.vectors import Vectors
 from dure.topology.parameter_server.buffers import Buffer, Pool
@@ -118,7 +118,7 @@ class Shard:
         spec: OptimizerSpec,
         *,
         ranges: Ranges | None = None,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[GroupRange] = (),
         timing_only: bool = False,
         log: bool = False,
         corrections: Corrections | None = None,

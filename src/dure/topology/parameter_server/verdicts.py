@@ -25,7 +25,7 @@ import torch
 
 from dure.core.node import Apply, CodecWork, Node, nothing, taking
 from dure.core.ranges import Ranges, gather, pieces
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec, Segment
+from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 
 if TYPE_CHECKING:
     from dure.codec.coder import Coder
@@ -50,7 +50,7 @@ class Follower:
         values: torch.Tensor,
         ranges: Ranges,
         spec: OptimizerSpec,
-        segments: Sequence[Segment],
+        segments: Sequence[GroupRange],
         coder: Coder,
     ) -> None:
         self.version: int | None = 0
