@@ -1,1 +1,1 @@
-"""The two runtimes: virtual time, and processes with sockets."""
+"""The two runtimes of a node: virtual time, and processes that communicate over sockets."""

@@ -256,10 +256,15 @@ def test_handling_takes_a_core(cores: int, rounds: int) -> None:
     assert max(wires.run().values()) == pytest.approx(rounds, rel=1e-5)
 
 
-def test_occupy_waits_for_a_free_core() -> None:
+def occupied(network: Network, node: str, seconds: float) -> float:
+    """Take seconds of a core of the machine of `node`. Return the time at which they end."""
+    return network._processors[network._machine[network.node(node)]].reserve(network.kernel.now, seconds)
+
+
+def test_a_request_waits_for_a_free_core() -> None:
     wires = Wires(cores=2)
-    assert [wires.network.occupy("worker 1", 1.0) for _ in range(5)] == [1, 1, 2, 2, 3]
-    assert wires.network.occupy("worker 2", 1.0) == 1
+    assert [occupied(wires.network, "worker 1", 1.0) for _ in range(5)] == [1, 1, 2, 2, 3]
+    assert occupied(wires.network, "worker 2", 1.0) == 1
 
 
 def test_colocated_nodes_use_memory_and_not_the_card() -> None:
@@ -284,13 +289,13 @@ def test_colocated_messages_follow_one_another() -> None:
 
 def test_a_crash_frees_the_cores_unless_another_lives_there() -> None:
     wires = Wires(workers=2, servers=1, colocated=True, cores=1)
-    wires.network.occupy("worker 0", 100.0)
-    wires.network.occupy("worker 1", 100.0)
+    occupied(wires.network, "worker 0", 100.0)
+    occupied(wires.network, "worker 1", 100.0)
     for i in (0, 1):
         wires.network.drop(f"worker {i}")
         wires.network.restore(f"worker {i}")
-    assert wires.network.occupy("worker 0", 1.0) == 101
-    assert wires.network.occupy("worker 1", 1.0) == 1
+    assert occupied(wires.network, "worker 0", 1.0) == 101
+    assert occupied(wires.network, "worker 1", 1.0) == 1
 
 
 def test_colocated_nodes_share_a_card() -> None:

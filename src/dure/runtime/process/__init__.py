@@ -1,1 +1,1 @@
-"""The runtime of real processes: a node, its groups, its engine of collectives."""
+"""The runtime of real processes: their node, their groups, and the engine (torch.distributed) of collectives."""

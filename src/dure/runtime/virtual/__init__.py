@@ -1,1 +1,1 @@
-"""The runtime of virtual time: a kernel of events, machines, links, and a node for each process."""
+"""The runtime of virtual time: an event loop, a model of machines and network, and a node for each process."""

@@ -1,4 +1,4 @@
-"""The description of a virtual cluster: machines, links, costs, and what goes wrong when.
+"""The description of a virtual cluster: machines, links, costs, and events (crash, join, pause, slow-down).
 
     machines:                               # worker i lives on machine i
     - count: 7
@@ -12,8 +12,8 @@
     - {at: 45 s, kind: pause, worker: 1, for: 5 s}
     - {at: 50 s, kind: slow, worker: 2, factor: 5, for: 20 s}
 
-The same keys make a `Cluster` in Python. Everything has a default (docs/virtual-time.md lists them). Parameter
-servers live on machines of their own, behind the workers', unless the topology puts them beside the workers.
+The same keys make a `Cluster` in Python. Every key has a default (docs/virtual-time.md lists them). Parameter servers
+have machines of their own, numbered after those of the workers, unless the topology places them beside workers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_ra
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
 
-_COMPUTE_STREAM = 1  # sets these random streams apart from others made from the same (seed, worker)
+_COMPUTE_STREAM = 1  # separates these random streams from others of the same (seed, worker)
 
 
 class Link(Validated):
-    """What connects a machine to the rest: bytes per second in each direction, and seconds of latency.
+    """The network link of a machine: bytes per second in each direction, and seconds of latency.
 
     Between machines with different links the larger latency counts.
     """
@@ -55,7 +55,7 @@ class Link(Validated):
 
 
 class Machines(Validated):
-    """`count` machines of one kind. `link` is the cluster's unless given.
+    """`count` machines of one kind. The default of `link` is the link of the cluster.
 
     `speed` divides the duration of every step: a number, one number for each machine, or a distribution from
     which each machine draws once (`lognormal` with sigma, `uniform` from low to high).
@@ -76,25 +76,25 @@ class Machines(Validated):
 
 
 class ServerMachines(Validated):
-    """The machines of parameter servers that are not beside workers. `link` is the cluster's unless given."""
+    """Machines of parameter servers that are not beside workers. The default of `link` is the link of the cluster."""
 
     cores: int = Field(default=4, ge=1)
     link: Link | None = None
 
 
 class RoundCost(Validated):
-    """A round between neighbors in the engine's ring takes `start` seconds, and `byte` seconds per byte sent."""
+    """Cost of a round between neighbors in the engine's ring: `start` seconds, and `byte` seconds per byte sent."""
 
     start: Seconds = 1e-4
     byte: PerByte = 0.1e-9
 
 
 class SharedHost(Validated):
-    """One machine whose `cores` all workers and servers share: each of them is a process on it.
+    """One machine on which all workers and servers are processes that share its `cores`.
 
-    Processes at work share the cores equally. A message costs its sender's process and then its receiver's process
-    `alpha + bytes * beta` of a core; between the two passes the link's latency. `all_reduce` is a round of the engine's
-    collectives, `gradient` a round of the sum of gradients that leaves during backward.
+    Busy processes share the cores equally. A message takes `alpha + bytes * beta` seconds of a core in the process of
+    its sender, then the latency of the link, then as many seconds of a core in the process of its receiver.
+    `all_reduce` is a round of the engine's collectives. `gradient` is a round of the sum of gradients during backward.
     """
 
     cores: int = Field(default=2, ge=1)
@@ -103,15 +103,15 @@ class SharedHost(Validated):
 
 
 class Event(Validated):
-    """What happens to a worker, and when.
+    """An event at a worker, and its time.
 
-    crash   it dies, with all that it had not sent
-    join    it comes, or comes back; a worker whose first event this is was not there from the start
-    pause   it stands still `for` a time
-    slow    its steps take `factor` times as long, `for` a time or to the end
+    crash   the worker fails; what it had not sent is lost
+    join    the worker starts, or starts again; a worker whose first event is `join` is absent from the start
+    pause   the worker computes and answers nothing, `for` a time
+    slow    the steps of the worker take `factor` times as long, `for` a time or to the end
 
-    Where slow events overlap their factors multiply; of pauses the later end counts. Who joins after a crash is neither
-    slow nor paused by what was before.
+    The factors of overlapping slow events multiply. Of overlapping pauses the later end counts. After a crash and a
+    join, earlier slow events and pauses have no effect.
     """
 
     at: Seconds
@@ -122,7 +122,7 @@ class Event(Validated):
 
     @property
     def until(self) -> float:
-        """When it is over, in seconds."""
+        """End of the event, in seconds."""
         return math.inf if self.duration is None else self.at + self.duration
 
     @model_validator(mode="after")
@@ -142,15 +142,18 @@ class Event(Validated):
 
 
 class Cluster(Validated):
-    """A virtual cluster; see the head of this module. Raises `ClusterError` for what describes none.
+    """A virtual cluster; see the head of this module. Raises `ClusterError` where the values describe none.
 
-    Costs: `alpha` seconds of a core per message and `beta` per byte of it, at both ends; `gamma` seconds per byte
-    of memory that a server works through to apply an update. A message has `header` bytes more than its tensors and
-    `field` bytes more for each plain value; up to `small` bytes in all it does not queue. A crash is noticed after
-    `detection` seconds. `backward` is the share of a step in which the slices of its gradient are completed.
-    `unfairness` is how unequally messages share a card: the standard deviation of the logarithm of a message's weight,
-    0 for equal shares. `codecs` is the cost of codecs by name; others cost what their classes state (`codec.cost`).
-    With a `host`, all machines are processes of it.
+    `alpha`, `beta`: seconds of a core per message and per byte of it, at both ends.
+    `gamma`: seconds per byte of memory that a server reads or writes to apply an update.
+    `header`, `field`: bytes of a message besides its tensors, and for each plain value.
+    `small`: messages of at most so many bytes on the wire do not queue.
+    `detection`: seconds until the others notice a crash.
+    `backward`: the share of a step in which the slices of its gradient are completed.
+    `unfairness`: how unequally messages share a network card, as the standard deviation of the logarithm of a
+    message's weight; 0 for equal shares.
+    `codecs`: the cost of codecs by name; others cost what their classes state (`codec.cost`).
+    `host`: if given, all workers and servers are processes of this one machine.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
@@ -188,14 +191,14 @@ class Cluster(Validated):
 
     @classmethod
     def uniform(cls, workers: int = 8, *, compute: Compute | None = None, cores: int = 4, **rest: Any) -> Cluster:
-        """`workers` machines of one kind; `rest` as for `Cluster`."""
+        """Make a cluster of `workers` equal machines; `rest` as for `Cluster`."""
         if workers < 1:
             raise ClusterError(f"workers: {workers} machines make no cluster: write a whole number from 1, such as 8.")
         return cls(machines=(Machines(count=workers, compute=compute or Constant(), cores=cores),), **rest)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
-        """The cluster that a file describes. Raises `ClusterError`, naming the file and the key."""
+        """Read a cluster file. Raises `ClusterError` with the file and the key."""
         try:
             given = read_yaml(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -207,47 +210,47 @@ class Cluster(Validated):
             keys = ", ".join(cls.model_fields)
             raise ClusterError(f"{path}: a cluster file is a mapping: write keys out of {keys}.")
         try:
-            return cls(**_beside(given, Path(path).parent))
+            return cls(**_resolved(given, Path(path).parent))
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
 
     def to_yaml(self) -> str:
-        """The YAML that describes this cluster: read again, it is equal."""
+        """Describe this cluster as YAML. Reading the text gives an equal cluster."""
         plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None)
 
     @cached_property
     def workers(self) -> int:
-        """How many workers there is place for: one on each machine."""
+        """Number of workers: one on each machine."""
         return sum(kind.count for kind in self.machines)
 
     @cached_property
     def absent(self) -> frozenset[int]:
-        """The workers that are not there at the start: those whose first event is to join."""
+        """Workers that are absent at the start: their first event is `join`."""
         first: dict[int, str] = {}
         for event in sorted(self.events, key=lambda event: event.at):
             first.setdefault(event.worker, event.kind)
         return frozenset(worker for worker, kind in first.items() if kind == "join")
 
     def placed(self, machines: Mapping[str, int]) -> dict[str, int]:
-        """The machine of each node, given one for each; all on machine 0 where the cluster is one `host`."""
+        """The machine of each node: as given, or machine 0 for all nodes where the cluster is one `host`."""
         return dict(machines) if self.host is None else dict.fromkeys(machines, 0)
 
     def link_of(self, machine: int) -> Link:
-        """The link of a machine; those from `workers` on are servers'."""
+        """The link of a machine. Machines from number `workers` on belong to servers."""
         own = self._kinds[machine].link if machine < self.workers else self.servers.link
         return own or self.link
 
     def cores_of(self, machine: int) -> int:
-        """The cores of a machine; those from `workers` on are servers'."""
+        """The cores of a machine. Machines from number `workers` on belong to servers."""
         return self._kinds[machine].cores if machine < self.workers else self.servers.cores
 
     def latency(self, here: int, there: int) -> float:
-        """Seconds between two machines: the larger of their links' latencies."""
+        """Latency between two machines, in seconds: the larger of the latencies of their links."""
         return max(self.link_of(here).latency, self.link_of(there).latency)
 
     def durations(self, worker: int, seed: int) -> Durations:
-        """The durations of a worker's steps: the same for the same description, worker and seed."""
+        """Stream of the durations of a worker's steps: the same for the same description, worker and seed."""
         kind = self._kinds[worker]
         rng = np.random.default_rng((seed, worker, _COMPUTE_STREAM))
         if isinstance(kind.speed, tuple):
@@ -257,9 +260,9 @@ class Cluster(Validated):
         return Durations(kind.compute, speed, rng)
 
     def slowness(self, worker: int, now: float) -> float:
-        """How many times as long the steps of `worker` take at `now`: the product of the events that slow it."""
+        """Factor on the durations of the steps of `worker` at `now`: the product of its slow events."""
         factor = 1.0
-        for event in self._befalling[worker]:
+        for event in self._events_of[worker]:
             if event.kind == "join" and event.at <= now:
                 factor = 1.0
             elif event.factor is not None and event.at <= now < event.until:
@@ -267,12 +270,12 @@ class Cluster(Validated):
         return factor
 
     @cached_property
-    def _befalling(self) -> dict[int, list[Event]]:
-        """The events of each worker that has some, in their order."""
-        befalling: dict[int, list[Event]] = {}
+    def _events_of(self) -> dict[int, list[Event]]:
+        """The events of each worker that has some, in order of time."""
+        events_of: dict[int, list[Event]] = {}
         for event in sorted(self.events, key=lambda event: event.at):
-            befalling.setdefault(event.worker, []).append(event)
-        return befalling
+            events_of.setdefault(event.worker, []).append(event)
+        return events_of
 
     @cached_property
     def _kinds(self) -> tuple[Machines, ...]:
@@ -288,8 +291,8 @@ def _where(error: yaml.YAMLError) -> str:
     return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def _beside(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`given` with trace files found from the folder of the cluster file."""
+def _resolved(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`given` with the paths of trace files resolved against the folder of the cluster file."""
     kinds = given.get("machines")
     if not isinstance(kinds, list):
         return given

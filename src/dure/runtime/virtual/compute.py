@@ -1,17 +1,17 @@
-"""How long a step of computing takes in virtual time: distributions, and streams of draws from them.
+"""Durations of computations in virtual time: distributions, and streams of draws from them.
 
 A step takes
 
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
     seconds * factor / speed
 
-`factor` is random with mean one and belongs to the step; `speed` belongs to the machine and stays.
+`factor` is drawn for each step and has mean one. `speed` is constant for each machine.
 
     distribution         factor                                            parameters
     constant             1
     shifted-exponential  shift + (1 - shift) * exponential of mean 1       shift, from 0 up to 1
     lognormal            exp(sigma * normal - sigma^2 / 2)                 sigma
-    pareto               (tail - 1) / tail * Pareto(tail) >= that          tail, above 1; variance only above 2
+    pareto               (tail - 1) / tail * Pareto(tail), at least that   tail, above 1; finite variance above 2
     trace                the recorded durations, in their order            durations, or file
 """
 
@@ -34,12 +34,12 @@ from dure.core.validated import Validated
 
 Factors = NDArray[np.float64]
 
-_BLOCK = 64  # draws made at once: few, since every worker keeps its own
+_BLOCK = 64  # draws at a time; small, since every worker keeps a block
 _ONES = (1.0,) * _BLOCK
 
 
 class _Compute(Validated):
-    """What all distributions share: the mean of a step, given (`seconds`) or from the work's operations."""
+    """Common part of all distributions: the mean of a step, given by `seconds` or by the operations of the work."""
 
     seconds: PositiveSeconds | None = None
     flops_per_second: Flops = 20e9
@@ -50,21 +50,21 @@ class _Compute(Validated):
         return self.overhead + flops / self.flops_per_second if self.seconds is None else self.seconds
 
     def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
-        """Factors drawn from `rng`, a block at a time, without end."""
+        """Endless blocks of factors drawn from `rng`."""
         while True:
             yield self.factors(rng, _BLOCK).tolist()
 
     @abstractmethod
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
-        """`count` independent factors of mean one."""
+        """Draw `count` independent factors of mean one."""
 
     def draw(self, rng: np.random.Generator, flops: float = 0.0) -> float:
-        """Seconds of one step, alone; `Durations` gives a stream."""
+        """Draw the seconds of a single step; `Durations` gives a stream."""
         return self.mean(flops) * float(self.factors(rng, 1)[0])
 
 
 class Constant(_Compute):
-    """Every step takes the mean."""
+    """Distribution in which every step takes the mean."""
 
     distribution: Literal["constant"] = "constant"
 
@@ -76,7 +76,7 @@ class Constant(_Compute):
 
 
 class ShiftedExponential(_Compute):
-    """A fixed part, `shift` of the mean, and an exponential one."""
+    """A constant part, `shift` of the mean, plus an exponential part."""
 
     distribution: Literal["shifted-exponential"] = "shifted-exponential"
     shift: float = Field(default=0.5, ge=0, lt=1)
@@ -86,7 +86,7 @@ class ShiftedExponential(_Compute):
 
 
 class LogNormal(_Compute):
-    """The logarithm of a step's time is normal, with standard deviation `sigma`."""
+    """Log-normal durations; `sigma` is the standard deviation of their logarithm."""
 
     distribution: Literal["lognormal"] = "lognormal"
     sigma: float = Field(default=0.3, ge=0, allow_inf_nan=False)
@@ -96,7 +96,7 @@ class LogNormal(_Compute):
 
 
 class Pareto(_Compute):
-    """A heavy tail: P(time > t) falls as t ** -tail. The variance is finite only for a tail above 2."""
+    """Heavy-tailed durations: P(time > t) falls as t ** -tail. The variance is finite only for a tail above 2."""
 
     distribution: Literal["pareto"] = "pareto"
     tail: float = Field(default=2.5, gt=1, allow_inf_nan=False)
@@ -106,10 +106,10 @@ class Pareto(_Compute):
 
 
 class Trace(_Compute):
-    """Recorded durations of steps, replayed in order and over again, whatever the work.
+    """Recorded durations of steps, replayed in order and repeated. The operations of the work do not matter.
 
-    Each worker starts at a place of its own, drawn at random, or all at the `first`. `file` holds one duration
-    per line (seconds, or with a unit; `#` begins a comment).
+    Each worker starts at a random position of its own, or all workers at the `first`. `file` holds one duration per
+    line (seconds, or with a unit; `#` begins a comment).
     """
 
     distribution: Literal["trace"] = "trace"
@@ -147,7 +147,7 @@ class Trace(_Compute):
 
 
 def _read_durations(path: Path) -> list[float]:
-    """The durations in a trace file, in seconds."""
+    """Read the durations of a trace file, in seconds."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -159,7 +159,7 @@ def _read_durations(path: Path) -> list[float]:
 
 
 def _tag(value: Any) -> Any:
-    """Which distribution is meant; constant when nothing says."""
+    """Name of the distribution; `constant` if none is given."""
     return value.get("distribution", "constant") if isinstance(value, dict) else getattr(value, "distribution", value)
 
 
@@ -174,7 +174,7 @@ Compute = Annotated[
 
 
 class LogNormalSpeeds(Validated):
-    """Machines whose speeds are log-normal with median 1."""
+    """Log-normal speeds of machines, with median 1."""
 
     distribution: Literal["lognormal"]
     sigma: float = Field(default=0.2, ge=0, allow_inf_nan=False)
@@ -184,7 +184,7 @@ class LogNormalSpeeds(Validated):
 
 
 class UniformSpeeds(Validated):
-    """Machines whose speeds are spread evenly from `low` to `high`."""
+    """Speeds of machines, uniform from `low` to `high`."""
 
     distribution: Literal["uniform"]
     low: float = Field(default=0.5, gt=0, allow_inf_nan=False)
@@ -219,10 +219,10 @@ Speed = Annotated[
 
 
 class Durations:
-    """The durations of one worker's steps, one after another: the same for the same (compute, speed, seed).
+    """Stream of the durations of one worker's steps: the same for the same (compute, speed, seed).
 
-    Factors are drawn ahead, in blocks, which no caller can notice. `drawn` counts them: a resumed run makes the
-    same stream again and calls `skip(drawn)`.
+    Factors are drawn ahead in blocks, without effect on the stream. `drawn` counts the durations given: a resumed run
+    makes the same stream again and calls `skip(drawn)`.
     """
 
     __slots__ = ("_blocks", "_factors", "_flops", "_mean", "compute", "drawn", "speed")
@@ -233,17 +233,17 @@ class Durations:
         self.drawn = 0
         self._blocks = compute.blocks(rng)
         self._factors: Iterator[float] = iter(())
-        self._flops = self._mean = math.nan  # the last work and the mean of its time
+        self._flops = self._mean = math.nan  # operations of the last step, and the mean of their time
 
     def draw(self, flops: float = 0.0) -> float:
-        """Seconds that the next step takes, its work being `flops` floating-point operations."""
+        """Draw the seconds of the next step, which makes `flops` floating-point operations."""
         self.drawn += 1
         if flops != self._flops:
             self._flops, self._mean = flops, self.compute.mean(flops)
         return self._mean * self._next() / self.speed
 
     def skip(self, count: int) -> None:
-        """Pass over `count` draws."""
+        """Skip `count` draws."""
         for _ in range(count):
             self._next()
         self.drawn += count

@@ -1,16 +1,16 @@
 """How processes of one machine share its cores in virtual time.
 
-`Cores` is a processor-sharing queue: of n processes that are at work, each gets min(1, cores / n) of a core at every
-moment. A `Process` does one thing after another, as the one thread of a real process does: what it is asked for while
-it is at work waits, in the order of the requests. What follows from something that has just ended (the reply to a
-message, the step after a gradient) comes before what waits.
+`Cores` is a processor-sharing queue: each of n busy processes gets min(1, cores / n) of a core at every moment. A
+`Process` serves one demand after another, as the single thread of a real process does: demands made while it is busy
+wait in their order. A demand that follows from the one that has just ended (the reply to a message, the step after a
+gradient) is served before the waiting ones.
 
     one process, s seconds of work            s
     n processes at once, s seconds each       s * max(1, n / cores)
     one process asked twice, s and t          s, then s + t
 
-The queue is kept in its own virtual time, the seconds of a core that a process at work since the last idle moment
-would have got: the end of a demand is then a constant, and each change costs O(log n).
+The queue counts in a time of its own: the seconds of a core that a process busy since the last idle moment would have
+got. In that time the end of a demand is constant, so each change costs O(log n).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dure.runtime.virtual.kernel import Kernel, Timer
 
 
 class Demand:
-    """`seconds` of a core that a process needs; `done` is called at its end. `tag` is that end in the cores' time."""
+    """A request for `seconds` of a core; `done` is called at its end. `tag` is the end in the time of the cores."""
 
     __slots__ = ("done", "dropped", "seconds", "tag")
 
@@ -35,7 +35,7 @@ class Demand:
 
 
 class Cores:
-    """The cores of one machine, shared equally by the demands that are `begin`-ed on them."""
+    """The cores of one machine. The demands in service share them equally."""
 
     def __init__(self, kernel: Kernel, cores: int) -> None:
         self.kernel = kernel
@@ -49,11 +49,11 @@ class Cores:
 
     @property
     def rate(self) -> float:
-        """The share of a core that each demand gets now."""
+        """Share of a core that each demand gets at present."""
         return min(1.0, self.cores / max(len(self._present), 1))
 
     def begin(self, demand: Demand, ended: Callable[[], None]) -> None:
-        """Serve `demand` from now on; `ended` is called once it has had its seconds."""
+        """Start to serve `demand`; `ended` is called once it has got its seconds."""
         self._advance()
         if not self._present:
             self._heap.clear()
@@ -65,7 +65,7 @@ class Cores:
         self._schedule()
 
     def end(self, demand: Demand) -> float:
-        """Stop serving `demand`; the seconds that it still needs."""
+        """Stop serving `demand`. Return the seconds that it still needs."""
         self._advance()
         self._present.discard(demand)
         self._schedule()
@@ -104,20 +104,20 @@ class Cores:
 
 
 class Process:
-    """One process on `cores`: it does what it is asked for, one demand after another.
+    """One process on `cores`: serves its demands one after another.
 
-    While it is paused it does nothing, and keeps what it was asked for.
+    A paused process serves nothing and keeps its demands.
     """
 
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
         self._queue: deque[Demand] = deque()
         self._current: Demand | None = None
-        self._following: list[Demand] | None = None  # asked for since the last demand ended, at the same moment
+        self._following: list[Demand] | None = None  # demands made at the moment at which the last one ended
         self._paused = False
 
     def run(self, seconds: float, done: Callable[[], None], *, last: bool = False) -> Demand:
-        """Ask for `seconds` of a core; `done` is called at their end. `last`: all that waits comes before."""
+        """Request `seconds` of a core; `done` is called at their end. A `last` demand waits for all earlier ones."""
         demand = Demand(seconds, done)
         if self._following is None or last:
             self._queue.append(demand)
@@ -127,7 +127,7 @@ class Process:
         return demand
 
     def drop(self, demand: Demand) -> None:
-        """Forget a demand that has not ended: its `done` is never called."""
+        """Remove a demand that has not ended; its `done` is never called."""
         demand.dropped = True
         if demand is self._current:
             if not self._paused:
@@ -136,7 +136,7 @@ class Process:
             self._next()
 
     def clear(self) -> None:
-        """Forget all demands: the process has crashed."""
+        """Remove all demands after a crash of the process."""
         self._queue.clear()
         self._following = None
         self._paused = False
@@ -144,7 +144,7 @@ class Process:
             self.drop(self._current)
 
     def pause(self) -> None:
-        """Do nothing until `go_on`."""
+        """Stop serving until `go_on`."""
         if not self._paused and self._current is not None:
             self._current.seconds = self._cores.end(self._current)
         self._paused = True
@@ -158,7 +158,7 @@ class Process:
             self._next()
 
     def stretch(self, demand: Demand, factor: float) -> None:
-        """Multiply the rest of `demand` by `factor` from now on."""
+        """Multiply what `demand` still needs by `factor`."""
         if demand is self._current and not self._paused:
             demand.seconds = self._cores.end(demand) * factor
             self._cores.begin(demand, self._ended)
@@ -177,7 +177,7 @@ class Process:
         assert demand is not None
         self._following = []
         kernel = self._cores.kernel
-        kernel.timer(kernel.now, self._followed)  # once the coroutines that `done` resumes have run
+        kernel.timer(kernel.now, self._followed)  # runs after the coroutines that `done` resumes
         demand.done()
 
     def _followed(self) -> None:

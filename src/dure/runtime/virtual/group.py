@@ -1,4 +1,4 @@
-"""Collectives in virtual time: the value is the sum in rank order, the seconds are the ring's closed form."""
+"""Collectives in virtual time. Sums are in rank order; seconds are the closed form of a ring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GroupRuntime(Protocol):
-    """What a group uses of the virtual runtime."""
+    """The part of the virtual runtime that a group uses."""
 
     kernel: Kernel
     network: Network
@@ -34,7 +34,7 @@ class GroupRuntime(Protocol):
 
 
 class GroupNode(Protocol):
-    """What a group uses of a node."""
+    """The part of a node that a group uses."""
 
     rank: int
     alive: bool
@@ -49,7 +49,7 @@ class GroupNode(Protocol):
 
 
 class Round:
-    """One collective: the operation and the value of each rank that has come, and when its gradient began and ended."""
+    """One collective: operation and value of each rank that has arrived, and the start and end of its gradient."""
 
     __slots__ = ("arrived", "compute_ended", "kind", "started")
 
@@ -61,9 +61,9 @@ class Round:
 
 
 class CollectiveRounds:
-    """The rounds of one set of ranks; each member's n-th operation is part of round n.
+    """The rounds of one set of ranks; the n-th operation of each member is part of round n.
 
-    Everything that depends on the ranks alone is here, once for all members.
+    One object for all members holds what depends on the ranks alone.
     """
 
     def __init__(self, runtime: GroupRuntime, ranks: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class CollectiveRounds:
         self.gone: set[int] = set()
 
     def join(self, rank: int, kind: str) -> tuple[int, Round]:
-        """The next round of `rank`."""
+        """Count an operation of `rank`. Return the number of its round, and the round."""
         number = self.counts[rank]
         self.counts[rank] += 1
         round_ = self.rounds.setdefault(number, Round(kind))
@@ -86,7 +86,7 @@ class CollectiveRounds:
         return number, round_
 
     def lose(self, rank: int) -> None:
-        """A member died: a collective cannot end without it."""
+        """Fail the open rounds after a crash of `rank`: a collective needs every member."""
         self.gone.add(rank)
         for round_ in self.rounds.values():
             if rank not in round_.arrived:
@@ -102,7 +102,7 @@ class CollectiveRounds:
     def arrive(
         self, number: int, rank: int, operation: Operation[Any], value: Any, end: Callable[[Round], None]
     ) -> None:
-        """`rank` has brought `value`; the last to come ends the round."""
+        """Record the `value` of `rank`; the last member to arrive ends the round."""
         if self.gone:
             operation.fail(self._lost(min(self.gone)))
             return
@@ -113,14 +113,14 @@ class CollectiveRounds:
             end(round_)
 
     def cost(self, kind: str, nbytes: int, itemsize: int, *, gradient: bool = False) -> Cost:
-        """As `Network.cost`, of all ranks: computed once for each size."""
+        """As `Network.cost` for all ranks, computed once for each size."""
         key = (kind, nbytes, itemsize, gradient)
         if key not in self._costs:
             self._costs[key] = self.runtime.network.cost(kind, nbytes, self._indices, itemsize, gradient=gradient)
         return self._costs[key]
 
     def charge(self, kind: str, tensor: torch.Tensor) -> float:
-        """Seconds that the collective takes on this cluster; its bytes are counted."""
+        """Count the bytes of a collective. Return its seconds on this cluster."""
         cost = self.cost(kind, tensor.nbytes, _itemsize(tensor))
         self.runtime.network.count(cost, self._indices)
         if tensor.nbytes:
@@ -132,13 +132,13 @@ class CollectiveRounds:
 
 
 def shared(ranks: Sequence[int]) -> Sequence[int]:
-    """`ranks` as the key of their rounds: a range where they are consecutive, which is small for any number of them."""
+    """The key of the rounds of `ranks`: a range where they are consecutive, to save memory with many ranks."""
     consecutive = range(ranks[0], ranks[0] + len(ranks)) if ranks else range(0)
     return consecutive if ranks == consecutive or tuple(ranks) == tuple(consecutive) else tuple(ranks)
 
 
 def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in the given order, always the same bits."""
+    """Sum of `tensors` in the given order, which makes it reproducible bit for bit."""
     result = tensors[0].clone()
     for tensor in tensors[1:]:
         result += tensor
@@ -146,7 +146,7 @@ def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class VirtualGroup:
-    """A group of workers as one of its members sees it."""
+    """A group of workers, as seen by one member."""
 
     def __init__(self, node: GroupNode, ranks: Sequence[int]) -> None:
         self.node = node
@@ -203,9 +203,10 @@ class VirtualGroup:
         return operation
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
-        """A gradient whose first slices are already on their way while the last are computed.
+        """Compute the group's mean gradient; its first slices are reduced while backward computes the last.
 
-        They are those of a real run (`overlap.cut`). Backward goes from the last parameter to the first, evenly.
+        The slices are those of a real run (`overlap.cut`). Backward runs from the last parameter to the first, at an
+        even rate.
         """
         runtime, collective_rounds, node = self.node.runtime, self.collective_rounds, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
@@ -245,7 +246,7 @@ class VirtualGroup:
         runtime.kernel.at(finish, deliver)
 
     def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
-        """When the last slice is summed: one after another, each once everybody has it."""
+        """Time at which the last slice is reduced: slices in turn, each once all members have computed it."""
         backward, slices = self.node.runtime.cluster.backward, self.node.runtime.slices
         itemsize, free = _itemsize(gradient), 0.0
         for numel, left in slices or [(gradient.numel(), 0.0)]:
@@ -256,5 +257,5 @@ class VirtualGroup:
 
 
 def _itemsize(tensor: torch.Tensor) -> int:
-    """Bytes of an element; 1 where there is none."""
+    """Bytes of an element; 1 for a tensor without elements."""
     return tensor.nbytes // max(tensor.numel(), 1) or 1

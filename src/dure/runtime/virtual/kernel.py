@@ -1,4 +1,4 @@
-"""The clock of virtual time and its queue of events."""
+"""The event loop of virtual time: a clock and a queue of callbacks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dure.errors import DeadlockError
 Callback = Callable[[], None]
 
 Timer = tuple[float, int, Callback]
-"""A callback that can be called off: its time, its place among those of that time, and the callback itself."""
+"""A callback that can be cancelled: its time, its position among the callbacks of that time, and the callback."""
 
 
 class Kernel(Loop):
-    """Runs callbacks in the order of their virtual times; at equal times, in the order they were asked for.
+    """Runs callbacks in the order of their virtual times; at equal times, in the order in which they were scheduled.
 
-    The heap has each time once. Many callbacks share a time where workers are alike, and all but the first of them
-    wait in a list: taking the next of a list costs the same for any number of workers, taking it from a heap does not.
+    The heap holds each time once. Where workers are alike, many callbacks share a time; all but the first of them are
+    in a list. Taking the next item of a list costs the same for any number of workers, popping a heap does not.
     """
 
     def __init__(self, now: float = 0.0) -> None:
         super().__init__()
         self.now = now
-        self.events = 0  # that have happened when `run` ends
+        self.events = 0  # callbacks run so far; counted when `run` returns
         self._times: list[float] = []  # a heap
-        self._first: dict[float, Callback | None] = {}  # of each time; None if it was called off
-        self._more: dict[float, list[Callback | None]] = {}  # of the times that have several, those after the first
+        self._first: dict[float, Callback | None] = {}  # callback of each time; None if it was cancelled
+        self._more: dict[float, list[Callback | None]] = {}  # of times with several callbacks, all but the first
         self._external: list[tuple[float, int, Callback]] = []
         self._sequence = 0
 
@@ -43,12 +43,12 @@ class Kernel(Loop):
             self._more[time] = [callback]
 
     def timer(self, time: float, callback: Callback) -> Timer:
-        """As `at`; what calls it off (`void`) before its time."""
+        """Schedule as `at` does; the result cancels the callback when given to `void`."""
         self.at(time, callback)
         return time, len(self._more.get(time, ())), callback
 
     def void(self, timer: Timer) -> None:
-        """Call off a timer that has not come: no run goes on for its sake."""
+        """Cancel a timer. A cancelled timer does not keep the simulation alive."""
         time, place, callback = timer
         if place:
             more = self._more.get(time, ())
@@ -58,13 +58,16 @@ class Kernel(Loop):
             self._first[time] = None
 
     def external_event(self, time: float, callback: Callback) -> None:
-        """As `at`, before all else of that time, for what befalls a run from outside: no run goes on to meet it."""
+        """Schedule an external event (crash, pause).
+
+        It runs before other callbacks of the same time and does not keep the simulation alive.
+        """
         self._sequence += 1
         heappush(self._external, (time, self._sequence, callback))
 
     def run(self) -> None:
-        """Until nothing is left to happen but the weather."""
-        times, first, more, external_event, ready = self._times, self._first, self._more, self._external, self.ready
+        """Run callbacks until only external events are left."""
+        times, first, more, external, ready = self._times, self._first, self._more, self._external, self.ready
         events = 0
         while True:
             while ready:
@@ -77,7 +80,7 @@ class Kernel(Loop):
                 del first[heappop(times)]
                 more.pop(time, None)
                 continue
-            if external_event and external_event[0][0] <= time:
+            if external and external[0][0] <= time:
                 events += 1
                 self.next_external_event()
                 continue
@@ -94,15 +97,15 @@ class Kernel(Loop):
         self.events += events
 
     def _run_more(self, callbacks: list[Callback | None]) -> int:
-        """Run the callbacks of this time after the first, also those that are added meanwhile; how many events."""
-        external_event, ready, now = self._external, self.ready, self.now
+        """Run the later callbacks of the current time, also those added meanwhile. Return how many events ran."""
+        external, ready, now = self._external, self.ready, self.now
         events = 0
         for place, callback in enumerate(callbacks):
-            while external_event and external_event[0][0] <= now and callbacks[place] is not None:
+            while external and external[0][0] <= now and callbacks[place] is not None:
                 events += 1
                 self.next_external_event()
                 self.run_ready()
-                callback = callbacks[place]  # the weather may have called it off
+                callback = callbacks[place]  # an external event may have cancelled it
             if callback is not None:
                 events += 1
                 callback()
@@ -111,7 +114,7 @@ class Kernel(Loop):
         return events
 
     def next_external_event(self) -> bool:
-        """Go on to the weather, since nothing else is left to happen; False if there is none."""
+        """Advance to the next external event and run it, after `run` has returned; False if there is none."""
         if self._external:
             self.now, _, callback = heappop(self._external)
             callback()
@@ -119,8 +122,8 @@ class Kernel(Loop):
         return False
 
     def check_deadlock(self, expected: Sequence[Task[Any]]) -> None:
-        """Raise `DeadlockError` if one of `expected` has not ended though nothing is left to happen."""
+        """Raise `DeadlockError` if one of the tasks `expected` has not ended. Called when no callback is left."""
         stuck = [task for task in expected if not task.done]
         if stuck:
             waits = "; ".join(f"{s.name} waits for {s.waits_for.label if s.waits_for else 'nothing'}" for s in stuck)
-            raise DeadlockError(f"nobody can go on at {self.now:.6g} virtual seconds: {waits}")
+            raise DeadlockError(f"no task can continue at {self.now:.6g} virtual seconds: {waits}")

@@ -1,33 +1,35 @@
-"""How long messages take in virtual time, and how they share the wires.
+"""The network of virtual time: the seconds of messages, and how messages share network cards.
 
 Each direction of each machine's network card is a *processor-sharing queue*: the transfers in it share its
-bandwidth at every moment, in proportion to their weights. A message occupies its sender's way out and its receiver's
-way in at once, each at the rate that its own queue gives, and has left when both are done. It then costs both hosts
-`alpha + bytes * beta` seconds of a core, and arrives one latency later:
+bandwidth at every moment, in proportion to their weights. A message occupies the outgoing side of its sender's card
+and the incoming side of its receiver's card at once, each at the rate that its own queue gives. The message has left
+when both sides are done. It then takes `alpha + bytes * beta` seconds of a core at both hosts, and arrives one latency
+later:
 
-    alone:   latency + alpha + bytes * (beta + 1 / bandwidth)
-    K into one card at once:  the 1 / bandwidth part of the last takes exactly K times as long
+    one message                   latency + alpha + bytes * (beta + 1 / bandwidth)
+    K messages into one card      the 1 / bandwidth part of the last one takes exactly K times as long
 
 The weight of a message is drawn once: log-normal, of median 1 and sigma `Cluster.unfairness`. TCP shares a link only
 on average, and its irregularity spreads workers that began together. Where `unfairness` is 0, the default, all
 weights are 1: shares are equal, and the K messages above end together.
 
-Rules, all of them:
+All rules:
 
-- bytes on the wire are those given plus a header, the cluster's unless the sender gives another;
-- a message of at most `small` bytes (4 KiB) on the wire queues nowhere and takes latency + alpha + bytes / bandwidth:
-  one event. Its bytes are counted, but slow nobody;
-- messages from one node to another arrive in the order in which they were sent; they follow one another on the
-  wire, as on one connection, so a pair of nodes is one share of a queue whatever it has to say;
-- nodes on one machine do not use the card: alpha + bytes / memory bandwidth, one after another per pair.
-  Such bytes are counted apart, as `bytes_local`;
+- a message has the given bytes and a header, by default the cluster's, on the wire;
+- a message of at most `small` bytes (4 KiB) on the wire does not queue: it is one event and takes latency + alpha +
+  bytes / bandwidth. Its bytes are counted but slow no other message;
+- messages from one node to another arrive in the order in which they were sent. They follow one another on the wire, as
+  on one connection, so a pair of nodes has one share of a queue, however many messages wait;
+- messages between nodes of one machine do not use the card: they take alpha + bytes / memory bandwidth, one after
+  another per pair. Their bytes are counted separately, as `bytes_local`;
 - where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.cores`): a message takes
-  alpha + bytes * beta of its sender's process, then the link's latency, then as much of its receiver's process;
-- what a crashed node had sent arrives if it had left the node's card entirely, else it is lost; what was on its
-  way to it vanishes.
+  alpha + bytes * beta in the process of its sender, then the latency of the link, then as much in the process of its
+  receiver;
+- a message from a node that has crashed arrives if it had left the node's card entirely, else it is lost. Messages on
+  their way to that node are lost.
 
-A queue is kept in its own virtual time, the bytes that a transfer of weight 1 present since the queue was last
-empty would have got. A transfer's end is then a constant, so an arrival or a departure costs O(log n)
+A queue counts in a time of its own: the bytes that a transfer of weight 1, present since the queue was last empty,
+would have got. In that time the end of a transfer is constant, so an arrival or a departure costs O(log n)
 (Demers, Keshav, Shenker 1989; Parekh, Gallager 1993).
 """
 
@@ -54,10 +56,7 @@ _BLOCK = 512  # weights drawn at once
 
 @dataclass(frozen=True, slots=True)
 class NetworkCounters:
-    """What one node has sent and received.
-
-    Bytes over its card, headers included; bytes sent that stayed on the machine; messages sent, of both kinds.
-    """
+    """Counts of one node: bytes over its card, with headers; bytes sent within its machine; messages sent."""
 
     bytes_sent: int
     bytes_received: int
@@ -66,7 +65,7 @@ class NetworkCounters:
 
 
 class Transfer:
-    """A message on the wire. `pending` has a bit for each side that is not done; shares go by `weight`."""
+    """A message on the wire. `pending` has a bit for each side that is not done; `weight` is its share of a queue."""
 
     __slots__ = ("deliver", "nbytes", "pair", "pending", "weight")
 
@@ -79,9 +78,9 @@ class Transfer:
 
 
 class SharingQueue:
-    """One direction of one card: `bandwidth` bytes per second, shared by the transfers inside, by weight.
+    """One direction of one card: transfers share `bandwidth` bytes per second in proportion to their weights.
 
-    `bit` is the side of a `Transfer` that this queue serves; `left` is called when both its sides are done.
+    `bit` is the side of a `Transfer` that this queue serves; `left` is called when both sides of a transfer are done.
     """
 
     __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_total", "_virtual", "active", "bandwidth",
@@ -91,18 +90,18 @@ class SharingQueue:
         self.kernel = kernel
         self.bandwidth = bandwidth
         self.bit = bit
-        self.active = 0  # transfers inside; the heap may also hold removed ones
-        self._total = 0.0  # of their weights
+        self.active = 0  # transfers in service; the heap may also hold removed ones
+        self._total = 0.0  # sum of their weights
         self._left = left
         self._heap: list[tuple[float, int, Transfer]] = []
         self._sequence = 0
         self._virtual = 0.0  # bytes per transfer of weight 1, as of `_last`
         self._last = 0.0
-        self._due = math.inf  # the event that counts; one that fires before it is stale
+        self._due = math.inf  # time of the next event; an event that fires earlier is stale
         self._fire = self.fire
 
     def add(self, transfer: Transfer) -> None:
-        """Let `transfer` in, now."""
+        """Start to serve `transfer`."""
         now = self.kernel.now
         active = self.active
         if active:
@@ -126,7 +125,7 @@ class SharingQueue:
                 self.kernel.at(due, self._fire)
 
     def remove(self, transfer: Transfer) -> None:
-        """Take out `transfer`, unfinished."""
+        """Remove an unfinished `transfer`."""
         now = self.kernel.now
         self._virtual += (now - self._last) * self.bandwidth / self._total
         self._last = now
@@ -136,7 +135,7 @@ class SharingQueue:
         self._schedule(now)
 
     def fire(self) -> None:
-        """The event: finish what is done at this moment, and say when to come back."""
+        """Handle an event: finish the transfers that end now, and schedule the next event."""
         now = self.kernel.now
         if now < self._due:
             return
@@ -153,7 +152,7 @@ class SharingQueue:
             self.kernel.at(due, self._fire)
             return
         self._virtual, self._last = tag, now
-        if len(heap) == 1:  # the commonest
+        if len(heap) == 1:  # the most frequent case
             heap.clear()
             self.active = 0
             transfer.pending ^= bit
@@ -186,7 +185,7 @@ class SharingQueue:
 
 
 class Processor:
-    """A host's cores: requests are served in order, each by whichever core is free first."""
+    """The cores of a host. Requests are served in order, each by the core that is free first."""
 
     __slots__ = ("_free",)
 
@@ -194,7 +193,7 @@ class Processor:
         self._free = [0.0] * cores
 
     def reserve(self, now: float, seconds: float) -> float:
-        """When a request made `now` for `seconds` of a core is served."""
+        """Take `seconds` of a core from `now` on. Return the time at which they end."""
         free = self._free
         first = free[0]
         done = (now if now > first else first) + seconds
@@ -202,12 +201,12 @@ class Processor:
         return done
 
     def clear(self) -> None:
-        """Forget what was asked: the machine crashed."""
+        """Drop all requests after a crash of the machine."""
         self._free[:] = [0.0] * len(self._free)
 
 
 class Pair:
-    """One node's connection to another: keeps their messages in order."""
+    """The connection from one node to another; keeps messages in order."""
 
     __slots__ = ("arrived", "backlog", "current", "dst", "dst_cpu", "egress", "ingress", "latency", "local", "src",
                  "src_cpu", "start", "stretch")  # fmt: skip
@@ -216,12 +215,12 @@ class Pair:
         self.src = src
         self.dst = dst
         self.local = True
-        self.start = 0.0  # seconds of a small or local message apart from its bytes
-        self.stretch = 0.0  # seconds per byte of one
+        self.start = 0.0  # constant seconds of a small or local message
+        self.stretch = 0.0  # its seconds per byte
         self.latency = 0.0
-        self.arrived = 0.0  # when the last message arrives or arrived
+        self.arrived = 0.0  # time at which the last message arrives or arrived
         self.current: Transfer | None = None
-        self.backlog: deque[tuple[int, Callable[[], None]]] | None = None  # once a message had to wait
+        self.backlog: deque[tuple[int, Callable[[], None]]] | None = None  # made when a message first has to wait
         self.egress: SharingQueue
         self.ingress: SharingQueue
         self.src_cpu: Processor
@@ -229,7 +228,7 @@ class Pair:
 
 
 def weights(unfairness: float, rng: np.random.Generator | None = None) -> Iterator[float]:
-    """The weights of messages, without end: log-normal of median 1 and sigma `unfairness`; all 1.0 if that is 0."""
+    """Endless weights of messages: log-normal of median 1 and sigma `unfairness`; all 1.0 where that is 0."""
     if not unfairness:
         yield from repeat(1.0)
     rng = rng or np.random.default_rng(0)
@@ -240,8 +239,8 @@ def weights(unfairness: float, rng: np.random.Generator | None = None) -> Iterat
 class Network:
     """The cards, cores and messages of `cluster`, in the time of `kernel`.
 
-    `hosts` says on which machine (its index in the cluster) each node lives; see `Cluster.hosts`. Nodes are named
-    or numbered in the order of `hosts`. `rng` draws the weights of messages where the cluster has an `unfairness`.
+    `hosts` maps each node to its machine (an index in the cluster); see `Cluster.placed`. Methods take a node by name,
+    or by number in the order of `hosts`. `rng` draws the weights of messages where the cluster has an `unfairness`.
     """
 
     def __init__(
@@ -268,7 +267,7 @@ class Network:
         self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
         self._weights = weights(cluster.unfairness, rng)
         self._gone: set[int] = set()
-        self._life = [0] * len(hosts)  # rises when a node crashes: what was sent to the one before vanishes
+        self._life = [0] * len(hosts)  # crashes of each node: a message to an earlier incarnation is lost
         self.bytes_sent = [0] * len(hosts)
         self.bytes_received = [0] * len(hosts)
         self.bytes_local = [0] * len(hosts)
@@ -277,11 +276,11 @@ class Network:
     def send(
         self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int | None = None
     ) -> None:
-        """Send `nbytes` bytes and a header; `deliver` is called when they have arrived, or never."""
+        """Send `nbytes` bytes and a header. `deliver` is called on arrival; never, if the message is lost."""
         self.carry(self.route(src, dst), nbytes + (self._header if header is None else header), deliver)
 
     def carry(self, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
-        """As `send`, for `wire` bytes with the header, by a `route` that is known."""
+        """Send `wire` bytes, header included, over a known `route`; otherwise as `send`."""
         node = pair.src
         if self._gone and node in self._gone:
             return
@@ -300,7 +299,7 @@ class Network:
             pair.backlog.append((wire, deliver))
         elif wire <= self._small:
             time = self.kernel.now + pair.start + wire * pair.stretch
-            if time < pair.arrived:  # as `_arrive_at`, which costs a call
+            if time < pair.arrived:  # inlined `_arrive_at`, to save a call
                 time = pair.arrived
             else:
                 pair.arrived = time
@@ -310,15 +309,10 @@ class Network:
             pair.egress.add(transfer)
             pair.ingress.add(transfer)
 
-    def occupy(self, node: str | int, seconds: float) -> float:
-        """Take `seconds` of a core of `node`'s machine, after what was asked of it before; when that is done."""
-        machine = self._machine[self.node(node)]
-        return self._processors[machine].reserve(self.kernel.now, seconds)
-
     def drop(self, node: str | int) -> None:
-        """`node` crashed: lose what had not left it and what was on its way to it. Until `restore`, it is gone.
+        """Crash `node`: lose the messages that had not left it and those on their way to it, until `restore`.
 
-        Its machine's cores are forgotten too, unless another node lives on it.
+        Requests for cores of its machine are dropped too, unless another node runs on it.
         """
         index = self.node(node)
         self._gone.add(index)
@@ -339,27 +333,27 @@ class Network:
             self._processors[machine].clear()
 
     def last_arrival(self, node: str | int) -> float:
-        """When the last that `node` has sent arrives or arrived, in seconds; what is still on a card is not counted."""
+        """Arrival time of the last message from `node` that has left its card."""
         index = self.node(node)
         return max((pair.arrived for pair in self._pairs.values() if pair.src == index), default=0.0)
 
     def restore(self, node: str | int) -> None:
-        """A new incarnation of `node` is there: it sends and receives again, nothing from before."""
+        """Start a new incarnation of `node`: it sends and receives again. Earlier messages stay lost."""
         self._gone.discard(self.node(node))
 
     def node(self, name: str | int) -> int:
-        """The number of a node given by name; a number is itself."""
+        """The number of a node that is given by name or number."""
         return name if isinstance(name, int) else self.ids[name]
 
     def counters(self, node: str | int) -> NetworkCounters:
-        """What `node` has sent and received so far."""
+        """The counts of `node` so far."""
         i = self.node(node)
         return NetworkCounters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
     def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
-        """What a collective among `nodes` costs, from when the last has come; counts its bytes.
+        """Count the bytes of a collective among `nodes`. Return its cost from the arrival of the last member on.
 
-        `kind` is a key of `collectives.COLLECTIVES`; `nbytes` is the weight of one member's tensor, of elements of
+        `kind` is a key of `collective_cost.COLLECTIVES`; `nbytes` is the size of one member's tensor, of elements of
         `itemsize` bytes. The root of a broadcast is the first of `nodes`.
         """
         indices = [self.node(node) for node in nodes]
@@ -368,7 +362,7 @@ class Network:
         return cost
 
     def count(self, cost: Cost, indices: Sequence[int]) -> None:
-        """Count the bytes and messages of a collective among the nodes of these numbers."""
+        """Count the bytes and messages of a collective among the nodes `indices`."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
@@ -377,11 +371,11 @@ class Network:
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
     ) -> Cost:
-        """As `collective`, and nothing is counted. `gradient`: of one that leaves during backward."""
+        """Cost of a collective, as `collective`, without counting. `gradient`: its tensor leaves during backward."""
         return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes, gradient=gradient), itemsize)
 
     def path(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Path:
-        """The slowest of the links between the machines of `nodes`: what a round of a collective is bound by."""
+        """The slowest link between the machines of `nodes`, which bounds a round of a collective."""
         host = self.cluster.host
         if host is not None:
             round_ = host.gradient if gradient else host.all_reduce
@@ -391,7 +385,7 @@ class Network:
         return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma, self._header, self._small)
 
     def route(self, src: str | int, dst: str | int) -> Pair:
-        """The connection from `src` to `dst`: always the same one."""
+        """The connection from `src` to `dst`, one object for each pair of nodes."""
         key = (self.node(src), self.node(dst))
         pair = self._pairs.get(key)
         if pair is None:
@@ -409,7 +403,7 @@ class Network:
         return pair
 
     def _hand_over(self, processes: Sequence[Process], pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
-        """Carry a message from one process of the host to another."""
+        """Carry a message between two processes of the host."""
         seconds, life = self._alpha + wire * self._beta, self._life[pair.dst]
 
         def receive() -> None:
@@ -423,7 +417,7 @@ class Network:
         processes[pair.src].run(seconds, sent)
 
     def _left(self, transfer: Transfer) -> None:
-        """Both sides of `transfer` are done: the cores handle it, and the pair's next one follows."""
+        """End `transfer`, whose two sides are done: the cores handle it, and the next message of its pair starts."""
         pair = transfer.pair
         wire = transfer.nbytes
         now = self.kernel.now
@@ -444,7 +438,7 @@ class Network:
             self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
 
     def _arrive_at(self, pair: Pair, time: float, wire: int, deliver: Callable[[], None]) -> None:
-        """Deliver at `time`, or with the message before on this pair if that is later."""
+        """Deliver at `time`, but not before the previous message of this pair."""
         if time < pair.arrived:
             time = pair.arrived
         else:

@@ -1,8 +1,8 @@
-"""Virtual time: gradients are real, seconds are modelled, one process plays every node.
+"""Virtual time: one process runs every node. Gradients are real, seconds are modelled.
 
-The kernel is a heap of (time, sequence, callback); coroutines are resumed by the loop of `core.node`.
-Compute times come from the cluster's distributions, messages from its network model, and a gradient is
-evaluated when its value is first needed, together with all others that have started meanwhile.
+The kernel calls callbacks in the order of their virtual times; the loop of `core.node` resumes coroutines. Durations
+of computations come from the cluster's distributions, those of messages from its network model. A gradient is
+evaluated when its value is first needed, in one batch with all gradients that have started meanwhile.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FEW_TASKS = 8
-"""Tasks that a node keeps before it lets go of those that are over; many would fill the memory of many nodes."""
+"""Tasks that a node keeps before it drops the finished ones; a large number would cost memory on many nodes."""
 
 
 class Computation(Operation[Any]):
-    """Work in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
+    """A computation in progress on a node; a pause or a slow-down moves its `finish` (seconds)."""
 
     __slots__ = ("demand", "evaluated", "finish", "node", "timer", "value", "work")
 
@@ -66,7 +66,7 @@ class Computation(Operation[Any]):
         self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else None
 
     def move(self, finish: float) -> None:
-        """Finish at another time than was said."""
+        """Set another time of the finish."""
         kernel = self.node.runtime.kernel
         assert self.timer is not None
         kernel.void(self.timer)
@@ -74,7 +74,7 @@ class Computation(Operation[Any]):
         self.timer = kernel.timer(finish, self.due)
 
     def abandon(self) -> None:
-        """The node crashed, or gave up."""
+        """Drop the computation after a crash of its node or a cancellation."""
         self.node.runtime.pending.pop(self, None)
         if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
@@ -83,8 +83,8 @@ class Computation(Operation[Any]):
             self.node.process.drop(self.demand)
 
     def due(self) -> None:
-        """Called by the kernel at the finish."""
-        self.timer = None  # it refers to this computation, which would otherwise wait for the collector of cycles
+        """Resolve the operation; the kernel calls this at the finish."""
+        self.timer = None  # breaks a reference cycle, so that the memory is free at once
         self.node.running.pop(self, None)
         work = self.work
         self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
@@ -97,9 +97,9 @@ class Computation(Operation[Any]):
 
 
 class VirtualNode:
-    """A machine of the cluster, as the roles and services on it see it.
+    """The `Node` of virtual time: one machine of the cluster, for the roles and services on it.
 
-    `payload_sent` and `payload_received` are bytes of tensors, headers apart, as a real run counts them.
+    `payload_sent` and `payload_received` count bytes of tensors without headers, as a real run does.
     """
 
     def __init__(self, runtime: VirtualRuntime, name: str, rank: int) -> None:
@@ -107,11 +107,11 @@ class VirtualNode:
         self.kernel = runtime.kernel
         self.name = name
         self.rank = rank
-        self.routes: dict[str, Pair] = {}  # to those whom it has met
+        self.routes: dict[str, Pair] = {}  # connections to nodes that this one has sent to
         self.carry = runtime.network.carry
-        processes = runtime.network.processes  # where the cluster is one host
+        processes = runtime.network.processes  # if the cluster is one host
         self.process = None if processes is None else processes[runtime.network.node(name)]
-        self.calls: dict[RemoteCall, int] = {}  # under way from here, with the runtime's numbers
+        self.calls: dict[RemoteCall, int] = {}  # calls in progress from this node, and their numbers
         self.meter = Meter(name, [] if runtime.trace else None)
         self.services: dict[str, Service] = {}
         self.running: dict[Computation, None] = {}
@@ -187,7 +187,7 @@ class VirtualNode:
         kernel = self.runtime.kernel
         operation: Operation[None] = Operation(kernel, f"{seconds:g} s to pass")
         if self.process is not None and not seconds:
-            self.process.run(0.0, operation.resolve, last=True)  # a turn for all that waits
+            self.process.run(0.0, operation.resolve, last=True)  # all waiting demands run first
             return operation
         (kernel.external_event if background else kernel.at)(kernel.now + seconds, operation.resolve)
         return operation
@@ -206,19 +206,19 @@ class VirtualNode:
         return tensor.new_empty(tensor.shape)
 
     def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
-        """Send `peer` tensors of `nbytes` bytes; `deliver` is called when they have arrived."""
+        """Send tensors of `nbytes` bytes to `peer`; `deliver` is called on arrival."""
         self.payload_sent += nbytes
         self.carry(self.routes.get(peer.name) or self.route(peer), nbytes + header, deliver)
 
     def route(self, peer: VirtualNode) -> Pair:
-        """The way to `peer`, kept for the next message."""
+        """Look up the connection to `peer`, and keep it for the next message."""
         route = self.routes[peer.name] = self.runtime.network.route(self.name, peer.name)
         return route
 
     # ---- events of the cluster
 
     def crash(self) -> None:
-        """Gone, without a word: tasks end where they stand, messages under way are lost."""
+        """Crash: tasks end at once, messages in progress are lost."""
         self.alive = False
         self.runtime.network.drop(self.name)
         for computation in self.running:
@@ -230,7 +230,7 @@ class VirtualNode:
                 task.kill()
 
     def revive(self) -> None:
-        """A new incarnation: what the one before was doing is forgotten."""
+        """Start a new incarnation, without tasks, pause or slow-down of the one before."""
         self.alive = True
         self.incarnation += 1
         self.paused_until = 0.0
@@ -238,7 +238,7 @@ class VirtualNode:
         self.tasks.clear()
 
     def pause(self, seconds: float) -> None:
-        """Stand still for `seconds`: computations and answers are late by what is left of them."""
+        """Pause for `seconds`: computations in progress and answers are delayed by that time."""
         now = self.runtime.kernel.now
         before = max(now, self.paused_until)
         self.paused_until = max(before, now + seconds)
@@ -254,7 +254,7 @@ class VirtualNode:
             self.process.go_on()
 
     def slow_down(self, factor: float) -> None:
-        """From now on everything takes `factor` times as long as the cluster says."""
+        """Make every computation take `factor` times as long as by the cluster's model, from now on."""
         begin = max(self.runtime.kernel.now, self.paused_until)
         change = factor / self.slowness
         self.slowness = factor
@@ -268,7 +268,7 @@ class VirtualNode:
         return self.paused_until > self.runtime.kernel.now
 
     def when_awake(self, callback: Callable[[], None]) -> None:
-        """Now, or when the pause is over."""
+        """Call `callback` now, or at the end of the pause."""
         kernel = self.runtime.kernel
         if kernel.now < self.paused_until:
             kernel.at(self.paused_until, callback)
@@ -277,15 +277,15 @@ class VirtualNode:
 
 
 class RemoteCall(Operation[Reply]):
-    """A call on its way there, being handled, or on its way back.
+    """A call of a service: request, handling, and reply.
 
-    A node that calls a service of its own is answered without a message.
+    A call of the caller's own node needs no message.
     """
 
     __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_target", "source")
 
     def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
-        self.loop = source.kernel  # as the constructor of operations, which costs a call
+        self.loop = source.kernel  # inlined `Operation.__init__`, to save a call
         self.done = False
         self.on_cancel = self._error = self._waiters = self._value = None
         self.source = source
@@ -321,7 +321,7 @@ class RemoteCall(Operation[Reply]):
             target.payload_received += self._nbytes
         try:
             answer = target.services[self._service].handle(self._call)
-        except Exception as error:  # noqa: BLE001  (whatever a handler raises is the caller's answer)
+        except Exception as error:  # noqa: BLE001  (an error of the handler is the answer)
             self._answer_error(error)
             return
         if isinstance(answer, Reply):
@@ -354,7 +354,7 @@ class RemoteCall(Operation[Reply]):
 
     def _answer_error(self, error: Exception) -> None:
         if isinstance(error, RemoteError):
-            error = error.with_traceback(None)  # an answer: as on processes, it does not say where it was made
+            error = error.with_traceback(None)  # as on processes, an answer has no traceback
         source, target = self.source, self._target
         if source is target:
             self.fail(error)
@@ -386,7 +386,7 @@ class RemoteCall(Operation[Reply]):
         return self.source is node or self._target is node
 
     def lose(self, node: VirtualNode) -> None:
-        """`node` is gone: no answer will come from it, and nobody is there to hear one."""
+        """Fail the call after a crash of its target; after a crash of the caller no task waits for it."""
         if self.source is not node:
             self._lost()
 
@@ -403,9 +403,9 @@ def _weight(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class Mailbox:
-    """Messages from one node to another under one tag, in order: each leaves once its receiver has asked for it.
+    """Messages from one node to another under one tag, in order. A message leaves once its receiver has asked for it.
 
-    So it is on processes. What is sent is read when it arrives: it is lent until then.
+    Processes do the same. A tensor is read when its message arrives; until then the sender must not change it.
     """
 
     def __init__(self, runtime: VirtualRuntime, source: str, target: str) -> None:
@@ -452,11 +452,11 @@ class Mailbox:
 
 
 class VirtualRuntime:
-    """Every node of a virtual cluster, its clock and its network.
+    """All nodes of a virtual cluster, with its clock and its network.
 
-    `detection` is how many seconds pass between a crash and others noticing it. `codec` is what that of the run costs.
-    `slices` leave while a gradient is computed, in order: how many elements, and the share of backward that is left
-    then. Without them all leave at its end.
+    `detection`: seconds between a crash and its notice by others. `codec`: the cost of the run's codec. `slices`: the
+    parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
+    Without slices a gradient leaves at the end of backward.
     """
 
     def __init__(
@@ -482,7 +482,7 @@ class VirtualRuntime:
         self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
         self.nodes: dict[str, VirtualNode] = {}
         self.pending: dict[Computation, None] = {}
-        self.numbers = count()  # of calls, in the order in which they are made
+        self.numbers = count()  # of calls, in the order of their start
         self.groups: dict[Sequence[int], Any] = {}
         self.durations: dict[str, Durations] = {}
         self._mail: dict[tuple[str, str, int], Mailbox] = {}
@@ -499,7 +499,7 @@ class VirtualRuntime:
         return self._mail[key]
 
     def seconds_of(self, node: VirtualNode, work: Work) -> float:
-        """How long `work` takes on `node`, by the cluster's model."""
+        """Seconds of `work` on `node`, by the cluster's model."""
         if isinstance(work, Apply):
             return (
                 self._coding_seconds(node, work.codec_works) if work.codec_works else work.nbytes * self.cluster.gamma
@@ -508,12 +508,12 @@ class VirtualRuntime:
         return self.durations[node.name].draw(flops) * node.slowness
 
     def _coding_seconds(self, node: VirtualNode, codec_works: Sequence[CodecWork]) -> float:
-        """What a codec takes there: a worker's machine is as fast at that as at its steps."""
+        """Seconds of a codec on `node`: the speed of a worker's machine applies to codecs as to steps."""
         own = self.durations.get(node.name)
         return self.codec.seconds(codec_works) * node.slowness / (1.0 if own is None else own.speed)
 
     def value_of(self, computation: Computation) -> Any:
-        """The value of a finished gradient, which brings the other pending ones along where they batch."""
+        """The value of a finished gradient. Other pending gradients are evaluated with it where they batch."""
         if not computation.evaluated:
             self._evaluate(computation)
         self.pending.pop(computation, None)
@@ -533,9 +533,9 @@ class VirtualRuntime:
             computation.evaluated = True
 
     def lose(self, node: VirtualNode) -> None:
-        """Crash `node`; after `detection` seconds everybody who waits for it, and every service, is told.
+        """Crash `node`. After `detection` seconds its callers and all services are told.
 
-        Not before what it has said: a connection ends after the bytes that were on it.
+        They are told after the arrival of its last message: a connection ends after the bytes that were on it.
         """
         under_way = [(number, call) for source in self.nodes.values() for call, number in source.calls.items()]
         ended = [call for _, call in sorted(under_way, key=itemgetter(0)) if call.concerns(node)]
@@ -549,7 +549,7 @@ class VirtualRuntime:
         for call in ended:
             call.lose(node)
         if node.alive:
-            return  # it is back, and says so itself when it joins
+            return  # it has restarted, and tells the others when it joins
         for members, collective_rounds in self.groups.items():
             if node.rank in members and node.name.startswith("worker"):
                 collective_rounds.lose(node.rank)
