@@ -48,9 +48,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which read no table
     from dure.sync.base import ServerRule as ServerRule
     from dure.sync.base import Traits as Traits
     from dure.sync.bmuf import BMUF as BMUF
-    from dure.sync.bmuf import DiLoCo as DiLoCo
     from dure.sync.bsp import BSP as BSP
     from dure.sync.dc_asgd import DCASGD as DCASGD
+    from dure.sync.diloco import DiLoCo as DiLoCo
     from dure.sync.downpour import Downpour as Downpour
     from dure.sync.easgd import EAMSGD as EAMSGD
     from dure.sync.easgd import EASGD as EASGD

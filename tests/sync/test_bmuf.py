@@ -19,7 +19,8 @@ from dure.run.strategy import Strategy
 from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
-from dure.sync.bmuf import BMUF, DiLoCo
+from dure.sync.bmuf import BMUF
+from dure.sync.diloco import DiLoCo
 
 TOPOLOGIES = ["collective", "ps:shards=2"]
 BATCH = 8

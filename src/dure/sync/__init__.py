@@ -15,7 +15,7 @@ CATALOGUE = {
     "easgd": "dure.sync.easgd:EASGD",
     "eamsgd": "dure.sync.easgd:EAMSGD",
     "bmuf": "dure.sync.bmuf:BMUF",
-    "diloco": "dure.sync.bmuf:DiLoCo",
+    "diloco": "dure.sync.diloco:DiLoCo",
     "backup": "dure.sync.backup:Backup",
     "k-sync": "dure.sync.k_sync:KSync",
     "k-batch-sync": "dure.sync.k_sync:KBatchSync",
