@@ -76,7 +76,7 @@ def serve(pipe: Connection, sizes: list[int], workers: int, staging: int) -> Non
     while len(gone) < workers:
         node.loop.turn(1.0)
     peak = int(status_of("VmHWM")) * 1024
-    buffers = sum(shard.pool.made * shard.values.nbytes for shard in shards)
+    buffers = sum(shard.versions.pool.made * shard.values.nbytes for shard in shards)
     pipe.send({"before": before, "peak": peak, "staging": node.wire.staging_peak_nbytes, "versions": buffers})
 
 

@@ -26,7 +26,7 @@ def run(strategy, *, pause=None, evict_seconds=5.0, compute=STEADY, **options):
     segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
     segment.clock._patience.seconds = evict_seconds
     for shard in segment.shards:
-        shard.log = []
+        shard.updater.log = []
     assert segment.run() is None
     return segment, segment.outcome()
 
@@ -44,8 +44,8 @@ def test_a_worker_that_stands_still_is_left_behind_refused_and_taken_in_again(st
     assert outcome.totals.failures_survived == 1
     assert segment.clock.lost_workers == [1]
     first = segment.shards[0]
-    assert all(shard.log == first.log for shard in segment.shards)
-    mine = [incarnation for worker, incarnation, _ in first.log if worker == 1]
+    assert all(shard.updater.log == first.updater.log for shard in segment.shards)
+    mine = [incarnation for worker, incarnation, _ in first.updater.log if worker == 1]
     assert set(mine) == {0, 1}
     assert mine == sorted(mine), "an update of the incarnation before was taken"
     assert first.refused == 1, "its first push after the pause is refused"
@@ -60,14 +60,14 @@ def test_a_worker_that_stands_still_for_less_is_waited_for(strategy):
     segment, outcome = run(strategy, pause=4.0)
     assert 4.0 < longest_silence(segment, outcome) < 5.5
     assert outcome.totals.failures_survived == 0
-    assert len(segment.shards[0].log) == 3 * STEPS
+    assert len(segment.shards[0].updater.log) == 3 * STEPS
     assert segment.shards[0].refused == 0
 
 
 def test_nobody_is_evicted_where_nobody_waits():
     segment, outcome = run("ssp:bound=inf ps", pause=8.0)
     assert outcome.totals.failures_survived == 0
-    assert len(segment.shards[0].log) == 3 * STEPS
+    assert len(segment.shards[0].updater.log) == 3 * STEPS
 
 
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "ssp ps"])

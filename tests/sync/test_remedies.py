@@ -303,13 +303,13 @@ def test_what_was_fetched_ahead_is_not_what_the_gradient_was_computed_on() -> No
 
 def test_workers_share_backups_and_leave_none_behind() -> None:
     bench = Bench("downpour+dc-asgd:mode=adaptive", 6, START, bowl, lr=0.1)
-    assert bench.shard.pool.made == 1, "six have read one version"
+    assert bench.shard.versions.pool.made == 1, "six have read one version"
     for worker in [0, 1, 2, 3, 4, 5] * 20:
         bench.turn(worker)
-    assert bench.shard.pool.made <= 6 + 3
+    assert bench.shard.versions.pool.made <= 6 + 3
     for worker in range(6):
         bench.call(worker, "leave", keep=[])
-    assert len(bench.shard.pool._free) == bench.shard.pool.made - 1, "only the newest is held"
+    assert len(bench.shard.versions.pool._free) == bench.shard.versions.pool.made - 1, "only the newest is held"
     assert bench.shard.corrections is not None
     assert bench.shard.corrections._vectors == {}
 
@@ -354,8 +354,8 @@ def test_a_shard_that_is_restored_corrects_as_before() -> None:
     assert not torch.equal(fresh.values, other.values)
     for worker in range(3):
         fresh.call(worker, "leave", keep=[])
-    held = {fresh.shard.current, *fresh.shard._kept.values()}
-    assert len(fresh.shard.pool._free) == fresh.shard.pool.made - len(held)
+    held = {fresh.shard.versions.current, *fresh.shard.versions._kept.values()}
+    assert len(fresh.shard.versions.pool._free) == fresh.shard.versions.pool.made - len(held)
 
 
 # ---- stability under a constant delay

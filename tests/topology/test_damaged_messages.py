@@ -145,11 +145,11 @@ def test_a_shard_refuses_what_no_encoder_made(stranger, codec, ordered):
         assert kind == Kind.ERROR
         assert f"update {seq} of worker 1 is damaged" in str(meta)
         assert shard.refused == seq
-    assert (shard.applied, shard.num_staged, shard.version) == (0, 0, 0)
+    assert (shard.applied, len(shard.staging), shard.version) == (0, 0, 0)
     assert not shard.values.any()
     caller.send(push(caller, good, 1, ordered, incarnation=len(bad) + 1))
     assert caller.answer()[0] == Kind.REPLY
-    assert shard.applied + shard.num_staged == 1
+    assert shard.applied + len(shard.staging) == 1
     assert bool(shard.values.any()) is not ordered
 
 

@@ -57,7 +57,7 @@ def test_a_worker_computes_on_the_memory_of_the_only_shard() -> None:
 
 def versions(run: Segment) -> list[Buffer]:
     (shard,) = run.shards
-    return [shard.current, *shard._kept.values()]
+    return [shard.versions.current, *shard.versions._kept.values()]
 
 
 def test_parameters_of_several_shards_are_the_workers_own() -> None:
@@ -70,7 +70,9 @@ def test_parameters_of_several_shards_are_the_workers_own() -> None:
 def test_what_was_lent_is_given_back() -> None:
     run = segment()
     spied(run, lambda worker: None)
-    assert run.shards[0].pool.made <= 2 * (2 + 1) + 2, "versions that two workers read or stage, and what is made next"
+    assert run.shards[0].versions.pool.made <= 2 * (2 + 1) + 2, (
+        "versions that two workers read or stage, and what is made next"
+    )
 
 
 def test_writing_to_what_was_lent_is_an_error_that_names_the_way_out() -> None:

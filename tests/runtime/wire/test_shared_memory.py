@@ -19,7 +19,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity, WireLimits
 from dure.runtime.wire.shared_memory import Borrower, Lender
-from dure.topology.parameter_server.shard import ServerClient, Servers, Shard
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.shard import Shard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
 
@@ -306,7 +307,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
     assert client.lends
     assert not server.wire._shared.staging._idle, "memory was made for what was received"
     assert worker.wire._shared.borrower._kept, "a version was copied from where it lies"
-    assert shard.pool.made <= 3
+    assert shard.versions.pool.made <= 3
     for node in (worker, server):
         node.wire.close(timeout=0.0)
 

@@ -23,9 +23,11 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.runtime.wire import Identity, WireLimits
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import NAME, clocked_at, serve_clock
 from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf, Policy
-from dure.topology.parameter_server.shard import ClockService, ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 7
 FAR = Link(bandwidth=1e12, latency=5e-3)
@@ -90,7 +92,7 @@ def test_an_exchange_is_answered_once_the_others_have_come_with_what_all_have_ma
     late = one.run(second.push_pull(update(2.0), room(), base=[0]))
     assert early.result().values.tolist() == late.values.tolist() == [-3.0] * NUMEL
     assert early.result().versions == late.versions == [1]
-    assert (first.slowest, second.slowest, one.shard.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
+    assert (first.slowest, second.slowest, one.shard.updater.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
 
 
 def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
@@ -101,7 +103,7 @@ def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
         client.seq = 0  # as if the answer had been lost
         again = one.run(client.push_pull(update(1.0), room(), base=[0]))
         assert (again.values.tolist(), again.versions) == ([-1.0] * NUMEL, [1])
-    assert (one.shard.applied, one.policy.clocks[0], one.shard.num_staged) == (1, 1, 0)
+    assert (one.shard.applied, one.policy.clocks[0], len(one.shard.staging)) == (1, 1, 0)
 
 
 def test_a_call_made_again_while_the_first_waits_gets_the_answer_too() -> None:
@@ -112,7 +114,7 @@ def test_a_call_made_again_while_the_first_waits_gets_the_answer_too() -> None:
         waiting.append(one.start(client.push_pull(update(1.0), room()), f"attempt {len(waiting)}"))
     one.run(one.clients[1].push_pull(update(1.0), room()))
     assert [each.result().values.tolist() for each in waiting] == [[-2.0] * NUMEL] * 2
-    assert one.shard.current.holders == 1, "what was lent for an answer was given back"
+    assert one.shard.versions.current.holders == 1, "what was lent for an answer was given back"
 
 
 def test_a_bad_update_moves_neither_model_nor_clock() -> None:
@@ -122,7 +124,7 @@ def test_a_bad_update_moves_neither_model_nor_clock() -> None:
         one.run(client.push_pull(update(math.nan), room()))
     with pytest.raises(Refused, match="weight"):
         one.run(client.push(update(1.0), weight=0.0))
-    assert (one.shard.version, one.shard.num_staged, one.policy.clocks[0]) == (0, 0, 0)
+    assert (one.shard.version, len(one.shard.staging), one.policy.clocks[0]) == (0, 0, 0)
     one.run(client.push_pull(update(1.0), room()))
     assert (one.shard.version, one.policy.clocks[0]) == (1, 1)
 
@@ -198,7 +200,7 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
     tasks = [one.world.spawn(work(client), f"worker {client.worker}") for client in one.clients]
     one.world.settle(draw.choice)
     assert [task.done for task in tasks] == [True] * 3
-    assert sorted(one.shard.log or ()) == [(worker, 0, seq) for worker in range(3) for seq in range(1, 6)]
+    assert sorted(one.shard.updater.log or ()) == [(worker, 0, seq) for worker in range(3) for seq in range(1, 6)]
     assert one.shard.values.tolist() == [-15.0] * NUMEL
 
 
@@ -270,7 +272,7 @@ def test_who_is_not_answered_in_time_asks_for_as_long_as_it_takes() -> None:
         late = world.push_pull(2)
         world.turn([*early, late], 20.0)
         assert [task.result().values.unique().tolist() for task in (*early, late)] == [[-3.0]] * 3
-        assert world.shard.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+        assert world.shard.updater.log == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
 
 
 def test_who_is_stopped_while_it_waits_leaves_nothing_borrowed() -> None:
@@ -290,10 +292,10 @@ def test_who_is_stopped_while_it_waits_leaves_nothing_borrowed() -> None:
         world.turn(others, 20.0)
         world.pass_time(0.2)
         assert (borrowed.values.unique().tolist(), borrowed.versions) == ([-3.0], [1])
-        assert world.shard.current.holders == 2, "the shard itself, and worker 0"
+        assert world.shard.versions.current.holders == 2, "the shard itself, and worker 0"
         borrowed.release()
         world.pass_time(0.2)
-        assert world.shard.current.holders == 1
+        assert world.shard.versions.current.holders == 1
 
 
 # ---- whole runs

@@ -18,9 +18,11 @@ from support.nodes import Channel, World
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
 from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf, Policy, Start, Verdict
-from dure.topology.parameter_server.shard import ClockService, ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
 
 UPDATE = cast(torch.Tensor, Ghost(2))
 KILL: Channel = ("kill", Address("", ""))
@@ -127,11 +129,11 @@ class Play:
             if not (self.killed and worker == 0):
                 task.result()
         first = self.shards[0]
-        log = first.log or []
+        log = first.updater.log or []
         waiting = [(worker, seq) for worker, seqs in self.clock.state()["open"] for seq in seqs]  # for more of a group
         for shard in self.shards:
-            assert shard.log == log, "shards disagree"
-            assert shard.num_staged == len(waiting), "an update that no group will have is still staged"
+            assert shard.updater.log == log, "shards disagree"
+            assert len(shard.staging) == len(waiting), "an update that no group will have is still staged"
         assert len(log) == len(set(log)), "an update was applied twice"
         known = {*waiting, *((worker, seq) for worker, _, seq in log)}
         assert set(self.acknowledged) <= known, "an acknowledged update was lost"

@@ -6,8 +6,10 @@ import torch
 from support.nodes import World
 
 from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.policies import Bounded
-from dure.topology.parameter_server.shard import ClockService, ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
 
 
 def test_settled_means_applied():

@@ -22,9 +22,12 @@ from dure.core.sequence import SequenceTracker
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.choice import SPLITS
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.policies import Barrier, Bounded, Policy
-from dure.topology.parameter_server.shard import ClockService, Pulled, ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
+from dure.topology.replica import Pulled
 
 NUMEL = 41
 SPECS = [
@@ -172,7 +175,7 @@ def test_members_are_combined_in_rank_order_whatever_order_they_came_in() -> Non
         fleet = Fleet(policy=Barrier(), workers=4)
         for worker in order:
             fleet.run(fleet.clients[worker].push(vector(worker), weight=worker + 1.5, base=[0, 0]))
-        assert fleet.shards[0].log == [(worker, 0, 1) for worker in range(4)]
+        assert fleet.shards[0].updater.log == [(worker, 0, 1) for worker in range(4)]
         return fleet.model()
 
     assert torch.equal(result([0, 1, 2, 3]), result([3, 1, 0, 2]))
@@ -285,7 +288,7 @@ def test_a_reader_never_sees_a_later_version_in_its_buffer() -> None:
     fleet.run(writer.push(torch.ones(NUMEL), base=[0]))
     assert another.tensors[0].tolist() == [-5.0] * NUMEL
     assert reply.tensors[0].tolist() == [-6.0] * NUMEL, "what was released is used again"
-    assert shard.pool.made == 2
+    assert shard.versions.pool.made == 2
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -311,7 +314,7 @@ def test_where_nobody_reads_updates_are_applied_in_place() -> None:
     shard, place = fleet.shards[0], fleet.shards[0].values.data_ptr()
     for _ in range(3):
         fleet.run(fleet.clients[0].push(torch.ones(NUMEL), base=[0]))
-    assert (shard.values.data_ptr(), shard.pool.made, shard.version) == (place, 1, 3)
+    assert (shard.values.data_ptr(), shard.versions.pool.made, shard.version) == (place, 1, 3)
     assert fleet.model().tolist() == [-3.0] * NUMEL
 
 
@@ -347,7 +350,8 @@ class Slow:
 def test_a_shard_applies_one_update_at_a_time_and_readers_do_not_wait(ordered: bool) -> None:
     values, one = torch.zeros(NUMEL), torch.ones(NUMEL)
     fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=values, policy=Bounded(9) if ordered else None)
-    slow = fleet.shards[0].node = cast(Any, Slow(fleet.shards[0].node))
+    shard = fleet.shards[0]
+    slow = shard.node = shard.updater._node = cast(Any, Slow(shard.node))
     pushes = [fleet.world.spawn(client.push(one, base=[0]), f"push {client.worker}") for client in fleet.clients]
     fleet.world.settle()
     fleet.clients[0].seq -= 1
@@ -402,7 +406,7 @@ def test_lost_messages_change_nothing(ordered: bool, seed: int) -> None:
         for step in range(10):
             versions = fleet.run(fleet.clients[0].pull(torch.empty(NUMEL))).versions
             fleet.run(fleet.clients[0].push(vector(step), base=versions))
-        assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
+        assert fleet.shards[0].updater.log == fleet.shards[1].updater.log == [(0, 0, seq) for seq in range(1, 11)]
         assert len(fates) < 200 - 20 * (1 + rate)
         return fleet.model()
 
@@ -427,7 +431,7 @@ def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> No
             versions = pulled.versions
             assert versions == [step + 1] * 2
             assert torch.equal(pulled.values, fleet.model())
-        assert fleet.shards[0].log == fleet.shards[1].log == [(0, 0, seq) for seq in range(1, 11)]
+        assert fleet.shards[0].updater.log == fleet.shards[1].updater.log == [(0, 0, seq) for seq in range(1, 11)]
         assert fleet.clock.handle(Call("driver", "status", {}, ())).fields["clocks"] == {"0": 10}
         assert len(fates) < 99 - 50 * (1 + rate)
         return fleet.model()
@@ -473,7 +477,7 @@ def test_nan_is_refused_and_its_other_slices_taken_back(bad: float, ordered: boo
     with pytest.raises(Refused, match="update 1 of worker 0 holds NaN or infinity"):
         fleet.run(fleet.clients[0].push(update, base=[0, 0]))
     assert [shard.refused for shard in fleet.shards] == [0, 1]
-    assert [shard.num_staged for shard in fleet.shards] == [0, 0]
+    assert [len(shard.staging) for shard in fleet.shards] == [0, 0]
     assert [shard.version for shard in fleet.shards] == ([0, 0] if ordered else [1, 0])
     fleet.run(fleet.clients[0].push(torch.ones(NUMEL), base=[0, 0]))
     assert [shard.version for shard in fleet.shards] == ([1, 1] if ordered else [2, 1])
@@ -507,13 +511,13 @@ def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> N
                 fleet.run(client.push(bad, base=[0]))
     with pytest.raises(Refused, match="holds NaN"):
         fleet.run(client.push(bad, base=[0]))
-    before = fleet.shards[0].num_staged + fleet.shards[0].applied
+    before = len(fleet.shards[0].staging) + fleet.shards[0].applied
     with pytest.raises(Evicted, match=rf"incarnation {life} of worker 0 is over.*join again"):
         fleet.run(client.push(good, base=[0]))
     fleet.run(other.push(good, base=[0]))
     assert fleet.run(client.join()).incarnation == life + 1
     fleet.run(client.push(good, base=[0]))
-    assert fleet.shards[0].num_staged + fleet.shards[0].applied == before + 2
+    assert len(fleet.shards[0].staging) + fleet.shards[0].applied == before + 2
     assert fleet.shards[0].refused == 8
 
 
@@ -550,12 +554,12 @@ def test_a_dead_worker_is_left_out_on_every_shard() -> None:
     assert half.done
     for client in fleet.clients[1:]:
         fleet.run(client.push(torch.ones(NUMEL) * client.worker, base=[0, 0]))
-    assert [shard.num_staged for shard in fleet.shards] == [3, 3], "the late slice arrives after death"
+    assert [len(shard.staging) for shard in fleet.shards] == [3, 3], "the late slice arrives after death"
     fleet.clock.lost("worker 0")
     fleet.world.settle()
     assert fleet.model().tolist() == [-1.5] * NUMEL
-    assert fleet.shards[0].log == fleet.shards[1].log == [(1, 0, 1), (2, 0, 1)]
-    assert [shard.num_staged for shard in fleet.shards] == [0, 0]
+    assert fleet.shards[0].updater.log == fleet.shards[1].updater.log == [(1, 0, 1), (2, 0, 1)]
+    assert [len(shard.staging) for shard in fleet.shards] == [0, 0]
 
 
 def test_a_past_incarnation_is_refused_everywhere() -> None:
@@ -564,7 +568,7 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
     fleet.run(zombie.push(vector(1), base=[0, 0]))
     fleet.clock.lost("worker 0")
     fleet.run(other.push(vector(2), base=[0, 0]))
-    assert fleet.shards[0].log == [(0, 0, 1), (1, 0, 1)], "what was staged in full counts"
+    assert fleet.shards[0].updater.log == [(0, 0, 1), (1, 0, 1)], "what was staged in full counts"
     with pytest.raises(Refused, match="incarnation 0 of worker 0 is over"):
         fleet.run(zombie.push(vector(3), base=[1, 1]))
     with pytest.raises(Refused, match="join first"):
@@ -575,7 +579,7 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
         fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
     fleet.run(zombie.push(vector(3), base=[1, 1]))
     fleet.run(other.push(vector(4), base=[1, 1]))
-    assert (fleet.shards[0].log or [])[2:] == [(0, 1, 1), (1, 0, 2)]
+    assert (fleet.shards[0].updater.log or [])[2:] == [(0, 1, 1), (1, 0, 2)]
 
 
 def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
@@ -689,7 +693,7 @@ def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
     drive(again, second)
     assert torch.equal(again.model(), whole.model())
     for resumed, straight in zip(again.shards, whole.shards, strict=True):
-        assert resumed.log == straight.log
+        assert resumed.updater.log == straight.updater.log
         assert resumed.staleness == straight.staleness
         assert resumed.version == straight.version
 
@@ -717,7 +721,7 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     again = fleet.run(client.push(one, base=seen))
     client.seq = 1502
     assert fleet.run(client.push(one, base=seen)) == again
-    assert fresh.log == [(0, 0, 1), (0, 0, 2), (0, 0, 1503)]
+    assert fresh.updater.log == [(0, 0, 1), (0, 0, 2), (0, 0, 1503)]
     assert fresh.staleness == {**dict(plain["staleness"]), 0: 2}, "staleness across epochs is counted from the return"
     (status,) = fleet.run(client.status())
     assert (status["epoch"], status["version"]) == (1, 3)
@@ -732,11 +736,11 @@ def test_the_clock_tells_a_shard_that_comes_back_who_is_gone() -> None:
     fleet.clock.lost("worker 1")
     fleet.world.settle()
     fleet.shards[1].restore(tensors, plain)
-    fleet.shards[1].ledger = SequenceTracker()
+    fleet.shards[1].staging.sequences = SequenceTracker()
     fleet.run(fleet.clock.returned(fleet.servers.shards[1]))
     with pytest.raises(Evicted, match="incarnation 0 of worker 1 is over"):
-        fleet.shards[1].ledger.check(1, 0)
-    fleet.shards[1].ledger.check(0, 0)
+        fleet.shards[1].staging.sequences.check(1, 0)
+    fleet.shards[1].staging.sequences.check(0, 0)
 
 
 def test_what_the_dead_have_staged_counts_after_a_restart_too() -> None:
@@ -748,7 +752,7 @@ def test_what_the_dead_have_staged_counts_after_a_restart_too() -> None:
         fleet.clock.lost("worker 1")
         drive(fleet, [(0, 4)])
     assert torch.equal(again.model(), saved.model())
-    assert [shard.log for shard in again.shards] == [shard.log for shard in saved.shards]
+    assert [shard.updater.log for shard in again.shards] == [shard.updater.log for shard in saved.shards]
     assert again.shards[0].version == 2
 
 

@@ -27,9 +27,11 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
+from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import clocked_at, serve_clock
 from dure.topology.parameter_server.policies import Barrier, FirstOf, Policy
-from dure.topology.parameter_server.shard import ClockService, ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 37
 DIGITS = 4810
@@ -350,7 +352,7 @@ def test_a_verdict_is_as_it_was_while_a_reader_has_it() -> None:
     fleet = Followed(1, RULES["sgd"], Sign())
     fleet.step()
     (shard,) = fleet.shards
-    verdict = shard._verdicts.lead(0, 1)[1][0]
+    verdict = shard.updater.verdicts.lead(0, 1)[1][0]
     before = verdict.clone()
     for _ in range(5):
         fleet.step()

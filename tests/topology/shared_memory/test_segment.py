@@ -18,7 +18,7 @@ from dure.core.node import Address, Call
 from dure.errors import DureError, Evicted, Refused
 from dure.runtime.memory import MappedMemory
 from dure.topology.shared_memory.choice import SharedMemory
-from dure.topology.shared_memory.segment import BUCKETS, SMALL, Access, Gate, Layout, Segment, SharedShard
+from dure.topology.shared_memory.segment import BUCKETS, SMALL, Access, Layout, Segment, SharedShard
 
 EACH = racing.WORKERS * racing.UPDATES
 
@@ -326,29 +326,6 @@ def test_what_is_done_alone_between_processes_is_done_under_the_first_lock(nbyte
         assert copy is into
         assert into.eq(2).all()
         assert version == 2
-
-
-def test_the_gate_opens_to_one_at_a_time_in_the_order_in_which_they_came():
-    world, gate, inside = World(), Gate(), []
-
-    async def visit(rank: int) -> None:
-        await gate.enter(world.node(f"worker {rank}"))
-        inside.append(rank)
-
-    visits = [world.spawn(visit(rank), f"worker {rank}") for rank in range(5)]
-    world.settle()
-    assert inside == [0]
-    visits[2].kill()  # it waited no longer
-    gate.leave()
-    world.settle()
-    assert inside == [0, 1]
-    gate.leave()
-    visits[3].kill()  # it was its turn, and it had not heard yet
-    world.settle()
-    assert inside == [0, 1, 4]
-    gate.leave()
-    world.run(visit(5))
-    assert inside == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ class _Reader:
         self.buffers: list[Buffer] = []
 
 
-class Member(NamedTuple):
-    """An update about to be applied, `staleness` versions after it was computed."""
+class StaleUpdate(NamedTuple):
+    """An update about to be applied, `staleness` versions after the one that it was computed on."""
 
     worker: int
     seq: int
@@ -119,7 +119,7 @@ class Corrections:
 
     # ---- corrections
 
-    def correct(self, members: Iterable[Member], values: torch.Tensor) -> None:
+    def correct(self, members: Iterable[StaleUpdate], values: torch.Tensor) -> None:
         """Correct the members' gradients in place, which are about to be applied to `values` (if there are any)."""
         if isinstance(values, Ghost):
             return

@@ -18,17 +18,19 @@ newest version only: where that is no longer the version pulled, the worker pull
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.core.node import Apply, CodecWork, Node, nothing, taking
+from dure.core.node import Apply, CodecWork, Node, Reply, nothing, taking
 from dure.core.ranges import Ranges, gather, pieces
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 
 if TYPE_CHECKING:
     from dure.codec.coder import Coder
+    from dure.core.node import Call
+    from dure.topology.parameter_server.versions import Versions
 
 
 class Verdict(NamedTuple):
@@ -103,9 +105,10 @@ Answer = tuple[Mapping[str, Any], tuple[torch.Tensor, ...]]
 
 
 class Verdicts:
-    """The last verdicts of a shard, by the version that each leads to, as long as that version is kept."""
+    """The last verdicts of a shard, by the version that each leads to, as long as that one of `versions` is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
         self._by_version: dict[int, Verdict] = {}
 
     def add(self, version: int, verdict: Verdict) -> None:
@@ -113,6 +116,18 @@ class Verdicts:
 
     def drop(self, version: int) -> None:
         self._by_version.pop(version, None)
+
+    def follow(self, call: Call) -> Reply | Awaitable[Reply]:
+        """As `Versions.pull`, answered with the verdict that leads to that version in place of the slice."""
+        pulled = self._versions.pull(call)
+        return self._replace(call, pulled) if isinstance(pulled, Reply) else self._replace_later(call, pulled)
+
+    async def _replace_later(self, call: Call, pulled: Awaitable[Reply]) -> Reply:
+        return self._replace(call, await pulled)
+
+    def _replace(self, call: Call, pulled: Reply) -> Reply:
+        pulled.release()
+        return Reply(*self.lead(call.fields["has"], pulled.fields["version"]))
 
     def lead(self, has: int | None, version: int) -> Answer:
         """The reply that brings a worker from version `has` to `version`: its fields and its message.

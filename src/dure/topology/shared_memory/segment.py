@@ -20,7 +20,6 @@ the sum over rows. Only claims take a lock, since no two workers may draw the sa
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,6 +34,7 @@ from dure.core.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Met
 from dure.core.sequence import SequenceTracker
 from dure.errors import Refused
 from dure.topology.fields import CLOSED, LEFT, LIFE
+from dure.topology.turns import Turns
 
 BUCKETS = 248
 """Values of staleness that are counted apart; what is staler counts as the last."""
@@ -104,7 +104,7 @@ class Segment:
     ) -> None:
         self.layout = layout
         self.locks = locks
-        self.gate = None if locks is not None else Gate()
+        self.turns = None if locks is not None else Turns("the shared memory")
         if memory is None:
             small = layout._replace(numel=0) if timing_only else layout
             memory = torch.zeros(small.nbytes, dtype=torch.uint8)
@@ -228,40 +228,6 @@ def touched(update: torch.Tensor) -> int:
     return update.values().numel() if update.is_sparse else update.numel()
 
 
-class Gate:
-    """One at a time, first come first served, among the nodes of one process."""
-
-    def __init__(self) -> None:
-        self._busy = False
-        self._queue: deque[Operation[None]] = deque()
-
-    async def enter(self, node: Node) -> None:
-        if not self._busy:
-            self._busy = True
-            return
-        turn: Operation[None] = node.promise("its turn at the shared memory")
-        self._queue.append(turn)
-        mine = False
-        try:
-            await turn
-            mine = True
-        finally:
-            if not mine:
-                self._give_up(turn)
-
-    def _give_up(self, turn: Operation[None]) -> None:
-        if turn.done:
-            self.leave()
-        else:
-            self._queue.remove(turn)
-
-    def leave(self) -> None:
-        if self._queue:
-            self._queue.popleft().resolve()
-        else:
-            self._busy = False
-
-
 class Access:
     """What one worker does with a segment. `locks` is 0 in racy mode; `alone` makes any one operation exclusive."""
 
@@ -302,14 +268,16 @@ class Access:
 
     async def _in_turn(self, work: Callable[[], Any], nbytes: int) -> Any:
         """Do `work` while nobody else does anything exclusive. Between processes, `work` itself sees to that."""
-        gate = self.segment.gate
-        if gate is None:
+        turns = self.segment.turns
+        if turns is None:
             return await self.node.compute(Apply(work, nbytes))
-        await gate.enter(self.node)
+        if turns.busy:
+            await turns.wait(self.node)
+        turns.busy = True
         try:
             return await self.node.compute(Apply(work, nbytes))
         finally:
-            gate.leave()
+            turns.end()
 
     def _copy(self, into: torch.Tensor) -> tuple[torch.Tensor, int]:
         with self.segment.hold(0):

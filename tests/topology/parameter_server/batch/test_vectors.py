@@ -10,8 +10,9 @@ from dure.core.node import Address
 from dure.core.ranges import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.client import ServerClient, Servers
 from dure.topology.parameter_server.placement import split
-from dure.topology.parameter_server.shard import ServerClient, Servers, Shard
+from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 11
 START = torch.arange(NUMEL, dtype=torch.float64) - 4.0
@@ -136,7 +137,7 @@ def test_what_was_used_or_forgotten_leaves_its_memory_to_others(bench):
     def use() -> int:
         first, second = bench.stage(X), bench.stage(Y)
         bench.order(("accumulate", "z", 0, 0, first), ("drop", 0, 0, second))
-        return sum(shard.pool.made for shard in bench.shards)
+        return sum(shard.versions.pool.made for shard in bench.shards)
 
     made = use()
     assert [use() for _ in range(3)] == [made] * 3
@@ -157,10 +158,10 @@ def test_who_fetches_gets_what_was_there_when_asked():
     reply = shard.vectors.methods["fetch"](type("Call", (), {"fields": {"name": "x"}}))
     bench.order(("scale", "x", 0.0), ("zero", "x"), ("free", "x"))
     assert torch.cat(list(reply.tensors)).equal(W)
-    made = shard.pool.made
+    made = shard.versions.pool.made
     reply.release()
     bench.order(("zero", "a"), ("zero", "b"))
-    assert shard.pool.made == made, "what was released is not used again"
+    assert shard.versions.pool.made == made, "what was released is not used again"
 
 
 def test_an_unknown_command_is_refused(bench):

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +37,10 @@ from dure.errors import Evicted, Refused
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from dure.topology.parameter_server.buffers import Buffer, Pool
+    from dure.topology.parameter_server.apply import Updater
+    from dure.topology.parameter_server.buffers import Buffer
+    from dure.topology.parameter_server.staging import StagingArea
+    from dure.topology.parameter_server.versions import Versions
 
 BLOCK = 1 << 15
 """Elements of a dot product that are made double at a time."""
@@ -46,25 +49,6 @@ FREE_OF_CHARGE = ("copy", "free", "drop", "fence", "model", "publish")
 
 Key = tuple[int, int, int]
 """A worker, its incarnation, and the number of what it has staged."""
-
-
-class Host(Protocol):
-    """The part of a shard that commands touch."""
-
-    pool: Pool
-    current: Buffer
-
-    def received(self, call: Call) -> Buffer:
-        """A copy of the slice that a worker sends. Raises `Refused` for one that would spoil what it is added to."""
-        ...
-
-    def publish(self, buffer: Buffer, gradients: int) -> None:
-        """Make `buffer`, which the caller holds once for the shard, the next version; so many `gradients` led to it."""
-        ...
-
-    def in_turn(self, work: Apply) -> Awaitable[Any]:
-        """Do `work` when what came before it is done; its value."""
-        ...
 
 
 class Vectors:
@@ -77,8 +61,10 @@ class Vectors:
     | `fetch`  | name                     |         | the vector                                             |
     """
 
-    def __init__(self, host: Host, nbytes: int) -> None:
-        self._host = host
+    def __init__(self, versions: Versions, staging: StagingArea, updater: Updater, nbytes: int) -> None:
+        self._versions = versions
+        self._staging = staging
+        self._updater = updater
         self._nbytes = nbytes
         self._named: dict[str, Buffer] = {}
         self._staged: dict[Key, Buffer] = {}
@@ -100,8 +86,8 @@ class Vectors:
             "accumulate": self._accumulate,
             "drop": lambda: None,
             "fence": lambda: None,
-            "model": lambda to: self._bind(to, _held(self._host.current)),
-            "publish": lambda x, gradients=0: self._host.publish(self._hold(x), gradients),
+            "model": lambda to: self._bind(to, _held(self._versions.current)),
+            "publish": lambda x, gradients=0: self._updater.publish(self._hold(x), gradients),
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -120,7 +106,7 @@ class Vectors:
         if incarnation < self._fences.get(worker, 0):
             raise Evicted(f"incarnation {incarnation} of worker {worker} is over: join again.")
         if (worker, incarnation, seq) not in self._staged:
-            self._staged[worker, incarnation, seq] = self._host.received(call)
+            self._staged[worker, incarnation, seq] = self._staging.received(call)
         return Reply()
 
     def _take(self, worker: int, incarnation: int, seq: int) -> Buffer:
@@ -143,7 +129,7 @@ class Vectors:
     async def _order(self, call: Call) -> Reply:
         commands = [self._resolved(command) for command in call.fields["commands"]]
         charged = sum(name not in FREE_OF_CHARGE for name, _ in commands)
-        dots = await self._host.in_turn(Apply(partial(self._carry_out, commands), self._nbytes * charged))
+        dots = await self._updater.in_turn(Apply(partial(self._carry_out, commands), self._nbytes * charged))
         return Reply({"dots": dots})
 
     def _resolved(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
@@ -187,7 +173,7 @@ class Vectors:
 
     def _fill(self, to: str, write: Callable[[torch.Tensor], Any]) -> None:
         """`to` becomes what `write` makes of fresh memory; what is read may be called the same."""
-        fresh = self._host.pool.take()
+        fresh = self._versions.pool.take()
         write(fresh.tensor)
         self._bind(to, fresh)
 
