@@ -1,13 +1,13 @@
-"""Heartbeats: a thread of each process tells an observer once a second that the process runs.
+"""Heartbeats: a thread of each process sends an observer a datagram once a second while the process runs.
 
     worker, server ── datagram (token, clock, waiting) ──> `Receiver` of the launcher
 
-A process that is stopped (SIGSTOP, a debugger, a machine that is gone) sends none. A computation, `time.sleep` and a
-loop in Python let the thread send. Native code that keeps the interpreter's lock does not: on the observer's machine
-`process_state.cpu_seconds` tells such code from a process that is stopped.
+A process that is stopped (SIGSTOP, a debugger, a failed machine) sends none. During a computation, `time.sleep` and a
+loop in Python the thread can send. During native code that keeps the interpreter's lock it cannot: on the observer's
+machine `process_state.cpu_seconds` distinguishes such code from a stopped process.
 
-A token is random, and belongs to one incarnation of one process: it travels with what the process is told at its start.
-A datagram with another token counts for no process.
+A token is random and belongs to one incarnation of one process, which gets it at its start. A datagram with another
+token is ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 PERIOD_SECONDS = 1.0
-"""Seconds between two heartbeats, unless less is asked for."""
+"""Longest time between two heartbeats."""
 
 LONGEST_GAP_SECONDS = 2.0
-"""The most that one look counts for: an observer that looks several times a second was stopped if it looks later."""
+"""Longest silence that one look can add: an observer that looks later was stopped itself."""
 
 _DATAGRAM = struct.Struct("!16sq?")
 
 
 class Beat(NamedTuple):
-    """What a heartbeat says: the steps that a worker has made, and whether the process waits for others."""
+    """A heartbeat: the steps that a worker has made, and whether the process waits for others."""
 
     name: str
     clock: int
@@ -54,26 +54,26 @@ class Heartbeat:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        with contextlib.suppress(OSError):  # nobody but the observer is heard on this port, and on its network alone
+        with contextlib.suppress(OSError):  # a connected socket receives from the observer only
             self._socket.connect(address)
         self._thread = threading.Thread(target=self._send, name="dure heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         self._stopped.set()
         self._thread.join(PERIOD_SECONDS)
         self._socket.close()
 
     def _send(self) -> None:
         while not self._stopped.is_set():
-            with contextlib.suppress(OSError):  # a datagram may be lost: the next comes in a second
+            with contextlib.suppress(OSError):  # a datagram may be lost; the next follows in a second
                 self._socket.send(_DATAGRAM.pack(self._token, *self._state()))
             self._stopped.wait(self._period)
 
 
 class Receiver:
-    """Receives the heartbeats of the processes that have a token, on a port of `interface`."""
+    """Receives heartbeats on a port of `interface`, from processes that have a token."""
 
     def __init__(self, interface: str) -> None:
         family = socket.AF_INET6 if ":" in interface else socket.AF_INET
@@ -84,14 +84,14 @@ class Receiver:
         self._names: dict[bytes, str] = {}
 
     def token(self, name: str) -> str:
-        """A token for the process `name`, in hexadecimal; an earlier one of that process counts no more."""
+        """Make a token, in hexadecimal, for the process `name`. Its earlier token becomes invalid."""
         self._names = {token: other for token, other in self._names.items() if other != name}
         token = secrets.token_bytes(16)
         self._names[token] = name
         return token.hex()
 
     def received(self) -> Iterator[Beat]:
-        """The heartbeats that have come since the last call."""
+        """Yield the heartbeats that have arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 datagram = self._socket.recv(_DATAGRAM.size + 1)
@@ -105,10 +105,10 @@ class Receiver:
 
 
 class Silence:
-    """Seconds for which nothing has been heard of each process, counted while this observer runs.
+    """Seconds since the last sign of each process, counted while this observer runs.
 
-    `pass_time` is called several times a second. Where the observer was stopped itself (the machine slept, or all
-    processes were stopped), the time counts against no process.
+    `pass_time` is called several times a second. Time for which the observer itself was stopped (the machine slept, or
+    all processes were stopped) counts against no process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,19 +120,19 @@ class Silence:
         return name in self._seconds
 
     def heard(self, name: str) -> None:
-        """The process has shown that it runs; it counts from now on."""
+        """Reset the silence of a process that has shown that it runs. The first call starts the count."""
         self._seconds[name] = 0.0
 
     def forget(self, name: str) -> None:
         self._seconds.pop(name, None)
 
     def pass_time(self) -> None:
-        """Count the seconds since the last call."""
+        """Add the seconds since the last call to the silence of each process."""
         now = self._clock()
         gap, self._last = min(now - self._last, LONGEST_GAP_SECONDS), now
         for name in self._seconds:
             self._seconds[name] += gap
 
     def seconds(self, name: str) -> float:
-        """How long the process has been silent; 0 where it does not count yet."""
+        """Seconds of silence of the process; 0 before its first sign."""
         return self._seconds.get(name, 0.0)

@@ -1,8 +1,8 @@
 """Memory that processes of one machine share, and locks on parts of it.
 
-The system keeps it under no name: it is there while a process has it mapped or open, and gone with the last one,
-however that ended. Another process of the same user maps it too, given its `path` under /proc, for as long as
-the process that made it lives. Locks belong to processes, so that the death of one releases what it held.
+The memory has no name in a file system: the system frees it when the last process that has it mapped or open exits,
+however that process ends. Another process of the same user can map it by its `path` under /proc while the process that
+made it runs. Locks belong to processes, so the end of a process releases its locks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from dure.errors import DureError
 
 LOCK_SECONDS = 300.0
-"""How long to wait for a lock. One is held for microseconds; a frozen holder is killed before, which releases it."""
+"""Time limit of a wait for a lock. Locks are held for microseconds; a frozen holder is killed earlier."""
 
 _NAP = 20e-6
 _EAGER = 100
@@ -29,7 +29,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else
 
 
 class MappedMemory:
-    """`nbytes` bytes that several processes see. `bytes` is them as a flat tensor of uint8.
+    """`nbytes` bytes that several processes can map. `bytes` is the memory as a flat tensor of uint8.
 
     Raises `DureError` where the system has no such memory, or not enough.
     """
@@ -38,7 +38,7 @@ class MappedMemory:
         if sys.platform != "linux":
             raise DureError("processes share memory under Linux only. Train in virtual time, or over ps.")
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if nbytes > there:  # the system would give them, and kill whoever writes to what is missing
+        if nbytes > there:  # the system would grant them, and kill a process that writes to missing pages
             raise DureError(f"{nbytes:,} bytes of memory to share are more than this machine has, {there:,}.")
         self._file = os.memfd_create("dure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, max(nbytes, 1))
@@ -48,7 +48,7 @@ class MappedMemory:
 
     @classmethod
     def of(cls, path: str) -> MappedMemory:
-        """That of another process of this machine, whose `path` it is."""
+        """Map the memory that another process of this machine has made, by its `path`."""
         self = cls.__new__(cls)
         self.path = path
         try:
@@ -59,22 +59,22 @@ class MappedMemory:
                 f"the memory to share is not on this machine, or of another user ({path}: {error.strerror}). "
                 "Methods on shared memory need all processes on one machine."
             ) from error
-        if sealed & _SEALS != _SEALS:  # whoever reads behind the end of a file is killed
+        if sealed & _SEALS != _SEALS:  # a process that reads behind the end of a file is killed
             raise DureError(f"{path} may shrink while it is mapped: it is not memory that dure has made.")
         self._map()
         return self
 
     @property
     def file(self) -> int:
-        """The descriptor that others open under /proc."""
+        """The descriptor that other processes open under /proc."""
         return self._file
 
     def close(self) -> None:
-        """Others can't find it any more, and it has no locks; what is mapped stays as long as `bytes` is used."""
+        """Close the file: no other process can map it, and its locks are released. `bytes` stays valid."""
         os.close(self._file)
 
     def when_unmapped(self, function: Callable[[], None]) -> None:
-        """Call `function`, which does not know `self`, when nobody in this process uses `bytes` any more."""
+        """Call `function` once no tensor of this process uses `bytes`. It must not refer to `self`."""
         weakref.finalize(self._mapped, function)
 
     def _map(self) -> None:
@@ -83,7 +83,7 @@ class MappedMemory:
 
     @contextmanager
     def hold(self, first: int, count: int = 1) -> Iterator[None]:
-        """Have the locks `first` and the `count` - 1 after it to oneself: numbers, which guard what one likes."""
+        """Hold the locks `first` to `first + count - 1`. Callers decide what each number guards."""
         self._acquire(first, count)
         try:
             yield
@@ -96,7 +96,7 @@ class MappedMemory:
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
-            except (BlockingIOError, PermissionError):  # what POSIX lets a system say
+            except (BlockingIOError, PermissionError):  # POSIX allows either
                 tries += 1
             else:
                 return
@@ -106,5 +106,5 @@ class MappedMemory:
             now = time.monotonic()
             deadline = deadline or now + LOCK_SECONDS
             if now > deadline:
-                raise DureError(f"a lock on shared memory was held for {LOCK_SECONDS:g} s: its holder stands still.")
+                raise DureError(f"a lock on shared memory was held for {LOCK_SECONDS:g} s: its holder is frozen.")
             time.sleep(_NAP)

@@ -275,7 +275,7 @@ def test_callers_that_stand_still_keep_no_memory_from_others(world):
             assert isinstance(out[0], Reply)
         world.until(lambda: len(host.losses) == 8, server, seconds=20.0)
     assert {loss.peer for loss in host.losses} == {f"stalled {number}" for number in range(8)}
-    assert "stood still while others waited for memory" in host.losses[0].reason
+    assert "stalled while others waited for memory" in host.losses[0].reason
 
 
 def test_a_caller_that_stands_still_where_nobody_waits_may_go_on(world):

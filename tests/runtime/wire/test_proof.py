@@ -109,7 +109,7 @@ def test_a_host_without_the_key_hears_no_names_and_is_not_believed(world):
             caller.poll(0.001)
         caller.close()
         thread.join()
-    assert "has not the key of this run" in str(outcome[0])
+    assert "does not have the key of this run" in str(outcome[0])
     assert heard
     assert not any(name.encode() in bytes(heard).replace(REFUSAL, b"") for name in NAMES)
 

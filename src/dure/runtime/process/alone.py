@@ -1,4 +1,4 @@
-"""A group of one: what it agrees on is what it has."""
+"""The group of a single process: each collective returns the process's own tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AloneGroup:
-    """The `Group` of a process that trains alone; nothing is sent."""
+    """The `Group` of a process that trains alone; it sends nothing."""
 
     bytes_sent = bytes_received = messages = 0
 
@@ -38,7 +38,7 @@ class AloneGroup:
         return self._done(None)
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
-        """As `GradientEngine.backward` gives it."""
+        """Compute the gradient by `GradientEngine.backward`."""
         assert self._node.gradient_engine is not None
         self._node.gradient_engine.replica.zero_grad()
         return self._done(self._node.gradient_engine.backward(work, share))

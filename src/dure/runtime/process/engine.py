@@ -1,4 +1,4 @@
-"""PyTorch's process group of all ranks, for as long as a loop is attached."""
+"""The engine of an attached training loop: PyTorch's process group of all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """The group of all ranks in `rendezvous`; apart from the user's own process group where there is one.
+    """The process group of all ranks in `rendezvous`, separate from the user's own process group if there is one.
 
-    `group` is what methods use; `alone` says that there is nobody else.
+    `group` is the `Group` that methods use; `alone` is true in a world of one rank.
     """
 
     def __init__(self, node: ProcessNode, rendezvous: Rendezvous) -> None:
@@ -43,10 +43,10 @@ class Engine:
         self.group = ProcessGroup(node, world, self._engine)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave; who waits for this rank hears that it is gone.
+        """Destroy the process group; an operation of another rank that needs this rank fails.
 
-        After a failure, an operation of the engine may wait for a frozen rank, and the engine would wait for it, here
-        or at the end of the process: the end of its connections ends it.
+        After a failure (`failed`), an operation of the engine may wait for a frozen rank. The engine would wait for
+        that operation, here or at the end of the process. Its connections are broken first, which ends the operation.
         """
         if failed:
             self._break_connections()
@@ -59,16 +59,16 @@ class Engine:
     def _break_connections(self) -> None:
         for descriptor, _ in self._connections.items() & _sockets().items():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # nor stop what listens
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # sockets that listen stay
                     connection.shutdown(socket.SHUT_RDWR)
         self._connections = {}
 
 
 def _sockets() -> dict[int, str]:
-    """The sockets of this process, by descriptor; none where the system does not tell (Linux does)."""
+    """The sockets of this process, by descriptor; empty where the system has no /proc."""
     found = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it was that of the folder
+            with suppress(OSError):  # the descriptor of the folder itself, closed by now
                 found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return {descriptor: link for descriptor, link in found.items() if link.startswith("socket:")}

@@ -1,4 +1,4 @@
-"""Collectives between processes: the engine's own (`torch.distributed`), as operations of a node."""
+"""Collectives between processes: those of the engine (`torch.distributed`), as operations of a node."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dure.runtime.process.node import ProcessNode
 
 TIMEOUT = timedelta(days=10)
-"""How long a collective waits for a rank that is slow. A rank that is frozen or gone ends the wait before."""
+"""Time limit of a collective that waits for a slow rank. A frozen or failed rank ends the wait earlier."""
 
 LOOK = timedelta(seconds=1)
-"""How long a rank waits before it looks whether another is frozen."""
+"""Time between two checks for frozen ranks while a rank waits."""
 
 
 class EngineOperation(Operation[Any]):
-    """An operation of the engine under way. Awaiting it waits in the engine, while the wire's helper thread works.
+    """An operation of the engine in progress. `await` blocks in the engine, while the wire's helper thread runs.
 
-    Then other tasks and the wire have a turn: a role whose every operation is the engine's would never let them.
+    Afterwards other tasks and the wire run once: a role that only awaits the engine would otherwise never let them run.
     """
 
     __slots__ = ("_finish", "_node", "_works")
@@ -56,25 +56,25 @@ class EngineOperation(Operation[Any]):
                 self.resolve(self._finish())
             finally:
                 self._node.loop.waiting = False
-            self._works = ()  # they keep the engine's connections open
+            self._works = ()  # finished works would keep the engine's connections open
             yield from self._node.loop.yield_once().__await__()
         return self.result()
 
     def _wait(self, work: Any) -> None:
-        """Wait for an operation of the engine, and look now and then whether a rank is frozen."""
+        """Wait for an operation of the engine, and check once in `LOOK` whether a rank is frozen."""
         while True:
             ended = work.is_completed()
             try:
                 work.wait(LOOK)
                 return
             except RuntimeError:
-                if ended:  # so this is its own error, and not the end of `LOOK`
+                if ended:  # the error of the operation itself, not the end of `LOOK`
                     raise
             self._node.loop.check()
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
-    said = re.sub(r"^\[\S*\] ", "", str(error))  # where in its own source the engine found out
+    said = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
     reason = re.split(r"\.?(?:\s*\n|\. |$)", said, maxsplit=1)[0]
     return PeerLost(
         f"{name} waited for {label}, and a rank is gone ({reason}). "
@@ -84,7 +84,7 @@ def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
 
 
 class ProcessGroup:
-    """A group of processes as one of its members sees it."""
+    """A group of processes, as seen by one member."""
 
     def __init__(self, node: ProcessNode, ranks: Sequence[int], engine: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
@@ -106,7 +106,7 @@ class ProcessGroup:
         return self._start("the others' all_gather", [work], lambda: parts)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        """By an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
+        """Reduce by an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
         self._count("all_reduce", tensor)
         total = tensor.clone()
         start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
@@ -121,7 +121,7 @@ class ProcessGroup:
         return self._start("the others at a barrier", [self._reduce(torch.zeros(1))], lambda: None)
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
-        """The gradient, its slices all-reduced while the rest is computed; valid until the next is asked for."""
+        """Compute the mean gradient; its slices are all-reduced during backward. Valid until the next call."""
         gradient_engine = self._node.gradient_engine
         assert gradient_engine is not None
         if self._overlap is None:
@@ -149,7 +149,7 @@ class ProcessGroup:
         return EngineOperation(self._node, label, works, finish)
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
-        """The bytes of the engine's algorithm (ring), which it does not report itself."""
+        """Count the bytes of the engine's ring algorithm; the engine reports none."""
         cost = COLLECTIVES[kind](tensor.numel(), len(self.ranks), Path(0.0, 0.0, 1.0), tensor.element_size())
         place = self.ranks.index(self._node.rank)
         self.bytes_sent += cost.sent[place]

@@ -1,7 +1,7 @@
-"""Real time: each node is a process; its roles and services run on one thread, its bytes travel by `runtime.wire`.
+"""Real time: each node is a process. Its roles and services run on one thread; `runtime.wire` carries its messages.
 
-The loop below turns the wire while every task waits. A computation runs at once, on the loop's thread; what
-is on its way meanwhile goes on in the wire's helper thread, and is heard of when the computation is done.
+The loop polls the wire while all tasks wait. A computation runs at once, on the loop's thread. Meanwhile the wire's
+helper thread continues transfers; the loop handles their results when the computation has ended.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ T = TypeVar("T")
 log = logging.getLogger("dure")
 
 CALL_SECONDS = 300.0
-"""How long a call may take where its caller says nothing: long enough for a wait at a barrier."""
+"""Default time limit of a call: long enough for a wait at a barrier."""
 
 CONNECT_SECONDS = 20.0
 
 GREETING_SECONDS = 120.0
-"""How long lost greetings are repeated: as long as a run may take to start."""
+"""Time for which a lost greeting is repeated: as long as a run may take to start."""
 
 AGAIN_SECONDS = 0.1
-"""The pause between two."""
+"""Pause between two greetings."""
 
 SHORT_NBYTES = 1 << 20
-"""Memory work on fewer bytes is over before a helper thread has been woken to move others meanwhile."""
+"""Memory work on fewer bytes ends before a helper thread would be awake, so none is used."""
 
 IDLE_SECONDS = 1.0
-"""The longest that the loop sleeps without looking around."""
+"""Longest sleep of the loop between two checks."""
 
 
 class ProcessLoop(Loop):
-    """Runs tasks; sleeps in the wire until a message, a timer or a death.
+    """The event loop of a process: runs tasks, and sleeps in the wire until a message, a timer or a lost connection.
 
-    `waiting`: it sleeps now. `check` is called at least once a second of a wait; it raises what ends the wait.
+    `waiting` is true while the loop sleeps. `check` is called at least once a second of a wait; an exception that it
+    raises ends the wait.
     """
 
     def __init__(self) -> None:
@@ -81,13 +82,13 @@ class ProcessLoop(Loop):
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
 
     def yield_once(self) -> Operation[None]:
-        """Done when everybody else has had a turn, the wire too: for who waits for nothing that the loop sees."""
+        """Yield once: resolves after all ready tasks and the transport have run. For busy-waiting code."""
         operation: Operation[None] = Operation(self, "its turn")
         self.after(0.0, operation.resolve)
         return operation
 
     def run_until(self, operation: Operation[T]) -> T:
-        """Until `operation` is done; its value."""
+        """Run the loop until `operation` is done. Return its value."""
         while True:
             self.run_ready()
             if operation.done:
@@ -96,7 +97,7 @@ class ProcessLoop(Loop):
             self.check()
 
     def turn(self, longest: float) -> None:
-        """One round: wait at most `longest` seconds for something to happen, then let it."""
+        """Run one round: wait at most `longest` seconds for the wire or a timer, then run what is due."""
         if self._timers:
             longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
         self.waiting = True
@@ -109,10 +110,10 @@ class ProcessLoop(Loop):
 
 
 class ProcessNode:
-    """This process, as its roles and services see it.
+    """The `Node` of real time: this process, for its roles and services.
 
-    `directory` says where the other nodes listen. `on_lost` is told of every connection that ended. The nodes of a run
-    have the same `credentials`.
+    `directory` maps the names of the other nodes to their addresses. `on_lost` is called for every connection that
+    ended. All nodes of a run have the same `credentials`.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ProcessNode:
         return self.identity.incarnation
 
     def begin(self, seconds: float = 0.0) -> None:
-        """`seconds` of the run have passed by now."""
+        """Set the clock of the run to `seconds`."""
         self._began = time.monotonic() - seconds
 
     # ---- the primitives
@@ -249,12 +250,12 @@ class ProcessNode:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return self.wire.borrows(peer, nbytes)
 
-    # ---- beneath
+    # ---- connections and handling of calls
 
     def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
-        """Call `start` once `peer` is connected, or with why it is not: now, or from the loop.
+        """Call `start` once `peer` is connected, or with the error if it cannot be: at once, or from the loop.
 
-        Nothing else runs meanwhile, so that whoever calls stays atomic, and calls leave in the order they were made.
+        This method runs no other task: code without `await` stays atomic, and calls leave in the order of their start.
         """
         if self.wire.connected(peer):
             start(None)
@@ -268,9 +269,9 @@ class ProcessNode:
             self._connect(peer, time.monotonic() + GREETING_SECONDS)
 
     def _connect(self, peer: str, deadline: float) -> None:
-        """Greet `peer` until it lets this process in or refuses it, or the `deadline` has passed.
+        """Connect to `peer`; repeat a lost greeting until the `deadline`.
 
-        A greeting is lost where one of both was stopped for longer than a host waits for it.
+        A greeting is lost if one of both processes is stopped for longer than a host waits for a greeting.
         """
 
         def opened(error: RemoteError | None) -> None:
@@ -306,9 +307,9 @@ class ProcessNode:
     def handle(
         self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
     ) -> None:
-        """Have a service of this node answer `call`, now or later.
+        """Answer `call` by a service of this node, at once or later.
 
-        An error in the handler of an `isolated` call ends that call, and not this process.
+        An error in the handler of an `isolated` call fails that call but not this process.
         """
         try:
             answer = self.services[service].handle(call)
@@ -347,14 +348,14 @@ class ProcessNode:
         later.when_done(done)
 
     def failed(self, service: str, call: Call, error: Exception) -> Refused:
-        """Log what a handler has raised, and say so to the caller."""
+        """Log the `error` of a handler. Return the answer for the caller."""
         place = f"{call.method} of {service} at {self.name}"
         log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
         return Refused(f"{place} has failed with {type(error).__name__}: {error}")
 
 
 class Hosting:
-    """What the wire tells a node."""
+    """The wire's callbacks of a node: admission of callers, requests, and lost connections."""
 
     def __init__(self, node: ProcessNode) -> None:
         self._node = node
@@ -378,7 +379,7 @@ class Hosting:
         except Refused as error:
             respond(error)
             return
-        except Exception as error:  # noqa: BLE001  (of a check that has a defect: it is logged, and told to the caller)
+        except Exception as error:  # noqa: BLE001  (a defect of the check: logged, and answered)
             respond(self._node.failed(service, call, error))
             return
         self._node.handle(service, call, respond, isolated=True)
@@ -386,7 +387,7 @@ class Hosting:
     def lost(self, loss: Loss) -> None:
         node = self._node
         back = any(here.name == loss.peer and here.incarnation > loss.incarnation for here in node.wire.callers)
-        if loss.incoming and not loss.finished and not back:  # else that was a past life's, heard of late
+        if loss.incoming and not loss.finished and not back:  # a late loss of an earlier incarnation does not count
             for service in list(node.services.values()):
                 lost = getattr(service, "lost", None)
                 if lost is not None:
@@ -396,7 +397,7 @@ class Hosting:
 
 
 class Outbox:
-    """Messages point to point, kept by their sender until the receiver fetches them: it alone knows their size."""
+    """Service of point-to-point messages: a sender keeps each until the receiver, which knows its size, fetches it."""
 
     protocol: ClassVar[Mapping[str, Method]] = {"fetch": Method(fields={"tag": COUNT})}
 

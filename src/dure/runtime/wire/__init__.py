@@ -1,17 +1,18 @@
-"""How calls and tensors travel between processes.
+"""Transport of calls and tensors between processes.
 
-| file | what |
+| file | content |
 |---|---|
 | `frame` | frames as bytes, and back; no input or output |
-| `seal` | checksums and authentication of frames |
+| `integrity` | checksums and authentication of frames |
+| `credentials`, `proof` | the key of a run, and the proof that both ends of a connection have it |
 | `staging` | tensors as bytes; memory for requests, within a budget |
 | `reactor` | selector, timers, wake-ups, the helper thread |
 | `connection` | one connection |
-| `lending` | bulk that is not sent, but read where it lies |
-| `unix` | the short way between processes of one machine |
-| `inbound`, `outbound` | its host's end, its caller's end |
+| `shared_memory` | bulk that stays in memory which both processes map |
+| `unix_socket` | Unix sockets between processes of one machine |
+| `inbound`, `outbound` | the host's end of a connection, the caller's end |
 | `wire` | `Wire`: all connections of a process |
-| `values` | what these speak of |
+| `values` | identities, requests, losses, traffic, limits |
 """
 
 from dure.runtime.wire.credentials import Credentials

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from dure.runtime.wire.reactor import Reactor
 
 _SOCKET_NBYTES = 4 << 20
-_WAKE_NBYTES = 1 << 20  # while bulk arrives, sleep until this much is there
+_WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
 
 
 class Shared:
-    """What all connections of one wire share."""
+    """State that all connections of one wire share."""
 
     def __init__(
         self, identity: Identity, host: HostCallbacks, limits: WireLimits, reactor: Reactor, credentials: Credentials
@@ -55,7 +55,7 @@ class Shared:
         self.job = job_code(identity.job)
         self.staging = Staging(limits.staging_nbytes)
         self.lender = Lender()
-        self.rooms = Staging(limits.staging_nbytes, self.lender.empty)  # of what this process pushes
+        self.rooms = Staging(limits.staging_nbytes, self.lender.empty)  # for tensors of requests
         self.borrower = Borrower(limits.staging_nbytes)
         self.traffic: dict[str, PeerTraffic] = {}
         self.connections: set[Connection] = set()
@@ -67,7 +67,7 @@ class Shared:
 
 
 class Side(Protocol):
-    """What a connection's frames mean."""
+    """The end of a connection that handles its frames: `Inbound` or `Outbound`."""
 
     def frame(self, frame: Frame) -> None: ...
 
@@ -77,7 +77,7 @@ class Side(Protocol):
 
 
 class Connection:
-    """Reads and writes frames in bounded turns; ends once, telling its side why."""
+    """One connection: reads and writes frames in bounded turns. At its end it tells its `Side` the reason, once."""
 
     def __init__(self, shared: Shared, sock: socket.socket, side: Side, *, connecting: bool = False) -> None:
         self.shared = shared
@@ -85,41 +85,41 @@ class Connection:
         self.side = side
         self.parser = Parser(None, meta_limit=UNPROVEN_NBYTES)
         self.parser.reads = False
-        self.traffic = PeerTraffic()  # until the peer's name is known
+        self.traffic = PeerTraffic()  # of its own until the name of the peer is known
         self.seals: Seals = PlainSeals()
         self.queue: deque[Outgoing] = deque()
         self.closed = False
         self.paused = False
         self.received_nbytes = 0
-        self.proven = False  # both ends have shown that they have the key
-        self.neighbor = process_behind(sock)  # whose memory may be read here
-        self.lends = False  # whether the neighbor reads memory of this process
+        self.proven = False  # both ends have proved that they have the key
+        self.neighbor = process_behind(sock)  # process whose memory this one may read
+        self.lends = False  # whether the neighbor may read memory of this process
         self.trusted = shared.credentials.integrity == "checksum" or sock.family == socket.AF_UNIX
         self._connecting = connecting
-        self._closing = False  # a last word is in the queue; what comes in is ignored
+        self._closing = False  # the last frame is in the queue; received bytes are dropped
         self._low = 1
         tune(sock)
         shared.connections.add(self)
         self._watch()
 
     def prove(self, seals: tuple[KeyedSeals, KeyedSeals]) -> None:
-        """Both ends have the key: from the next frame on, seal with the first and check with the second."""
+        """Seal with the first and check with the second, from the next frame on: both ends have the key."""
         self.proven = self.parser.reads = True
         self.parser.meta_limit = GREETING_NBYTES
         self.seals, self.parser.seals = self._keyed = seals
 
     def trust(self) -> None:
-        """Both ends take what carries their payloads for safe: a checksum will do for them."""
+        """Use checksums for payloads: both ends trust the transport."""
         for seals in self._keyed:
             seals.trust()
 
     def open_up(self) -> None:
-        """The peer is known: metas may be longer, and all frames are of one job."""
+        """Accept long metas, and frames of this job only: the peer is known."""
         self.parser.meta_limit = META_NBYTES
         self.parser.job = self.shared.job
 
     def count_with(self, peer: str) -> None:
-        """From now on traffic counts for `peer`, what there was so far included."""
+        """Count the traffic, with the part so far, for `peer`."""
         total = self.shared.traffic_with(peer)
         for name in PeerTraffic.__slots__:
             setattr(total, name, getattr(total, name) + getattr(self.traffic, name))
@@ -135,9 +135,10 @@ class Connection:
         on_sent: Callable[[], None] | None = None,
         lent_nbytes: int = 0,
     ) -> Outgoing:
-        """Queue a frame, and send at once what the socket takes. `on_sent` is called when it left or never will.
+        """Queue a frame, and send at once the bytes that the socket takes.
 
-        `lent_nbytes` of payload do not travel: the peer reads them where they lie.
+        `on_sent` is called when the frame has left or never will. `lent_nbytes` counts payload that is not sent: the
+        peer reads it in this process's memory.
         """
         frame = self._frame(kind, meta, payload, request)
         self.traffic.payload_nbytes_sent += lent_nbytes
@@ -151,7 +152,7 @@ class Connection:
         return frame
 
     def withdraw(self, frame: Outgoing) -> bool:
-        """Take back a frame of which nothing has left; otherwise let go of its tensors. Whether it was taken back."""
+        """Remove a frame from the queue if no byte of it has left, else abort it. Return whether it was removed."""
         if frame in self.queue and not frame.started:
             self.queue.remove(frame)
             return True
@@ -159,27 +160,27 @@ class Connection:
         return False
 
     def refuse(self, error: RemoteError) -> None:
-        """Say why, then close; the peer has `linger_seconds` to read it. Without the key it hears but `REFUSAL`."""
+        """Send the reason, then close after `linger_seconds`. A peer without the key gets only `REFUSAL`."""
         if self.closed or self._closing:
             return
         reason = {"error": type(error).__name__, "message": str(error)[:4096]}
-        self._last_word(Kind.REFUSAL, reason if self.proven else REFUSAL)
+        self._send_last(Kind.REFUSAL, reason if self.proven else REFUSAL)
         self.shared.reactor.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
         self.side.ended(error, False)
 
     def hang_up(self) -> None:
-        """Let the peer see that this connection is over; nothing more is sent."""
+        """Shut the socket down for writing, which the peer can see."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
-    def say_goodbye(self) -> None:
-        """Say that this end has finished, after what is queued; the peer closes."""
+    def finish(self) -> None:
+        """Send GOODBYE after the queued frames; the peer then closes."""
         if not self.closed and not self._closing:
-            self._last_word(Kind.GOODBYE, {})
+            self._send_last(Kind.GOODBYE, {})
             self.side.ended(PeerLost("this process has finished"), True)
 
     def end(self, error: RemoteError, *, finished: bool = False) -> None:
-        """Close now. Nothing is received or sent any more."""
+        """Close at once."""
         if self.closed:
             return
         self.closed = True
@@ -193,7 +194,7 @@ class Connection:
         self.side.ended(error, finished)
 
     def pause(self) -> None:
-        """Read nothing until `resume`: TCP makes the peer wait."""
+        """Stop reading until `resume`; TCP then makes the peer wait."""
         self.paused = True
         self._watch()
 
@@ -202,7 +203,7 @@ class Connection:
         self.shared.reactor.soon(self._catch_up)
 
     def deserted(self) -> bool:
-        """Whether the peer has closed behind bytes that we have not read (where the system can tell)."""
+        """Whether the peer has closed behind bytes that are not read yet (where the system can tell)."""
         if self.closed or not hasattr(select, "POLLRDHUP"):
             return self.closed
         poll = select.poll()
@@ -229,7 +230,7 @@ class Connection:
         if self.proven:
             header = Header(kind, self.shared.job, me.rank, me.incarnation, request)
         else:
-            header = Header(kind, 0, 0, 0)  # nothing of the run for one that may not have the key
+            header = Header(kind, 0, 0, 0)  # a peer without the key learns nothing of the run
         raw = meta if isinstance(meta, bytes) else encode_meta(meta)
         return Outgoing(header, raw, payload, self.seals)
 
@@ -241,7 +242,7 @@ class Connection:
         if len(self.queue) == 1 and not self._connecting:
             self._write()
 
-    def _last_word(self, kind: Kind, meta: Mapping[str, Any] | bytes) -> None:
+    def _send_last(self, kind: Kind, meta: Mapping[str, Any] | bytes) -> None:
         self._closing = True
         self.paused = False
         self._post(self._frame(kind, meta, (), 0))
@@ -265,7 +266,7 @@ class Connection:
                 self._watch()
 
     def guarded(self, function: Callable[[], None]) -> None:
-        """Do what may find that the peer sends nonsense, or is gone."""
+        """Call `function`; refuse the peer if it finds damage, and end the connection if the peer is lost."""
         try:
             function()
         except DamagedFrame as error:
@@ -296,7 +297,7 @@ class Connection:
                 return
 
     def _receive(self, space: memoryview) -> int:
-        """Bytes received; 0 at the end, -1 when there is nothing now."""
+        """Receive into `space`. Return the number of bytes; 0 at the end, -1 if none are available."""
         try:
             got = self.sock.recv_into(space)
         except BlockingIOError:
@@ -310,7 +311,7 @@ class Connection:
         return got
 
     def _ignore(self) -> None:
-        """The last word is on its way or read: throw away what still comes."""
+        """Drop received bytes: the last frame of this end is queued or sent."""
         trash = memoryview(bytearray(1 << 16))
         for _ in range(16):
             if self._receive(trash) <= 0:
@@ -327,13 +328,13 @@ class Connection:
         self._set_low()
 
     def borrowed(self, told: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """What the neighbor told of, where it lies. Raises `DamagedFrame`; `PeerLost` when it is gone."""
+        """The neighbor's tensors in its memory. Raises `DamagedFrame`; `PeerLost` if the memory is gone."""
         try:
             tensors = self.shared.borrower.tensors(self.neighbor, told, specs)
         except DureError as error:
             if isinstance(error, RemoteError):
                 raise
-            raise PeerLost("the memory that it told of is gone") from error
+            raise PeerLost("the memory that it named is gone") from error
         self.traffic.payload_nbytes_received += sum(tensor.nbytes for tensor in tensors)
         return tensors
 
@@ -366,7 +367,7 @@ class Connection:
         self._watch()
 
     def _unwritable(self, error: OSError) -> None:
-        """The peer takes no more; it may have said why before it left."""
+        """End the connection after a failed write; the peer may have sent the reason before it closed."""
         with contextlib.suppress(RemoteError):
             self.guarded(self._read)
         self.end(PeerLost(error.strerror or str(error)))
@@ -380,7 +381,7 @@ class Connection:
         self.shared.reactor.watch(self.sock, mask, self)
 
     def _set_low(self) -> None:
-        """While bulk arrives, be woken for large pieces only."""
+        """Set the bytes that wake this process: many while bulk data arrive."""
         low = _WAKE_NBYTES if self.parser.awaited_nbytes >= _WAKE_NBYTES else 1
         if low != self._low and not self.closed:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
@@ -388,7 +389,7 @@ class Connection:
 
 
 def tune(sock: socket.socket) -> None:
-    """Large buffers; over TCP no delay, and a vanished machine noticed in about five seconds when nothing is sent."""
+    """Set large buffers; over TCP also no delay, and keep-alives that find a failed machine in about 5 seconds."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_NBYTES)

@@ -1,4 +1,4 @@
-"""Credentials: what a process of a run has, and no other process has."""
+"""Credentials: the secret key that all processes of a run have, and no other process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dure.errors import UsageError
 KEY_NBYTES = 32
 
 MOST_NBYTES = 4096
-"""The most that a key file holds."""
+"""Largest size of a key file."""
 
 Integrity = Literal["mac", "checksum"]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The secret `key` of a run, the same in all its processes, and how payloads between machines are protected.
+    """The secret `key` of a run, the same in all its processes, and the protection of payloads between machines.
 
-    `integrity` is "mac", an authentication code under the key, or "checksum", which finds damage and no forgery. Both
-    ends of a connection must say "checksum". Headers and fields have a code always.
+    `integrity` is "mac", an authentication code under the key, or "checksum", which detects damage but no forgery.
+    Checksums are used only if both ends of a connection have "checksum". Headers and fields always have a code.
     """
 
     key: bytes = field(repr=False)
@@ -37,12 +37,12 @@ class Credentials:
 
     @classmethod
     def drawn(cls, integrity: Integrity = "mac") -> Credentials:
-        """With a new random key."""
+        """Make credentials with a new random key."""
         return cls(secrets.token_bytes(KEY_NBYTES), integrity)
 
     @classmethod
     def of_file(cls, path: Path, integrity: Integrity = "mac") -> Credentials:
-        """With the key that is the content of a file. Raises `UsageError` where others may read it, or it is short."""
+        """Read the key from a file. Raises `UsageError` if others may read the file, or the key is too short."""
         right = f"head -c {KEY_NBYTES} /dev/urandom > {path}, then chmod 600 {path}"
         try:
             with open(path, "rb", opener=_opened) as file:
@@ -69,14 +69,14 @@ class Credentials:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Credentials:
-        """The reverse of `plain`."""
+        """Make credentials of the result of `plain`."""
         return cls(bytes.fromhex(plain["key"]), plain["integrity"])
 
     def plain(self) -> dict[str, str]:
-        """As values that JSON has: for a pipe to a process of the run, and nothing else."""
+        """The credentials as JSON values. Only for a pipe to a process of the run."""
         return {"key": self.key.hex(), "integrity": self.integrity}
 
 
 def _opened(path: str, flags: int) -> int:
-    """A pipe that nobody writes to is not waited for."""
+    """Open without blocking: a named pipe without a writer would block."""
     return os.open(path, flags | os.O_NONBLOCK)

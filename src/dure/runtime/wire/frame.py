@@ -1,17 +1,17 @@
-"""Frames: how calls and tensors look as bytes. No input or output in here.
+"""Frames: the binary form of calls and tensors. This module does no input or output.
 
     ┌────────────────────────────┬───────────────┬────────────┬──────────────────────────┬────────────┐
     │ header, 60 bytes           │ meta          │ tag        │ payload                  │ trailer    │
-    │ fixed fields, own xxh3-64  │ JSON in UTF-8 │ see `seal` │ tensors, back to back    │ see `seal` │
+    │ fixed fields, own xxh3-64  │ JSON in UTF-8 │ integrity  │ tensors, back to back    │ integrity  │
     └────────────────────────────┴───────────────┴────────────┴──────────────────────────┴────────────┘
 
-The header carries its own checksum, so its lengths may be believed before anything else has arrived, and the
-checksum of the meta. The tag seals both: the meta is read only once it has matched. The trailer seals the payload: it
-comes last, so that bytes are hashed piece by piece while they are still in the cache, by the sender as they leave and
-by the receiver as they arrive. A frame is sealed as it begins to leave, so that one that waits can be taken back.
+The header has its own checksum, so its lengths are valid before the rest has arrived, and the checksum of the meta. The
+tag (`integrity`) seals both; the meta is read only after its tag has matched. The trailer seals the payload and comes
+last: both sides hash the payload piece by piece, as it leaves or arrives, while the piece is in the cache. A frame is
+sealed when its first byte leaves, so a waiting frame can be removed from the queue.
 
-A sender that gives up half-way (its caller cancelled, and wants its tensor back) fills the rest with zeros and
-closes with the *other* trailer: the frame counts as never sent and the connection stays usable.
+If the caller cancels a call while its payload leaves, the sender fills the rest of the payload with zeros and sends the
+trailer of an aborted frame. The receiver drops the frame, and the connection stays usable.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dure.runtime.wire.integrity import PlainSeals, Seal, Seals, check_tag
 
 MAGIC = b"dure"
 VERSION = 2
-PIECE_NBYTES = 1 << 20  # bytes moved, then hashed, at a time: they fit the cache
-SMALL_NBYTES = 1 << 16  # payloads up to here are copied and leave together with their header
+PIECE_NBYTES = 1 << 20  # bytes moved and then hashed at a time; they fit the cache
+SMALL_NBYTES = 1 << 16  # largest payload that is copied and sent together with its header
 META_NBYTES = 1 << 20
-GREETING_NBYTES = 1 << 14  # meta of whoever has not yet said who they are
+GREETING_NBYTES = 1 << 14  # largest meta of a peer that has not sent its identity yet
 INBOX_NBYTES = 1 << 15
 
 _FIELDS = struct.Struct("<4sHBxQiIQIQQ")
@@ -47,19 +47,19 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Kinds of frames."""
 
-    CHALLENGE = 1  # host -> caller, at once: a nonce (`proof`)
-    HELLO = 2  # caller -> host: who I am
-    WELCOME = 3  # host -> caller: who I am; calls may begin
+    CHALLENGE = 1  # host -> caller, first frame: a nonce (`proof`)
+    HELLO = 2  # caller -> host: the identity of the caller
+    WELCOME = 3  # host -> caller: the identity of the host; calls can begin
     REQUEST = 4
     REPLY = 5
-    ERROR = 6  # in place of a reply
-    CANCEL = 7  # caller -> host: the reply is no longer wanted
-    REFUSAL = 8  # either way: I close this connection, and why
-    GOODBYE = 9  # either way: I have finished
-    RETURNED = 10  # caller -> host: the memory that a reply lent has been read
-    PROOF = 11  # either way, after CHALLENGE: this end has the key (`proof`)
+    ERROR = 6  # instead of a reply
+    CANCEL = 7  # caller -> host: the caller has dropped the call
+    REFUSAL = 8  # either direction: the sender closes the connection, with the reason
+    GOODBYE = 9  # either direction: the sender has finished
+    RETURNED = 10  # caller -> host: the caller has read the memory that a reply lent
+    PROOF = 11  # either direction, after CHALLENGE: the sender has the key (`proof`)
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -80,18 +80,18 @@ class Header(NamedTuple):
 
 
 def job_code(job: str) -> int:
-    """The 64 bits that stand for a job's name in every header."""
+    """Hash of a job's name, 64 bits; every header has it."""
     return xxhash.xxh3_64_intdigest(job.encode())
 
 
 def pack_header(header: Header) -> bytes:
-    """The 60 bytes of `header`, checksum included."""
+    """Encode `header` as 60 bytes, checksum included."""
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def unpack_header(raw: bytes) -> Header:
-    """The header in `raw` (60 bytes). Raises `DamagedFrame`; `Refused` for another protocol version."""
+    """Decode the 60 bytes `raw`. Raises `DamagedFrame`; `Refused` for another protocol version."""
     magic, version, kind, *rest = _FIELDS.unpack_from(raw)
     if magic != MAGIC:
         raise DamagedFrame(
@@ -110,7 +110,7 @@ def unpack_header(raw: bytes) -> Header:
 
 
 def encode_meta(meta: Mapping[str, Any]) -> bytes:
-    """`meta` as JSON. Raises `TypeError` for what JSON can't say, `ValueError` over `META_NBYTES`."""
+    """Encode `meta` as JSON. Raises `TypeError` for values that JSON does not have, `ValueError` over `META_NBYTES`."""
     try:
         raw = _encode(meta).encode()
     except TypeError as error:
@@ -121,7 +121,7 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
 
 
 def decode_meta(raw: bytes) -> dict[str, Any]:
-    """The reverse of `encode_meta`. Raises `DamagedFrame`."""
+    """Decode the result of `encode_meta`. Raises `DamagedFrame`."""
     try:
         text = raw.decode()
         meta, end = _decode(text)
@@ -139,10 +139,10 @@ def _nothing() -> None:
 
 
 class Outgoing:
-    """A frame on its way out: `peek` at the next bytes, send some, `advance` by as many.
+    """A frame to send: `peek` at the next bytes, send some, `advance` by their number.
 
-    `payload` is lent until `on_sent` was called. Small payloads are copied here, so their tensors are free at once.
-    Frames are sealed, and counted by `seals`, in the order in which they are first peeked at: `started`.
+    `payload` is in use until `on_sent` is called. Small payloads are copied, so their tensors are free at once. `seals`
+    seals and counts frames in the order of their first `peek`, which sets `started`.
     """
 
     __slots__ = (
@@ -174,11 +174,11 @@ class Outgoing:
 
     @property
     def lent(self) -> bool:
-        """Whether tensors are still being read."""
+        """Whether the frame still reads tensors."""
         return bool(self._payload) and not self._copied
 
     def peek(self) -> memoryview:
-        """The next bytes to send; empty when all have left."""
+        """The next bytes to send; empty after the last."""
         if not self.started:
             self._start()
         if not self._head and not self._left and not self._last:
@@ -188,7 +188,7 @@ class Outgoing:
         return _ZEROS[: self._left] if self._aborted else self._payload[0][:PIECE_NBYTES]
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` of what `peek` showed have left."""
+        """Move on by `nbytes` bytes, which were sent."""
         if self._head:
             self._head = self._head[nbytes:]
             return
@@ -203,7 +203,7 @@ class Outgoing:
             self._payload.popleft()
 
     def abort(self) -> None:
-        """Let go of the tensors now; what is left of the payload becomes zeros and the receiver drops the frame."""
+        """Stop reading the tensors. Zeros replace the rest of the payload, and the receiver drops the frame."""
         if self._payload and not self._copied:
             self._aborted = True
             self._payload.clear()
@@ -232,19 +232,19 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Frame:
-    """A frame that came in. First seen when its payload needs a place, again when all is there and verified."""
+    """A received frame. The parser gives it out when its payload needs memory, and again when it is complete."""
 
     header: Header
     meta: dict[str, Any]
     raw: bytes = b""
-    """The meta of one that has proved nothing yet, whose JSON is not read."""
+    """The undecoded meta of a peer that has not proved that it has the key."""
     complete: bool = False
     aborted: bool = False
     sealed_nbytes: int = 0
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes besides the payload, bytes of payload."""
+        """Bytes of overhead and bytes of payload."""
         return HEADER_NBYTES + self.header.meta_nbytes + self.sealed_nbytes, self.header.payload_nbytes
 
 
@@ -257,13 +257,13 @@ class _Stage(enum.Enum):
 
 
 class Parser:
-    """Turns bytes into frames. Put bytes into `space()`, say how many with `received`, then `take` until None.
+    """Decodes frames. Write bytes to `space()`, give their number to `received`, then `take` frames until None.
 
-    A frame with a payload comes out of `take` twice: incomplete, to be answered with `place` or `drop` (until then
-    `space` is empty and nothing is received), and complete, once its trailer matched. Raises `DamagedFrame`
-    or `Refused`, after which the bytes have no meaning any more. It allocates its meta (limited), never a payload.
-    `job` is the only `job_code` taken; None, before it is agreed, takes all. Without `reads` a meta is handed out as it
-    is.
+    `take` returns a frame with a payload twice: incomplete, so that the owner calls `place` or `drop` (until then
+    `space` is empty and nothing is received), and complete, after its trailer has matched. After `DamagedFrame` or
+    `Refused` the parser cannot be used any more. It allocates memory for a meta, within its limit, but never for a
+    payload. `job` is the only valid `job_code`; None accepts all, before the peers have agreed on one. Without `reads`
+    a meta is not decoded.
     """
 
     def __init__(self, job: int | None, *, seals: Seals | None = None, meta_limit: int = META_NBYTES) -> None:
@@ -285,16 +285,16 @@ class Parser:
 
     @property
     def idle(self) -> bool:
-        """Between two frames, with nothing received of the next."""
+        """Whether all received bytes belong to finished frames."""
         return self._stage is _Stage.HEADER and self._start == self._stop
 
     @property
     def awaited_nbytes(self) -> int:
-        """Bytes that certainly are still to come, outside the inbox, of the part being received."""
+        """Least number of bytes that are still to arrive for the current part of a frame."""
         return self._left if self._targets else 1
 
     def space(self) -> memoryview:
-        """Where the next bytes go."""
+        """Memory for the next bytes."""
         if self._stage is _Stage.PLACING:
             return _NO_SPACE
         if self._start == self._stop:
@@ -308,14 +308,14 @@ class Parser:
         return self._inbox[self._stop :]
 
     def received(self, nbytes: int) -> None:
-        """The first `nbytes` of `space()` are filled."""
+        """Account for `nbytes` bytes that were written to `space()`."""
         if self._start == self._stop and self._targets:
             self._filled(nbytes)
         else:
             self._stop += nbytes
 
     def take(self) -> Frame | None:
-        """The next frame, or None until more bytes are here."""
+        """Return the next frame; None if more bytes are needed."""
         while True:
             stage = self._stage
             if stage is _Stage.HEADER:
@@ -335,7 +335,7 @@ class Parser:
                 return self._finish()
 
     def place(self, views: Sequence[memoryview]) -> None:
-        """Receive the announced payload into `views`, which weigh exactly as much."""
+        """Receive the announced payload into `views`, whose total size is the payload's."""
         assert self._stage is _Stage.PLACING
         assert self._header is not None
         self._targets = deque(view for view in views if len(view))
@@ -344,7 +344,7 @@ class Parser:
         self._stage = _Stage.PAYLOAD
 
     def drop(self) -> None:
-        """Receive the announced payload, or what is left of it, into nothing."""
+        """Receive and drop the announced payload, or the rest of it."""
         if self._stage is _Stage.PLACING:
             assert self._header is not None
             self._left = self._header.payload_nbytes
@@ -372,7 +372,7 @@ class Parser:
         self._header = header
         self._seal = None
         size = header.meta_nbytes + self.seals.tag_nbytes
-        if size <= self._stop - self._start:  # the commonest
+        if size <= self._stop - self._start:  # the most frequent case
             self._meta = self._pop(size)
             self._targets.clear()
             self._left = 0
@@ -383,7 +383,7 @@ class Parser:
         self._stage = _Stage.META
 
     def _read_meta(self) -> bool:
-        """Whether the owner must be asked where the payload goes."""
+        """Check and decode the meta. Return whether a payload needs memory."""
         header = self._header
         assert header is not None
         raw, tag = bytes(self._meta[: header.meta_nbytes]), bytes(self._meta[header.meta_nbytes :])
@@ -397,7 +397,7 @@ class Parser:
         return self._stage is _Stage.PLACING
 
     def _fill(self) -> bool:
-        """Move what the inbox has into the part being received; whether that part is full."""
+        """Move bytes from the inbox to the current part of the frame. Return whether that part is complete."""
         while self._left and self._start < self._stop:
             if self._dropping:
                 target = self._inbox[self._start : self._stop][: self._left]

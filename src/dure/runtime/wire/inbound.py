@@ -1,7 +1,7 @@
-"""The host's end of a connection: who may come in, and requests on their way to the owner.
+"""The host's end of a connection: admission of callers, and requests until the owner gets them.
 
 accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ── HELLO ──► being admitted ── WELCOME ──► open ──► ended
-                             │ no key, deadline, garbage               │ refused            │ lost, evicted, goodbye
+                             │ no key, deadline, garbage               │ refused            │ lost, evicted, GOODBYE
                              ▼                                         ▼                    ▼
 """
 
@@ -24,12 +24,12 @@ from dure.runtime.wire.values import Identity, Loss, WireLimits
 if TYPE_CHECKING:
     import socket
 
-_LOOK_SECONDS = 0.25  # how often callers who wait for room are looked after
+_LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory
 _LONGEST_LOOK_SECONDS = 1.0
 
 
 class Callers:
-    """Who is connected, who may be, and who waits for room."""
+    """The callers of a host: connected, greeting, evicted, and waiting for memory."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -46,7 +46,7 @@ class Callers:
             oldest.connection.end(PeerLost("too many connections were half-open"))
 
     def objection(self, caller: Identity) -> str | None:
-        """Why `caller` may not come in, as far as the wire itself can tell."""
+        """The reason of the wire itself to refuse `caller`; None if it has none."""
         mine = self.shared.identity
         if caller.job != mine.job:
             return f"{caller.name} belongs to job {caller.job!r}, {mine.name} to job {mine.job!r}."
@@ -79,7 +79,7 @@ class Callers:
             del self.open[inbound.caller.name]
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
-        """Close `name`'s connection and admit it again only under a larger incarnation."""
+        """Close the connection of `name`, and admit it again only under a larger incarnation."""
         self._fence[name] = max(self._fence.get(name, 0), incarnation + 1)
         there = self.open.get(name)
         if there is not None and there.caller.incarnation <= incarnation:
@@ -87,7 +87,7 @@ class Callers:
             there.connection.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
 
     def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
-        """Memory for a payload; without it `inbound` stands in line and is told by `placed`."""
+        """Memory for a payload; None if there is none, and `inbound` waits in line for a call of `placed`."""
         lease = None if any(map(self._may_hold, self._line)) else self._take(inbound)
         if lease is None:
             self._line.append(inbound)
@@ -103,11 +103,11 @@ class Callers:
         return self.shared.staging.take(inbound.wanted, elsewhere=elsewhere, share=inbound.share)
 
     def _may_hold(self, inbound: Inbound) -> bool:
-        """Whether `inbound` waits for others; not where it holds its share itself."""
+        """Whether `inbound` waits for memory that others hold, and does not hold its own share already."""
         return not inbound.connection.closed and not self.shared.staging.exceeds(inbound.share, inbound.wanted)
 
     def _serve_line(self) -> None:
-        """Give room to those who wait, in order."""
+        """Give memory to the waiting callers, in order."""
         for waiting in list(self._line):
             if waiting.connection.closed:
                 self._line.remove(waiting)
@@ -124,7 +124,7 @@ class Callers:
             self.shared.reactor.timers.after(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Whoever died in line is not read, so it would not be noticed. Whoever stands still keeps others waiting."""
+        """End waiting connections whose caller is gone, which no read would notice, and stalled payloads."""
         self._looking = False
         for inbound in list(self.open.values()):
             inbound.check_progress()
@@ -137,9 +137,9 @@ class Callers:
 
 
 class Stall:
-    """Seconds for which a payload has stood still, as far as somebody looks several times a second.
+    """Seconds for which a payload has stalled; a caller looks several times a second.
 
-    A pause of this process counts for no more than `_LONGEST_LOOK_SECONDS`: what has come meanwhile is unread.
+    A pause of this process counts as `_LONGEST_LOOK_SECONDS` at most, since it left received bytes unread.
     """
 
     def __init__(self, limits: WireLimits) -> None:
@@ -148,11 +148,11 @@ class Stall:
         self._looked = self._received = 0.0
 
     def begin(self, received_nbytes: int) -> None:
-        """A payload begins to come."""
+        """Start the count for a new payload."""
         self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
 
     def is_over(self, received_nbytes: int) -> bool:
-        """Whether it has stood still for too long, now that so many bytes have come in all."""
+        """Whether the stall is too long, given the number of bytes received so far."""
         now = time.monotonic()
         gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
         came, self._received = received_nbytes - self._received, received_nbytes
@@ -161,7 +161,7 @@ class Stall:
 
 
 class Inbound:
-    """One caller, from its connection to its end."""
+    """The host's end of one connection: admits the caller, receives its requests, sends the answers."""
 
     def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
         self.shared = shared
@@ -170,10 +170,10 @@ class Inbound:
         self.admitted = False
         self.fenced = False
         self.wanted: Sequence[TensorSpec] = ()
-        self.waiting: Frame | None = None  # whose tensors the caller lends, and there was no room to map them
+        self.waiting: Frame | None = None  # a request with lent tensors that waits until they can be mapped
         self.answers: dict[int, Answer] = {}
-        self.copied: dict[int, Callable[[], None]] = {}  # releases of replies that the caller copies
-        self.lent: dict[int, Callable[[], None]] = {}  # and of those that it goes on reading
+        self.copied: dict[int, Callable[[], None]] = {}  # releases of lent replies that the caller copies
+        self.lent: dict[int, Callable[[], None]] = {}  # releases of lent replies that the caller keeps reading
         self._prover = Prover(shared.credentials.key, calling=False)
         self.share = Share()
         self._lease: Lease | None = None
@@ -187,7 +187,7 @@ class Inbound:
         self.connection.send(Kind.CHALLENGE, self._prover.mine)
 
     def connected(self) -> None:
-        """It was from the beginning."""
+        """Do nothing: an accepted socket is connected from the start."""
 
     def frame(self, frame: Frame) -> None:
         header = frame.header
@@ -221,7 +221,7 @@ class Inbound:
             raise DamagedFrame(f"a {header.kind.name}, which a caller never sends.")
 
     def placed(self, lease: Lease) -> None:
-        """There is room for the announced payload, or for what the caller lends."""
+        """Use the memory for the announced payload, or for the tensors that the caller lends."""
         frame, self.waiting = self.waiting, None
         if frame is None:
             self._receive_into(lease)
@@ -245,9 +245,9 @@ class Inbound:
             self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
     def _take_back(self, *, finished: bool) -> None:
-        """Have replies that were lent released. What a living process may go on reading is never written to again."""
+        """Release lent replies, except for memory that a running caller may still read: it is never used again."""
         if self.copied or self.lent:
-            self.connection.hang_up()  # before anything is written there: who still copies looks afterwards
+            self.connection.hang_up()  # before the memory is written to: a caller checks the connection after a copy
         self.shared.reactor.events.extend(self.copied.values())
         if finished or not has_memory(self.connection.neighbor):
             self.shared.reactor.events.extend(self.lent.values())
@@ -255,7 +255,7 @@ class Inbound:
         self.lent.clear()
 
     def answered(self, request: int) -> None:
-        """One request less is outstanding."""
+        """Remove a request from the outstanding ones, and read on if their number had stopped that."""
         self.answers.pop(request, None)
         if self._full and len(self.answers) < self.shared.limits.outstanding:
             self._full = False
@@ -284,7 +284,7 @@ class Inbound:
         self.shared.reactor.events.append(self._admit)
 
     def _admit(self) -> None:
-        """On the owner's thread: let the caller in, or tell it why not."""
+        """Admit the caller, or refuse it with the reason. Runs on the owner's thread."""
         if self._ended:
             return
         reason = self.callers.objection(self.caller) or self.shared.host.admit(self.caller)
@@ -317,12 +317,12 @@ class Inbound:
             self._receive_into(lease)
 
     def check_progress(self) -> None:
-        """End a connection whose payload stands still. Called now and then while others wait for memory."""
+        """End the connection if its payload is stalled. Called repeatedly while others wait for memory."""
         if self._lease is None or self.connection.paused:
             return
         if self._stalled.is_over(self.connection.received_nbytes):
             size = self._lease.memory.nbytes
-            self.connection.end(PeerLost(f"its payload of {size} bytes stood still while others waited for memory"))
+            self.connection.end(PeerLost(f"its payload of {size} bytes stalled while others waited for memory"))
 
     def _receive_into(self, lease: Lease) -> None:
         self._lease = lease
@@ -344,7 +344,7 @@ class Inbound:
             self.connection.parser.drop()
 
     def _specs(self, frame: Frame) -> Sequence[TensorSpec]:
-        """What the frame announces, found to fit what the service expects."""
+        """The tensors that the frame announces. Raises `Refused` if the service expects others."""
         service, method = frame.meta.get("service"), frame.meta.get("method")
         if (
             not isinstance(service, str)
@@ -395,7 +395,7 @@ class Inbound:
         self._deliver(frame, lease)
 
     def _wait_to_borrow(self, frame: Frame, specs: Sequence[TensorSpec]) -> None:
-        """What the caller lends counts as received: who would have too much of it mapped waits, and is not read."""
+        """Borrow the tensors of a request now, or when memory is free: borrowed bytes count as received ones."""
         self.wanted, self.waiting = specs, frame
         lease = self.callers.room_for(self, specs)
         if lease is None:
@@ -405,8 +405,8 @@ class Inbound:
         self._borrow(frame, lease)
 
     def _borrow(self, frame: Frame, lease: Lease) -> None:
-        """Deliver a request whose tensors lie in memory of its caller."""
-        self._lease = lease  # given back if the connection ends here
+        """Deliver a request whose tensors are in memory of its caller."""
+        self._lease = lease  # released if the connection ends in the next line
         lease.memory.tensors = self.connection.borrowed(frame.meta["memory"], self.wanted)
         self._lease = None
         self._deliver(frame, lease)
@@ -429,7 +429,7 @@ class Inbound:
         self.shared.reactor.events.append(hand_over)
 
     def lend(self, request: int, reply: Reply, meta: dict[str, Any], *, for_long: bool) -> bool:
-        """Let the caller read a large reply where it lies, and not only to copy it; whether that could be done."""
+        """Let the caller read a large reply in memory; `for_long`: until it releases it. Return whether that works."""
         nbytes = sum(tensor.nbytes for tensor in reply.tensors)
         if self._ended or not self.connection.lends or nbytes < self.shared.limits.lent_nbytes:
             return False
@@ -446,7 +446,7 @@ class Inbound:
 
 
 class Answer:
-    """The reply to one request, still owed."""
+    """Answers one request, once."""
 
     __slots__ = ("_borrows", "_inbound", "_lease", "_request", "cancelled", "given")
 

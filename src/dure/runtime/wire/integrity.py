@@ -1,4 +1,4 @@
-"""Seals: what proves that a frame arrived as it was sent.
+"""Seals: checksums and authentication codes that show that a frame is unchanged.
 
 | | after the meta | after a payload | against |
 |---|---|---|---|
@@ -10,7 +10,7 @@ enough: an attacker has one guess in 2^128 per connection, since the first wrong
 collisions without the key. The payload's digest is SHA-256 (a hash that is then authenticated), or xxh3-64 where the
 payload cannot be changed on its way (`KeyedSeals.trust`). `docs/decisions/0005-sealed-frames.md` has the figures.
 
-The plain seals serve until both sides have proved that they have the key (`proof`), and carry no payload then.
+Plain seals are used until both sides have proved that they have the key (`proof`); frames have no payload before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALL_ONES = (1 << 64) - 1
 
 
 class Digest(Protocol):
-    """A hash of a payload, piece by piece."""
+    """An incremental hash of a payload."""
 
     def update(self, piece: memoryview, /) -> None: ...
 
@@ -38,38 +38,38 @@ class Digest(Protocol):
 
 
 class Seal(Protocol):
-    """Of one payload. `update` with it in order, then `close` (sender) or `check` (receiver)."""
+    """The seal of one payload: `update` with each piece in order, then `close` (sender) or `check` (receiver)."""
 
     def update(self, piece: memoryview, /) -> None: ...
 
     def close(self, aborted: bool) -> bytes:
-        """The trailer; `aborted` marks a frame that its sender gave up."""
+        """Return the trailer; `aborted` marks a frame that its sender has cancelled."""
         ...
 
     def check(self, trailer: bytes) -> bool:
-        """Whether the sender gave the frame up. Raises `DamagedFrame` when the trailer is neither."""
+        """Return whether the sender has aborted the frame. Raises `DamagedFrame` for an invalid trailer."""
         ...
 
 
 class Seals(Protocol):
-    """Of one direction of one connection: for each frame in turn its tag, then a seal of its payload if it has one."""
+    """The seals of one direction of a connection: for each frame a tag, then the seal of its payload if any."""
 
     @property
     def tag_nbytes(self) -> int:
-        """What follows a meta weighs."""
+        """Bytes of a tag."""
         ...
 
     @property
     def trailer_nbytes(self) -> int:
-        """What follows a payload weighs."""
+        """Bytes of a trailer."""
         ...
 
     def tag(self, header: bytes, meta: bytes) -> bytes:
-        """What follows the meta of the next frame. The receiver compares it with what has come (`check_tag`)."""
+        """Return the tag of the next frame. The receiver compares it with the received one (`check_tag`)."""
         ...
 
     def payload(self) -> Seal:
-        """A seal for the payload of the frame whose tag was asked for last."""
+        """Return the seal for the payload of the frame of the last tag."""
         ...
 
 
@@ -93,7 +93,7 @@ class _Plain:
 
 
 class PlainSeals:
-    """Checksums: find damage, stop nobody."""
+    """Checksums, which detect damage but no forgery."""
 
     tag_nbytes = 0
     trailer_nbytes = 8
@@ -106,7 +106,7 @@ class PlainSeals:
 
 
 class _Keyed:
-    """`mac` has taken in count, header and meta; the payload's digest comes last."""
+    """Seal under a key: `mac` contains count, header and meta; `close` adds the digest of the payload."""
 
     __slots__ = ("_digest", "_mac", "update")
 
@@ -129,18 +129,18 @@ class _Keyed:
 
 
 class KeyedSeals:
-    """Tags under the connection's key; counts frames, so none can be left out, repeated or turned round."""
+    """Tags under the connection's key. Their count of frames reveals a dropped, repeated or reflected frame."""
 
     tag_nbytes = trailer_nbytes = TAG_NBYTES
 
     def __init__(self, key: bytes, direction: bytes) -> None:
-        """`key` is of at most 64 bytes, `direction` of at most 16: the limits of BLAKE2b's key and personalization."""
+        """`key` has at most 64 bytes, `direction` at most 16: the limits of BLAKE2b's key and personalization."""
         self._empty = self._mac = hashlib.blake2b(key=key, digest_size=TAG_NBYTES, person=direction)
         self._digest: Callable[[], Digest] = hashlib.sha256
         self._count = 0
 
     def trust(self) -> None:
-        """From the next frame on, take a checksum for the digest of a payload: nobody can change it on its way."""
+        """Use a checksum as the digest of payloads from the next frame on: no other process can change them."""
         self._digest = xxhash.xxh3_64
 
     def tag(self, header: bytes, meta: bytes) -> bytes:
@@ -154,10 +154,10 @@ class KeyedSeals:
 
 
 def check_tag(got: bytes, expected: bytes) -> None:
-    """Raises `DamagedFrame` where a frame's tag is not the one that it should have."""
+    """Raise `DamagedFrame` if the tag `got` is not the `expected` one."""
     if not hmac.compare_digest(got, expected):
         raise _forged()
 
 
 def _forged() -> DamagedFrame:
-    return DamagedFrame("a frame's authentication code does not match: another key, or changed on the way.")
+    return DamagedFrame("a frame's authentication code does not match: another key, or changed in transit.")

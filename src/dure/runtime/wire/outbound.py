@@ -1,4 +1,4 @@
-"""The caller's end of a connection: calls that were made and what becomes of them."""
+"""The caller's end of a connection: calls, their answers, and their cancellation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
-"""The errors that reach the caller as what the host raised; every other is a `RemoteError`."""
+"""Errors that keep their class on the way to the caller; every other error becomes a `RemoteError`."""
 
 
 _SAME_KEY = "Give all processes of a run the same key, and each the address of its own run's processes."
 
 
 class Pending:
-    """A call on its way. It ends once: `on_done` on the owner's thread, or `cancel`, after which nothing is called."""
+    """A call in progress. It ends once: by `on_done` on the owner's thread, or by `cancel`, without a callback."""
 
     __slots__ = ("_outbound", "done", "into", "number", "on_done", "outgoing", "request", "timer", "views")
 
@@ -51,15 +51,15 @@ class Pending:
         self.done = False
 
     def places(self, told: Sequence[tuple[str, int]]) -> list[memoryview]:
-        """Where a reply of tensors as `told` goes; they fit."""
+        """Memory for the tensors `told` of a reply, which fit."""
         if not self.request.at_most:
             return self.views
         return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into or (), told, strict=True)]
 
     def cancel(self) -> None:
-        """Give up. Afterwards no tensor of the call is read or written; the host may still have done what was asked.
+        """Cancel the call. Afterwards its tensors are neither read nor written; the host may still have executed it.
 
-        But for what lies in rooms (`Wire.room_like`), which the host reads until it has answered.
+        Exception: tensors in rooms (`Wire.room_like`) are read by the host until it has answered.
         """
         if not self.done and self._outbound is not None:
             self._outbound.give_up(self)
@@ -67,7 +67,7 @@ class Pending:
 
 
 class Outbound:
-    """One host that this process calls."""
+    """The caller's end of one connection: sends calls to a host and receives its answers."""
 
     def __init__(self, shared: Shared, name: str, address: tuple[str, int]) -> None:
         self.shared = shared
@@ -75,10 +75,10 @@ class Outbound:
         self.host: Identity | None = None
         self.error: RemoteError | None = None
         self.calls: dict[int, Pending] = {}
-        self.on_open: Callable[[], None] = _nothing  # for the owner, once `host` or `error` is known
+        self.on_open: Callable[[], None] = _nothing  # called for the owner once `host` or `error` is set
         self._numbers = itertools.count(1)
-        self._abandoned: dict[int, int] = {}  # number -> bytes that its reply would weigh
-        self._rooms: dict[int, Lease] = {}  # what the host reads the tensors of a request in
+        self._abandoned: dict[int, int] = {}  # bytes of the reply of each cancelled call, by number
+        self._rooms: dict[int, Lease] = {}  # memory in which the host reads the tensors of each request
         self._receiving: Pending | None = None
         self._dropping = False
         self._prover = Prover(shared.credentials.key, calling=True)
@@ -86,7 +86,7 @@ class Outbound:
         self.connection = Connection(shared, _begin(address), self, connecting=True)
 
     def request(self, request: Request, on_done: OnDone) -> Pending:
-        """Send a call. Raises `TypeError`/`ValueError` when its fields or tensors can't be sent."""
+        """Send a call. Raises `TypeError` or `ValueError` if its fields or tensors cannot be sent."""
         pending = Pending(self, next(self._numbers), request, on_done)
         payload = [bytes_of(tensor) for tensor in request.tensors]
         meta: dict[str, Any] = {
@@ -115,7 +115,7 @@ class Outbound:
         return pending
 
     def _room(self, tensors: Sequence[torch.Tensor]) -> Lease | None:
-        """Memory with large `tensors` in it, where the host can read it: where they lie already, or copies."""
+        """Memory that the host can read, with large `tensors` or copies of them; None if they must be sent."""
         if not self.connection.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
             return None
         if self.shared.lender.where(tensors) is not None:
@@ -127,13 +127,13 @@ class Outbound:
         return room
 
     def _settled(self, number: int) -> None:
-        """The host has answered, or will never hear: it does not read the request's tensors any more."""
+        """Free the room of a request: the host has answered, or never gets the request."""
         room = self._rooms.pop(number, None)
         if room is not None:
             room.release()
 
     def finish(self, pending: Pending, result: Reply | RemoteError) -> None:
-        """Hand `result` to the owner."""
+        """End a call with `result`, which the owner gets."""
         self.calls.pop(pending.number, None)
         self.shared.reactor.timers.cancel(pending.timer)
         if pending.outgoing is not None:
@@ -149,7 +149,7 @@ class Outbound:
         self.shared.reactor.events.append(hand_over)
 
     def give_up(self, pending: Pending) -> None:
-        """Let go of the call's tensors, and tell the host if it has heard of the call."""
+        """Cancel a call: stop using its tensors, and tell the host if the request has begun to leave."""
         with self.shared.reactor.lock:
             if self.calls.pop(pending.number, None) is None:
                 return
@@ -165,7 +165,7 @@ class Outbound:
                 self._settled(pending.number)
 
     def connected(self) -> None:
-        """TCP stands; the host speaks first."""
+        """Do nothing: the host sends the first frame."""
 
     def frame(self, frame: Frame) -> None:
         kind = frame.header.kind
@@ -215,9 +215,7 @@ class Outbound:
         if frame.header.kind is Kind.WELCOME:
             host = Identity.from_meta(frame.meta)
             if host.name != self.name:
-                raise Refused(
-                    f"{self.name} was expected at this address, {host.name} answered: exchange the addresses."
-                )
+                raise Refused(f"{self.name} was expected at this address, {host.name} answered: correct the addresses.")
             self.host = host
             self.connection.lends = self.connection.neighbor is not None and frame.meta.get("maps") is True
             if self.connection.trusted and frame.meta.get("trusts") is True:
@@ -229,19 +227,19 @@ class Outbound:
             raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
 
     def _proved(self, frame: Frame) -> None:
-        """Answer the host's nonce, and check its proof; then say who calls."""
+        """Answer the host's nonce, check its proof, and then send the own identity."""
         kind = frame.header.kind
         if kind is Kind.REFUSAL:
             self.connection.end(Refused(f"{self.name} did not take this process's key. {_SAME_KEY}"))
         elif kind is Kind.GOODBYE:
             self.connection.end(PeerLost("it has finished"), finished=True)
         elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
-            self._challenged = True  # it is no other program that listens there
+            self._challenged = True  # so the listening process is a wire
             self.connection.send(Kind.PROOF, self._prover.mine + self._prover.proof)
         elif kind is not Kind.PROOF or not self._challenged:
             raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
         elif not self._prover.accepts(frame.raw):
-            raise Refused(f"the process at its address has not the key of this run. {_SAME_KEY}")
+            raise Refused(f"the process at its address does not have the key of this run. {_SAME_KEY}")
         else:
             self.connection.prove(self._prover.seals())
             about_connection = {"maps": self.connection.neighbor is not None, "trusts": self.connection.trusted}
@@ -252,7 +250,7 @@ class Outbound:
         return kind(str(meta.get("message")))
 
     def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
-        """Why the reply does not fit `into`."""
+        """The error if the reply does not fit `into`; None if it does."""
         told = frame.meta.get("tensors")
         specs = fitting(pending.into, told)
         weighs = None if specs is None else sum(map(nbytes_of, specs))
@@ -279,7 +277,7 @@ class Outbound:
             self.finish(pending, error)
             self._abandoned[pending.number] = 0
         if size > most:
-            raise DamagedFrame(f"a reply of {size} bytes that nobody awaits; at most {most} are skipped.")
+            raise DamagedFrame(f"a reply of {size} bytes to a call that has ended; at most {most} are skipped.")
         self._dropping = True
         self.connection.parser.drop()
 
@@ -301,13 +299,13 @@ class Outbound:
             return
         error = None if frame.header.payload_nbytes else self._expected(frame, pending)
         if error is None and "memory" in frame.meta and not self._read(frame, pending.request.into or ()):
-            self.connection.end(PeerLost("its connection closed while what it lent was read"))
+            self.connection.end(PeerLost("its connection closed while its memory was read"))
             return
         self._give_back(frame)
         self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into or ()))
 
     def _borrow(self, frame: Frame, pending: Pending) -> None:
-        """Hand over what the host lends as it lies there, until it is released."""
+        """End a call with tensors in the host's memory, valid until the reply's `release`."""
         specs = specs_told(frame.meta.get("tensors"))
         if specs is None or not isinstance(frame.meta.get("fields"), dict):
             raise DamagedFrame("a reply without fields, or of tensors that it does not describe.")
@@ -321,7 +319,7 @@ class Outbound:
             self.shared.reactor.wake()
 
     def _read(self, frame: Frame, into: Sequence[torch.Tensor]) -> bool:
-        """Copy what the host lends; whether it still did when that was done."""
+        """Copy tensors from the host's memory. Return whether the host still lent them after the copy."""
         told = [TensorSpec(*each) for each in frame.meta["tensors"]]
         lent = self.connection.borrowed(frame.meta["memory"], told)
         for place, tensor in zip(into, lent, strict=True):
@@ -349,7 +347,7 @@ def _nothing() -> None:
 
 
 def _begin(address: tuple[str, int]) -> socket.socket:
-    """A socket on its way to `address`. Raises `PeerLost` when that fails at once."""
+    """Start to connect a socket to `address`. Raises `PeerLost` if that fails at once."""
     near = connect_unix(address[1]) if is_loopback(address[0]) else None
     if near is not None:
         return near

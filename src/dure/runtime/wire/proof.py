@@ -1,12 +1,12 @@
-"""Proofs: each end of a new connection shows the other that it has the run's key, before it reads anything else of it.
+"""Proofs: each end of a new connection proves to the other that it has the run's key, before any other exchange.
 
     host ── CHALLENGE: nonce ──────────────> caller       32 random bytes
     host <────────── PROOF: nonce, proof ─── caller       HMAC-SHA256 under the key of "caller" and both nonces
     host ── PROOF: proof ──────────────────> caller       the same of "host"
-    ... from here on every frame is sealed with a key that is derived from the run's and both nonces (`seal`)
+    ... all further frames are sealed with a key that is derived from the run's key and both nonces (`integrity`)
 
-What is recorded on one connection is worth nothing on another: each end draws its nonce anew. The key itself never
-travels, and nothing that does tells of the run: names come in the first sealed frames, HELLO and WELCOME.
+A recorded proof is invalid on another connection, since each end draws a new nonce. The key is never sent. These frames
+say nothing about the run: names are in the first sealed frames, HELLO and WELCOME.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dure.runtime.wire.integrity import KeyedSeals
 NONCE_NBYTES = 32
 PROOF_NBYTES = hashlib.sha256().digest_size
 UNPROVEN_NBYTES = NONCE_NBYTES + PROOF_NBYTES
-"""The most that an end reads of one that has proved nothing yet, headers apart."""
+"""Largest meta that an end reads before the other end has proved that it has the key."""
 
 REFUSAL = b"refused: give both processes the key of the same run"
-"""All that one hears who has proved nothing."""
+"""The reason that a peer without a proof gets."""
 
 
 class Prover:
-    """One end of one connection: `mine` is its nonce. `calling`: it is the caller's."""
+    """The proof of one end of a connection. `mine` is its nonce; `calling` is true at the caller's end."""
 
     def __init__(self, key: bytes, *, calling: bool) -> None:
         self.mine = secrets.token_bytes(NONCE_NBYTES)
@@ -36,22 +36,22 @@ class Prover:
         self._nonces = b""
 
     def meet(self, theirs: bytes) -> bool:
-        """Take in the other end's nonce; whether it is one."""
+        """Set the nonce of the other end. Return whether its length is valid."""
         host, caller = (theirs, self.mine) if self._calling else (self.mine, theirs)
         self._nonces = host + caller
         return len(theirs) == NONCE_NBYTES
 
     @property
     def proof(self) -> bytes:
-        """What shows the other end that this one has the key."""
+        """The proof for the other end that this end has the key."""
         return self._of(b"caller" if self._calling else b"host")
 
     def accepts(self, proof: bytes) -> bool:
-        """Whether `proof` shows that the other end has the key."""
+        """Whether `proof` is the valid proof of the other end."""
         return hmac.compare_digest(proof, self._of(b"host" if self._calling else b"caller"))
 
     def seals(self) -> tuple[KeyedSeals, KeyedSeals]:
-        """Of everything after the proofs: (of what this end sends, of what it receives)."""
+        """Seals of all frames after the proofs: those that this end sends, those that it receives."""
         secret = self._of(b"session")
         up, down = KeyedSeals(secret, b"to host"), KeyedSeals(secret, b"to caller")
         return (up, down) if self._calling else (down, up)

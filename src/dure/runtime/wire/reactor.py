@@ -1,8 +1,8 @@
-"""The reactor: sockets, timers and wake-ups of one process, turned by whoever calls `turn`.
+"""The reactor of a wire: sockets, timers and wake-ups, handled by the thread that calls `turn`.
 
-Everything that moves bytes happens inside a turn, under one lock. What concerns the owner (replies, requests,
-losses) is queued as *events*, which only the owner's thread runs: a helper thread may turn the reactor while
-the owner computes, and the owner still lives in a single thread.
+All bytes move inside a turn, under one lock. Callbacks of the owner (replies, requests, losses) are queued as *events*,
+which only the owner's thread runs. So a helper thread can run turns while the owner computes, and the owner's code
+still runs on a single thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-_LONGEST_WAIT = 0.5  # seconds that the helper thread sleeps at a time
+_LONGEST_WAIT = 0.5  # longest sleep of the helper thread, in seconds
 
-_STUCK_SECONDS = 30.0  # a turn of the helper thread takes milliseconds
+_STUCK_SECONDS = 30.0  # a normal turn of the helper thread takes milliseconds
 
 
 class Ready(Protocol):
-    """What is registered with a socket."""
+    """The callback of a watched socket."""
 
     def ready(self, mask: int) -> None: ...
 
 
 class Timer:
-    """A callback that is due at `deadline` (monotonic seconds) unless cancelled."""
+    """A callback that runs at `deadline` (monotonic seconds) unless it is cancelled."""
 
     __slots__ = ("callback", "deadline", "order")
 
@@ -42,7 +42,7 @@ class Timer:
 
 
 class Timers:
-    """A heap of timers; cancelled ones leave when they reach the top or outnumber the rest."""
+    """A heap of timers. Cancelled timers are removed at the top of the heap, or when they outnumber the rest."""
 
     def __init__(self) -> None:
         self._heap: list[Timer] = []
@@ -69,14 +69,14 @@ class Timers:
             self._dead = 0
 
     def wait(self) -> float | None:
-        """Seconds until the first is due; None when there is none."""
+        """Seconds until the first timer is due; None without timers."""
         while self._heap and self._heap[0].callback is None:
             heapq.heappop(self._heap)
             self._dead -= 1
         return max(0.0, self._heap[0].deadline - time.monotonic()) if self._heap else None
 
     def run(self) -> None:
-        """Call those that are due."""
+        """Run the timers that are due."""
         while self._heap and (self._heap[0].callback is None or self._heap[0].deadline <= time.monotonic()):
             timer = heapq.heappop(self._heap)
             callback, timer.callback = timer.callback, None
@@ -87,7 +87,7 @@ class Timers:
 
 
 class Reactor:
-    """One selector, its timers and its queues."""
+    """The event loop of a wire: a selector, timers, and queues of callbacks."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -108,7 +108,7 @@ class Reactor:
         self._closed = False
 
     def watch(self, sock: socket.socket, mask: int, ready: Ready) -> None:
-        """Have `ready` told when `sock` is readable or writable (`selectors`' masks); 0 stops watching."""
+        """Call `ready` when `sock` is readable or writable (masks of `selectors`); 0 stops watching."""
         fd = sock.fileno()
         old = self._masks.get(fd, 0)
         if mask == old:
@@ -124,19 +124,19 @@ class Reactor:
         self._masks[fd] = mask
 
     def soon(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run within the next turn."""
+        """Run `callback` in the next turn."""
         self.callbacks.append(callback)
         if self.lent:
             self.wake()
 
     def turn(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for something to happen, and handle what did."""
+        """Wait up to `timeout` seconds for an event of a socket or timer, and handle all that are due."""
         found = self._selector.select(self._bounded(timeout))
         with self.lock:
             self._handle(found)
 
     def run_events(self) -> int:
-        """Run what is queued for the owner; how many there were."""
+        """Run the queued callbacks of the owner. Return their number."""
         count = 0
         while self.events:
             self.events.popleft()()
@@ -144,11 +144,11 @@ class Reactor:
         return count
 
     def wake(self) -> None:
-        """End a wait, from any thread."""
+        """End a wait of `turn`. Any thread may call this."""
         try:
             self._waker.send(b"!")
         except BlockingIOError:
-            pass  # so full of wake-ups that one more says nothing
+            pass  # the socket is full of wake-ups already
         except OSError:
             if not self._closed:
                 raise
@@ -161,7 +161,7 @@ class Reactor:
             pass
 
     def lend(self) -> None:
-        """Let the helper thread turn the reactor until `take_back`."""
+        """Let the helper thread run turns until `take_back`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._help, name="dure wire", daemon=True)
             self._thread.start()
@@ -172,7 +172,7 @@ class Reactor:
         self.lent = False
         self.wake()
         if not self._returned.acquire(timeout=_STUCK_SECONDS) or self._failed:
-            raise RuntimeError("the wire's helper thread failed; its own error stands on standard error.")
+            raise RuntimeError("the wire's helper thread failed; its error is on standard error.")
 
     def close(self) -> None:
         self._closed = True
@@ -208,7 +208,7 @@ class Reactor:
                 while self.lent:
                     self._help_once()
                 self._failed = False
-            finally:  # an error ends this thread, and `take_back` says so
+            finally:  # an error ends this thread, and `take_back` raises
                 self._returned.release()
 
     def _help_once(self) -> None:

@@ -1,8 +1,8 @@
-"""Where payloads lie: tensors as bytes, and the memory that requests are received into.
+"""Memory of payloads: tensors as bytes, and buffers for requests that arrive.
 
-A request's size is known from what the *service* expects, never from what a frame says. Buffers are used again,
-because pages touched for the first time cost five to ten times as much; together, in use and waiting for use,
-they stay within a budget. Whoever finds no room waits in line, unread, and TCP makes the caller wait.
+The size of a request comes from what the *service* expects, never from a frame. Buffers are reused, because a first
+write to a page costs five to ten times as much as a later one. All buffers, in use and idle, stay within a budget. If
+the budget is used up, a connection is not read, and TCP makes its caller wait.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ALIGNMENT = 64  # bytes
 _ROUND = 1 << 12
 
 SHARE = 8
-"""One caller holds at most one part in so many of a staging's budget."""
+"""A caller holds at most the `SHARE`th part of a budget."""
 
 _NAMES = {torch.float32: "float32", torch.uint8: "uint8"}
-"""Of the commonest dtypes: to ask one for its name takes longer than all else that is asked of it."""
+"""Names of the most frequent dtypes: a name costs more time than the rest of a `TensorSpec`."""
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Dtype and elements of `tensor`."""
+    """Dtype and number of elements of `tensor`."""
     dtype = tensor.dtype
     return TensorSpec(_NAMES.get(dtype) or str(dtype).removeprefix("torch."), tensor.numel())
 
@@ -34,22 +34,22 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     """The dtype that `spec` names. Raises `TypeError`."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{spec.dtype!r} is no dtype of torch; write it as torch does, without its prefix: 'float32'.")
+        raise TypeError(f"{spec.dtype!r} is no dtype of torch; write it as torch does, without the prefix: 'float32'.")
     return dtype
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """What a tensor of `spec` weighs."""
+    """Bytes of a tensor of `spec`."""
     return spec.numel * dtype_of(spec).itemsize
 
 
 def described(specs: Sequence[TensorSpec]) -> str:
-    """Specs in words: `float32[10], int64[1]`."""
+    """Specs as text: `float32[10], int64[1]`."""
     return ", ".join(f"{spec.dtype}[{'<= ' * spec.at_most}{spec.numel}]" for spec in specs) or "no tensor"
 
 
 def fitting(expected: Sequence[TensorSpec], told: object) -> list[TensorSpec] | None:
-    """The specs that a peer told of, if they are those expected: as long, or at most as long where that is said.
+    """The specs `told` by a peer if they fit `expected`, of equal length or at most as long; else None.
 
     >>> fitting([TensorSpec("uint8", 9, at_most=True)], [["uint8", 4]])
     [TensorSpec(dtype='uint8', numel=4, at_most=False)]
@@ -65,7 +65,7 @@ def fitting(expected: Sequence[TensorSpec], told: object) -> list[TensorSpec] | 
 
 
 def specs_told(told: object) -> list[TensorSpec] | None:
-    """The specs that a peer told of, if they are any.
+    """The specs `told` by a peer; None if they are not specs.
 
     >>> specs_told([["float32", 3]]), specs_told([["float33", 3]])
     ([TensorSpec(dtype='float32', numel=3, at_most=False)], None)
@@ -81,7 +81,7 @@ def specs_told(told: object) -> list[TensorSpec] | None:
 
 
 def announced(told: object) -> str:
-    """The specs that a peer told of, in words, whatever it told and never long."""
+    """The specs `told` by a peer as a short text, also where they are invalid."""
     if not isinstance(told, list):
         return "nothing readable"
     try:
@@ -91,19 +91,19 @@ def announced(told: object) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of `tensor`, for reading and writing. Raises `ValueError` when it can't be sent as it lies."""
+    """The memory of `tensor`, readable and writable. Raises `ValueError` if the tensor cannot be sent from there."""
     if not tensor.is_cpu:
         raise ValueError(
-            f"a tensor on {tensor.device} can't travel: send tensor.cpu(), or receive into one on the CPU."
+            f"a tensor on {tensor.device} cannot be sent: send tensor.cpu(), or receive into one on the CPU."
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"a tensor of strides {tuple(tensor.stride())} can't travel: send tensor.contiguous().")
+        raise ValueError(f"a tensor of strides {tuple(tensor.stride())} cannot be sent: send tensor.contiguous().")
     if not tensor.numel():
         return memoryview(b"")
     whole = tensor.detach()
     try:
         array = whole.numpy()
-    except TypeError:  # a dtype that NumPy has not
+    except TypeError:  # NumPy does not have this dtype
         array = whole.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array).cast("B")  # type: ignore[arg-type,unused-ignore]
 
@@ -113,7 +113,7 @@ def _empty(nbytes: int) -> torch.Tensor:
 
 
 class StagingBuffer:
-    """A buffer, cut into tensors; cutting it the same way again costs nothing."""
+    """A buffer that is cut into tensors; the layout is kept for the next equal request."""
 
     __slots__ = ("nbytes", "specs", "tensors", "views", "whole")
 
@@ -125,7 +125,7 @@ class StagingBuffer:
         self.views: list[memoryview] = []
 
     def cut(self, specs: Sequence[TensorSpec]) -> None:
-        """Lay out tensors of `specs`, and their bytes, one after the other."""
+        """Cut the buffer into tensors of `specs`, one after another."""
         if specs == self.specs:
             return
         view = bytes_of(self.whole)
@@ -139,7 +139,7 @@ class StagingBuffer:
 
 
 class Share:
-    """The bytes of a staging that one caller holds."""
+    """The bytes that one caller holds of a budget."""
 
     __slots__ = ("held_nbytes",)
 
@@ -148,7 +148,7 @@ class Share:
 
 
 class Lease:
-    """Memory of one request until `release`, counted in its caller's `share`."""
+    """Memory of one request until `release`; counts in the `share` of its caller."""
 
     __slots__ = ("_share", "_staging", "memory")
 
@@ -161,14 +161,14 @@ class Lease:
 
     @staticmethod
     def of_nothing(specs: Sequence[TensorSpec]) -> Lease:
-        """For tensors without elements."""
+        """Make a lease of tensors without elements."""
         memory = StagingBuffer(_empty(0))
         memory.cut(specs)
         return Lease(None, memory)
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Lease:
-        """For tensors that lie somewhere already."""
+        """Make a lease of tensors that have memory already."""
         memory = StagingBuffer(_empty(0))
         memory.tensors = list(tensors)
         return Lease(None, memory)
@@ -178,13 +178,13 @@ class Lease:
         return self.memory.tensors
 
     def release(self) -> None:
-        """Give the memory back. Doing so twice changes nothing."""
+        """Return the memory. A second call has no effect."""
         if self._staging is not None:
             self._staging.give_back(self.memory)
             self._leave()
 
     def forget(self) -> None:
-        """Never use the memory again: somebody may still look at it."""
+        """Drop the memory without reuse: another process may still read it."""
         if self._staging is not None:
             self._staging.held_nbytes -= self.memory.nbytes
             self._leave()
@@ -198,8 +198,8 @@ class Lease:
 class Staging:
     """Recycled memory within a budget of bytes.
 
-    A payload larger than the whole budget is let in when nothing else is, so that nobody waits for ever. One caller
-    holds at most the `SHARE`th part, or one payload. `empty` makes so many bytes of memory.
+    A payload larger than the whole budget gets memory when no other payload has any, so that no caller waits for ever.
+    One caller holds at most the `SHARE`th part, or one payload. `empty` allocates a number of bytes.
     """
 
     def __init__(self, budget_nbytes: int, empty: Callable[[int], torch.Tensor] = _empty) -> None:
@@ -207,11 +207,11 @@ class Staging:
         self._empty = empty
         self.held_nbytes = 0
         self.peak_nbytes = 0
-        self._idle: OrderedDict[int, list[StagingBuffer]] = OrderedDict()  # by size; least recently used first
+        self._idle: OrderedDict[int, list[StagingBuffer]] = OrderedDict()  # by size, least recently used first
         self._idle_nbytes = 0
 
     def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False, share: Share | None = None) -> Lease | None:
-        """Memory for `specs`, or None when there is no room now. What lies `elsewhere` counts, and gets no memory."""
+        """Memory for `specs`; None if the budget is used up. A payload `elsewhere` counts but gets no memory."""
         size = _size(specs)
         if self.held_nbytes and self.held_nbytes + size > self.budget_nbytes:
             return None
@@ -229,7 +229,7 @@ class Staging:
         return Lease(self, memory, share)
 
     def exceeds(self, share: Share, specs: Sequence[TensorSpec]) -> bool:
-        """Whether a caller would hold more than it may."""
+        """Whether a caller would hold more than its share with `specs`."""
         return bool(share.held_nbytes) and share.held_nbytes + _size(specs) > self.budget_nbytes // SHARE
 
     def give_back(self, memory: StagingBuffer) -> None:
@@ -251,7 +251,7 @@ class Staging:
         return memory
 
     def _shrink(self, size: int) -> None:
-        """Forget idle buffers until `size` more bytes fit."""
+        """Drop idle buffers until `size` more bytes fit."""
         while self._idle and self.held_nbytes + self._idle_nbytes + size > self.budget_nbytes:
             oldest, buffers = next(iter(self._idle.items()))
             buffers.pop()

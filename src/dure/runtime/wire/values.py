@@ -1,4 +1,4 @@
-"""What the wire speaks of: who is who, what is asked, what was lost, and how much of everything is allowed."""
+"""Values of the wire: identities, requests, losses, traffic and limits, and the callbacks of its owner."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_INCARNATION = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who one end of a connection is.
+    """The identity of one end of a connection.
 
-    `incarnation` counts the lives of a node: whoever was evicted comes back with a larger one. `about` is what else
-    the other side may want to compare before it lets this one in: plain JSON values.
+    `incarnation` counts the starts of a node: an evicted node connects again under a larger one. `about` holds plain
+    JSON values that the other side compares before it admits this one.
     """
 
     job: str
@@ -55,35 +55,36 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What a wire allows the others to cost it."""
+    """Limits on the memory, time and connections that peers can take of a wire."""
 
     staging_nbytes: int = 1 << 30
-    """Memory for requests on their way in; callers over it wait."""
+    """Memory for requests that arrive; callers beyond it wait."""
     stall_seconds: float = 5.0
-    """How long a payload that others wait for may stand still; one slower than `least_speed` stands still."""
+    """Longest stall of a payload while other callers wait for memory. A payload below `least_speed` is stalled."""
     least_speed: float = 4096.0
     """Bytes per second."""
     drain_nbytes: int = 1 << 16
-    """A refused payload up to this size is received and forgotten; a larger one costs its sender the connection."""
+    """A refused payload up to this size is received and dropped; for a larger one the connection is closed."""
     turn_nbytes: int = 1 << 22
-    """Bytes that one connection may move before the others have theirs."""
+    """Bytes that one connection moves in a turn, before the other connections."""
     outstanding: int = 1024
-    """Requests of one caller that may wait for their replies; more are left unread."""
+    """Requests of one caller that can wait for their replies; further ones are not read."""
     handshakes: int = 256
-    """Connections that may be half-open; the oldest makes room."""
+    """Connections that can be half-open; beyond it the oldest is closed."""
     handshake_seconds: float = 5.0
     lent_nbytes: int = 1 << 20
-    """Payloads from this size on lie in memory that both sides map, where they can."""
+    """Smallest payload that is left in memory that both sides map, where they can."""
     linger_seconds: float = 1.0
-    """How long a refused connection may take to read why."""
+    """Time for which a refused connection stays open, so that the peer can read the reason."""
 
 
 @dataclass(slots=True)
 class Request:
-    """A call to make. `tensors` and `into` are lent until it is done; `timeout` is in seconds.
+    """A call to make. The wire uses `tensors` and `into` until the call is done; `timeout` is in seconds.
 
-    `into` is what the reply's tensors must fit exactly, in order, dtype and size; or, if `at_most`, be no longer than.
-    Without it they are read where they lie (`Wire.borrows`), until the reply's `release`.
+    The tensors of the reply are written to `into`, and must fit it in number, order, dtype and size; with `at_most`
+    they may be shorter. If `into` is None, the caller reads them in the host's memory (`Wire.borrows`) until the
+    reply's `release`.
     """
 
     service: str
@@ -97,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A connection that ended. `finished`: the peer said goodbye. `incoming`: the peer was the caller."""
+    """A connection that ended. `finished`: the peer closed it in good order. `incoming`: the peer was the caller."""
 
     peer: str
     reason: str
@@ -108,7 +109,7 @@ class Loss:
 
 @dataclass(slots=True)
 class PeerTraffic:
-    """What went between this process and one peer, the handshake included. Overhead is header, meta and trailer."""
+    """Counts of messages and bytes between this process and one peer. Overhead: header, meta, tag and trailer."""
 
     messages_sent: int = 0
     messages_received: int = 0
@@ -119,37 +120,37 @@ class PeerTraffic:
 
 
 class Respond(Protocol):
-    """How a host answers one request, now or later, once."""
+    """Answers one request of a host, once, at once or later."""
 
     def __call__(self, answer: Reply | RemoteError) -> None:
-        """Send `answer`. Raises `TypeError`/`ValueError`, and counts as not answered, when it can't be sent."""
+        """Send `answer`. If it cannot be sent, raises `TypeError` or `ValueError`; the request is still unanswered."""
         ...
 
     def release(self) -> None:
-        """Give the request's tensors back before answering. Answering does it too."""
+        """Free the tensors of the request before the answer. An answer frees them too."""
         ...
 
 
 class HostCallbacks(Protocol):
-    """What a wire tells its owner. All but `expects` run on the owner's thread, inside `poll`."""
+    """Callbacks of a wire's owner. All but `expects` run on the owner's thread, inside `poll`."""
 
     def admit(self, caller: Identity) -> str | None:
-        """Why `caller` may not come in, naming both sides' values; None when it may."""
+        """Return None to admit `caller`, else the reason, with the values of both sides."""
         ...
 
     def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
-        """The tensors that a call carries. Raises `Refused` for what is not served.
+        """Return the tensors that a call carries. Raises `Refused` for an unknown service or method.
 
-        A pure look-up: the helper thread calls it too.
+        It must have no effects: the helper thread calls it too.
         """
         ...
 
     def request(self, service: str, call: Call, respond: Respond) -> None:
-        """A verified request. `call.tensors` may be read until it is answered or released."""
+        """Handle a verified request. `call.tensors` are valid until it is answered or released."""
         ...
 
     def lost(self, loss: Loss) -> None:
-        """A connection ended, after the handshake."""
+        """Handle the end of a connection after its handshake."""
         ...
 
 
@@ -157,7 +158,7 @@ OnDone = Callable[[Reply | RemoteError], None]
 
 
 class ServesNobody:
-    """The host of a wire that only calls."""
+    """The callbacks of a wire that only calls others."""
 
     def admit(self, caller: Identity) -> str | None:
         return "this process hosts nothing."

@@ -1,6 +1,6 @@
-"""The wire of one process: it calls, and is called, over one connection per caller and host.
+"""The wire of one process: calls in both directions, over one connection for each pair of caller and host.
 
-No threads of its own: `poll` does everything, in the caller's thread, in bounded turns.
+`poll` does all work in the caller's thread, in bounded turns.
 
     wire = Wire(Identity(job="digits", name="worker 0"), credentials=Credentials.drawn())
     wire.connect("server 0", "127.0.0.1", port)
@@ -8,7 +8,7 @@ No threads of its own: `poll` does everything, in the caller's thread, in bounde
     while waiting:
         wire.poll(1.0)
 
-How fast, and why not over Gloo: see `docs/decisions/0002-bulk-over-tcp.md`.
+`docs/decisions/0002-bulk-over-tcp.md` has the throughput, and the reasons against Gloo.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Wire:
-    """One process's connections. Of one thread: its owner's; `wake` alone may be called from any."""
+    """All connections of a process. Only its owner's thread may call it, except for `wake`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Wire:
         *,
         credentials: Credentials,
     ) -> None:
-        """`credentials` are the same in all processes of a job: no other is let in, or called."""
+        """`credentials` are the same in all processes of a job; the wire connects to no other process."""
         self._reactor = Reactor()
         self._shared = Shared(identity, host or ServesNobody(), limits or WireLimits(), self._reactor, credentials)
         self._callers = Callers(self._shared)
@@ -61,47 +61,47 @@ class Wire:
 
     @property
     def traffic(self) -> dict[str, PeerTraffic]:
-        """By the peer's name; it stays when the peer goes."""
+        """Counts by the name of the peer, kept after the peer disconnects."""
         return self._shared.traffic
 
     @property
     def damaged(self) -> int:
-        """Connections that were closed because of what arrived on them."""
+        """Number of connections that were closed because of damaged frames."""
         return self._shared.damaged
 
     @property
     def refused(self) -> int:
-        """Callers and requests that were turned away."""
+        """Number of callers and requests that were refused."""
         return self._shared.refused
 
     @property
     def staging_peak_nbytes(self) -> int:
-        """The most memory that requests have had."""
+        """Peak memory of requests, in bytes."""
         return self._shared.staging.peak_nbytes
 
     @property
     def callers(self) -> tuple[Identity, ...]:
-        """Who is connected to this host."""
+        """Identities of the callers that are connected to this host."""
         return tuple(inbound.caller for inbound in self._callers.open.values())
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Whom this process can call."""
+        """Names of the hosts that this process can call."""
         return tuple(filter(self.connected, self._hosts))
 
     @property
     def busy(self) -> bool:
-        """Whether anything is in flight: calls without an answer, answers that have not left."""
+        """Whether calls wait for an answer, or frames are in transfer."""
         return any(outbound.calls or outbound.connection.queue for outbound in self._hosts.values()) or any(
             inbound.connection.queue or not inbound.connection.parser.idle for inbound in self._callers.open.values()
         )
 
     def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False, unix: bool = True) -> int:
-        """Take calls on the interface with address `host`; the port, chosen by the system when 0.
+        """Listen on the interface with address `host`. Return the port; the system chooses it where `port` is 0.
 
-        On a loopback address callers come over a Unix socket where they can (`unix`), else over TCP.
+        On a loopback address callers use a Unix socket where they can (`unix`), else TCP.
 
-        Raises `UsageError` for an address that means every interface, unless `everywhere` says it is meant.
+        Raises `UsageError` for an address that means every interface, unless `everywhere` is true.
         """
         if host in _EVERYWHERE and not everywhere:
             raise UsageError(
@@ -116,9 +116,9 @@ class Wire:
         return port
 
     def connect(self, name: str, host: str, port: int, timeout: float = 10.0) -> Identity:
-        """Connect to the host called `name`; who it says it is. Serves others meanwhile.
+        """Connect to the host `name`, while others are served. Return the identity that it states.
 
-        Raises `PeerLost` (nobody there), `Refused` (it does not let us in), `CallTimeout` (after `timeout` seconds).
+        Raises `PeerLost` (no process listens), `Refused` (not admitted), `CallTimeout` (after `timeout` seconds).
         """
         deadline = time.monotonic() + timeout
         with self._reactor.lock:
@@ -133,18 +133,18 @@ class Wire:
             outbound.connection.end(outbound.error)
             raise outbound.error
         assert outbound.host is not None
-        self._take_in(outbound)
+        self._add(outbound)
         return outbound.host
 
     def open(
         self, name: str, host: str, port: int, on_open: Callable[[RemoteError | None], None], timeout: float = 10.0
     ) -> None:
-        """As `connect`, without waiting: a later `poll` tells `on_open` that it stands, or why it does not."""
+        """Connect without waiting: a later `poll` calls `on_open`, with the error if the connection failed."""
 
         def opened() -> None:
             self._reactor.timers.cancel(timer)
             if outbound.host is not None and outbound.error is None:
-                self._take_in(outbound)
+                self._add(outbound)
             on_open(outbound.error)
 
         with self._reactor.lock:
@@ -152,16 +152,16 @@ class Wire:
             outbound.on_open = opened
             timer = self._reactor.timers.after(timeout, lambda: outbound.connection.end(PeerLost("no welcome in time")))
 
-    def _take_in(self, outbound: Outbound) -> None:
+    def _add(self, outbound: Outbound) -> None:
         old = self._hosts.get(outbound.name)
         if old is not None:
-            old.connection.end(PeerLost("connected anew"))
+            old.connection.end(PeerLost("connected again"))
         self._hosts[outbound.name] = outbound
 
     def call(self, peer: str, request: Request, on_done: OnDone) -> Pending:
-        """Call a service of `peer`; `on_done` gets its `Reply`, or why there is none, from a later `poll`.
+        """Call a service of `peer`. A later `poll` calls `on_done` with the `Reply` or an error.
 
-        Requests to one peer arrive in order. Raises `TypeError`/`ValueError` when the request can't be sent as it is.
+        Requests to one peer arrive in order. Raises `TypeError` or `ValueError` for a request that cannot be sent.
         """
         with self._reactor.lock:
             outbound = self._hosts.get(peer)
@@ -175,18 +175,18 @@ class Wire:
         return pending
 
     def cancel(self, call: Pending) -> None:
-        """Give up a call. Afterwards none of its tensors is read or written; the host may still have done it."""
+        """Cancel a call. Afterwards its tensors are neither read nor written; the host may still have executed it."""
         call.cancel()
 
     def borrows(self, peer: str, nbytes: int) -> bool:
-        """Whether replies of so many bytes, if they lie in its rooms, can be read where `peer` has them."""
+        """Whether a reply of `nbytes` bytes in rooms of `peer` can be read there, in memory that both map."""
         outbound = self._hosts.get(peer)
         return outbound is not None and outbound.connection.lends and nbytes >= self._shared.limits.lent_nbytes
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory like `tensor`'s, not written yet: what lies there need not be sent to others on this machine.
+        """A room: uninitialized memory, with the shape of `tensor`, that other processes of this machine can read.
 
-        They read a call's tensors there until they have answered it, even if it was cancelled or is late.
+        They read the tensors of a call there until they have answered it, even if it was cancelled or timed out.
         """
         if tensor.device.type != "cpu":
             return torch.empty_like(tensor)
@@ -200,31 +200,31 @@ class Wire:
         return outbound is not None and outbound.host is not None and outbound.error is None
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
-        """Close the connection of a caller and admit it again only as a later incarnation.
+        """Close the connection of a caller, and admit it again only as a later incarnation.
 
-        What it sent and the owner has not seen is never delivered.
+        Requests that the owner has not seen yet are never delivered.
         """
         with self._reactor.lock:
             self._callers.evict(name, incarnation, reason)
 
     def poll(self, timeout: float = 0.0) -> int:
-        """One turn: wait up to `timeout` seconds for something, move bytes, run what is due to the owner.
+        """Run one turn: wait up to `timeout` seconds for an event, move bytes, and run the owner's callbacks.
 
-        How many callbacks were run.
+        Return the number of callbacks.
         """
         if not self._reactor.lent:
             self._reactor.turn(timeout)
         return self._reactor.run_events()
 
     def wake(self) -> None:
-        """Have a `poll` in progress return soon. From any thread."""
+        """Make a `poll` in progress return soon. Any thread may call this."""
         self._reactor.wake()
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Let a helper thread move bytes while the owner computes, if any are in flight.
+        """While open, let a helper thread move bytes, if any are in flight, so that the owner can compute.
 
-        Callbacks wait for the owner's next `poll`; `call` and `Pending.cancel` work inside.
+        Callbacks wait for the owner's next `poll`. `call` and `Pending.cancel` can be used inside.
         """
         if self._reactor.lent or not self.busy:
             yield
@@ -236,9 +236,9 @@ class Wire:
             self._reactor.take_back()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Send what is queued, say goodbye, and wait at most `timeout` seconds for the others to close too.
+        """Send queued frames and GOODBYE, and wait at most `timeout` seconds until the peers have closed too.
 
-        Calls that still wait fail; so do all later ones. Everything is closed even where a callback raises.
+        Pending calls and all later ones fail. All connections are closed even if a callback raises.
         """
         if self._closed:
             return
@@ -247,14 +247,14 @@ class Wire:
             stack.callback(self._reactor.close)
             stack.callback(self._reactor.run_events)
             stack.callback(self._end)
-            self._part(timeout)
+            self._finish(timeout)
 
-    def _part(self, timeout: float) -> None:
-        """Say goodbye, and wait until the others have closed."""
+    def _finish(self, timeout: float) -> None:
+        """Send GOODBYE to all peers, and wait until they have closed."""
         for listener in self._listeners:
             listener.close()
         for connection in list(self._shared.connections):
-            connection.say_goodbye()
+            connection.finish()
         deadline = time.monotonic() + timeout
         while self._shared.connections and time.monotonic() < deadline:
             self._reactor.turn(deadline - time.monotonic())
@@ -266,7 +266,7 @@ class Wire:
 
 
 class _Listener:
-    """A socket that accepts."""
+    """A socket that accepts connections."""
 
     def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
         self._shared = shared
@@ -284,9 +284,9 @@ class _Listener:
                 return
             except OSError as error:
                 if error.errno in _FULL:
-                    self._rest()
+                    self._pause()
                     return
-                continue  # that one connection broke before it was accepted
+                continue  # the connection broke before it was accepted
             if self._is_unix and not is_mine(sock):
                 sock.close()
             else:
@@ -296,11 +296,11 @@ class _Listener:
         self._shared.reactor.watch(self._sock, 0, self)
         self._sock.close()
 
-    def _rest(self) -> None:
-        """Out of descriptors: look again in a moment."""
+    def _pause(self) -> None:
+        """Stop accepting for a moment: the process has no free descriptors."""
         self._shared.reactor.watch(self._sock, 0, self)
-        self._shared.reactor.timers.after(0.1, self._again)
+        self._shared.reactor.timers.after(0.1, self._resume)
 
-    def _again(self) -> None:
+    def _resume(self) -> None:
         if self._sock.fileno() >= 0:
             self._shared.reactor.watch(self._sock, selectors.EVENT_READ, self)
