@@ -1,6 +1,7 @@
 # make demo   train the digits job under four methods, for real and in virtual time
 # make test   everything that must hold
 # make soak   tests that take minutes
+# make accelerator   build the device of tests/accelerator, where there is a C++ compiler
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test soak quick lint format demo bench clean
+.PHONY: setup test soak quick lint format demo bench accelerator clean
 
 setup: $(STAMP)
 
@@ -54,6 +55,10 @@ demo: setup
 	rm -rf runs/demo
 	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
 	  --on local --on virtual --workers 4 --steps 200 --scale-lr --seed 0 --out runs/demo --report report.html
+
+# the tests of tests/accelerator build it, too
+accelerator: setup
+	$(BIN)/python tests/accelerator/build.py
 
 bench: setup
 	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

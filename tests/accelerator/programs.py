@@ -1,0 +1,612 @@
+"""Small programs for the stand-in accelerator, each correct or with one planted fault, and what becomes of them.
+
+    python -m accelerator.programs        one line of JSON per program: name, fault, outcome
+
+A program returns what it computed and what it should have; it is judged `right`, `wrong: ...`, `raised: ...` or
+`killed by signal N: ...`. Every program runs in a fork of this process, which has loaded the device and not used it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from inspect import signature
+
+import torch
+from torch import Tensor, nn
+
+DEVICE = "standin"
+PROGRAMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
+
+
+def program(function):
+    """Lists a program. One without the argument `fault` has no faulty form."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def values(count: int = 8) -> Tensor:
+    return torch.arange(1.0, count + 1)
+
+
+def pinned(count: int = 8) -> Tensor:
+    return torch.empty(count, pin_memory=True)
+
+
+def stream() -> torch.Stream:
+    return torch.Stream(DEVICE)
+
+
+def main_stream() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+# --- memory ---
+
+
+@program
+def host_reads_device_memory(fault):
+    x = values().to(DEVICE)
+    if fault:
+        ctypes.string_at(x.data_ptr(), 4)
+    return x.cpu(), values()
+
+
+@program
+def fresh_memory(fault):
+    total = torch.empty(8, device=DEVICE) if fault else torch.zeros(8, device=DEVICE)
+    total += values().to(DEVICE)
+    return total.cpu(), values()
+
+
+@program
+def memory_after_a_free(fault):
+    x = values().to(DEVICE)
+    del x
+    x = torch.empty(8, device=DEVICE)
+    if not fault:
+        x.copy_(values())
+    return x.cpu(), values()
+
+
+@program
+def tensors_of_two_devices(fault):
+    x = values().to(DEVICE)
+    return (x + (values() if fault else x)).cpu(), 2 * values()
+
+
+# --- copies that happen late ---
+
+
+@program
+def copy_out(fault):
+    target = pinned()
+    target.copy_(values().to(DEVICE), non_blocking=True)
+    if not fault:
+        main_stream().synchronize()
+    return target.clone(), values()
+
+
+@program
+def copy_out_by_to(fault):
+    target = values().to(DEVICE).to("cpu", non_blocking=True)
+    if not fault:
+        torch.accelerator.synchronize()
+    return target.clone(), values()
+
+
+@program
+def copy_out_with_an_event(fault):
+    """The fault: the event is recorded before the copy."""
+    x, target, event = values().to(DEVICE), pinned(), torch.Event(DEVICE)
+    if fault:
+        event.record()
+    target.copy_(x, non_blocking=True)
+    if not fault:
+        event.record()
+    event.synchronize()
+    return target.clone(), values()
+
+
+@program
+def copy_out_and_a_polled_event(fault):
+    """The fault: the event is asked once and the answer not used."""
+    x, target, event = values().to(DEVICE), pinned(), torch.Event(DEVICE)
+    target.copy_(x, non_blocking=True)
+    event.record()
+    while not event.query() and not fault:
+        pass
+    return target.clone(), values()
+
+
+@program
+def copy_out_on_a_side_stream(fault):
+    """The fault: the host waits for the wrong stream."""
+    x, target, side = values().to(DEVICE), pinned(), stream()
+    side.wait_stream(main_stream())
+    with side:
+        target.copy_(x, non_blocking=True)
+    (main_stream() if fault else side).synchronize()
+    return target.clone(), values()
+
+
+@program
+def copy_out_into_a_slot_in_use(fault):
+    slot = pinned()
+    slot.copy_(values().to(DEVICE), non_blocking=True)
+    if not fault:
+        main_stream().synchronize()
+    first = slot.clone() if not fault else slot
+    slot.copy_(-values().to(DEVICE), non_blocking=True)
+    main_stream().synchronize()
+    return first, values()
+
+
+@program
+def copy_in(fault):
+    """The fault: the source changes before the copy's end."""
+    source, x = pinned().copy_(values()), torch.empty(8, device=DEVICE)
+    x.copy_(source, non_blocking=True)
+    if not fault:
+        main_stream().synchronize()
+    source.zero_()
+    return x.cpu(), values()
+
+
+@program
+def copy_in_that_the_device_needed(fault):
+    """As before, but an operation on the device has brought the copy forward."""
+    source, x = pinned().copy_(values()), torch.empty(8, device=DEVICE)
+    x.copy_(source, non_blocking=True)
+    y = x * 2
+    if not fault:
+        main_stream().synchronize()
+    source.zero_()
+    return y.cpu(), 2 * values()
+
+
+@program
+def copy_in_from_pageable_memory():
+    """A pageable source may change at once."""
+    source = values()
+    x = source.to(DEVICE, non_blocking=True)
+    source.zero_()
+    return x.cpu(), values()
+
+
+# --- streams, events, record_stream ---
+
+
+@program
+def side_stream_reads(fault):
+    x, side = values().to(DEVICE) + 1, stream()
+    if not fault:
+        side.wait_stream(main_stream())
+    with side:
+        y = x * 2
+    side.synchronize()
+    return y.cpu(), 2 * values() + 2
+
+
+@program
+def side_stream_reads_a_blocking_copy():
+    """The host has waited for the copy, so that every stream may read it."""
+    x, side = values().to(DEVICE), stream()
+    with side:
+        y = x * 2
+    side.synchronize()
+    return y.cpu(), 2 * values()
+
+
+@program
+def main_stream_reads_back(fault):
+    x, side = values().to(DEVICE), stream()
+    side.wait_stream(main_stream())
+    with side:
+        y = x * 2
+    if not fault:
+        main_stream().wait_stream(side)
+    return (y + 1).cpu(), 2 * values() + 1
+
+
+@program
+def main_stream_overwrites_what_the_side_reads(fault):
+    x, side = values().to(DEVICE), stream()
+    side.wait_stream(main_stream())
+    with side:
+        y = x * 2
+    if not fault:
+        main_stream().wait_stream(side)
+    x.zero_()
+    main_stream().wait_stream(side)
+    return y.cpu(), 2 * values()
+
+
+@program
+def event_of_the_right_moment(fault):
+    """The fault: the event is recorded before the operation that makes the values."""
+    x, side, event = torch.zeros(8, device=DEVICE), stream(), torch.Event(DEVICE)
+    if fault:
+        event.record()
+    x += values().to(DEVICE)
+    if not fault:
+        event.record()
+    side.wait_event(event)
+    with side:
+        y = x * 2
+    side.synchronize()
+    return y.cpu(), 2 * values()
+
+
+@program
+def slices_on_two_streams(fault):
+    """The fault: the slices share one element."""
+    x, side = torch.zeros(8, device=DEVICE), stream()
+    side.wait_stream(main_stream())
+    x[:4] += 1
+    with side:
+        x[3 if fault else 4 :] += 1
+    torch.accelerator.synchronize()
+    return x.cpu(), torch.ones(8)
+
+
+@program
+def columns_on_two_streams(fault):
+    x, side = torch.zeros(8, 2, device=DEVICE), stream()
+    side.wait_stream(main_stream())
+    x[:, 0] += 1
+    with side:
+        x[:, 0 if fault else 1] += 1
+    torch.accelerator.synchronize()
+    return x.cpu(), torch.ones(8, 2)
+
+
+@program
+def three_streams_in_a_chain(fault):
+    """The fault: the last one waits for an event from before the middle one's work."""
+    x, middle, last = values().to(DEVICE), stream(), stream()
+    middle.wait_stream(main_stream())
+    event = middle.record_event()
+    with middle:
+        x *= 2
+    if not fault:
+        event = middle.record_event()
+    last.wait_event(event)
+    with last:
+        y = x + 1
+    last.synchronize()
+    return y.cpu(), 2 * values() + 1
+
+
+@program
+def host_waits_between_two_streams(fault):
+    """The fault: it waits for the other one."""
+    x, side = values().to(DEVICE), stream()
+    (side if fault else main_stream()).synchronize()
+    x += 1
+    (side if fault else main_stream()).synchronize()
+    with side:
+        y = x * 2
+    side.synchronize()
+    return y.cpu(), 2 * (values() + 1)
+
+
+@program
+def copy_in_on_a_side_stream(fault):
+    source, side = pinned().copy_(values()), stream()
+    with side:
+        x = source.to(DEVICE, non_blocking=True)
+    if not fault:
+        main_stream().wait_stream(side)
+    y = (x * 2).cpu()
+    x.record_stream(main_stream())
+    return y, 2 * values()
+
+
+@program
+def tensor_dropped_while_a_side_stream_reads_it(fault):
+    x, side = values().to(DEVICE), stream()
+    side.wait_stream(main_stream())
+    with side:
+        y = x * 2
+    if not fault:
+        x.record_stream(side)
+    del x
+    other = torch.zeros(8, device=DEVICE)
+    side.synchronize()
+    return (y + other).cpu(), 2 * values()
+
+
+@program
+def tensor_dropped_before_its_stream_waits(fault):
+    """Without record_stream, the owner's stream has to wait before it allocates again."""
+    x, side = values().to(DEVICE), stream()
+    side.wait_stream(main_stream())
+    with side:
+        y = x * 2
+    del x
+    if not fault:
+        main_stream().wait_stream(side)
+    other = torch.zeros(8, device=DEVICE)
+    main_stream().wait_stream(side)
+    return (y + other).cpu(), 2 * values()
+
+
+@program
+def late_copy_into_a_dropped_tensor(fault):
+    source, x, side = pinned().copy_(values()), torch.empty(8, device=DEVICE), stream()
+    side.wait_stream(main_stream())
+    with side:
+        x.copy_(source, non_blocking=True)
+    if not fault:
+        x.record_stream(side)
+    del x
+    y = torch.ones(8, device=DEVICE)
+    side.synchronize()
+    return y.cpu(), torch.ones(8)
+
+
+@program
+def backward_on_a_side_stream(fault):
+    weight = values().to(DEVICE).requires_grad_()
+    side = stream()
+    side.wait_stream(main_stream())
+    with side:
+        (weight * weight).sum().backward()
+    if not fault:
+        main_stream().wait_stream(side)
+    return (weight.grad + 1).cpu(), 2 * values() + 1
+
+
+@program
+def thread_with_a_stream_of_its_own(fault):
+    """The current stream belongs to a thread: another thread starts on the default stream."""
+    user, event, read = stream(), torch.Event(DEVICE), []
+    x = values().to(DEVICE)
+    user.wait_stream(main_stream())
+    with user:
+        x += 1
+        event.record()
+
+    def hook():
+        if not fault:
+            main_stream().wait_event(event)
+        try:
+            read.append((x * 2).cpu())
+        except RuntimeError as error:
+            read.append(error)
+
+    thread = threading.Thread(target=hook)
+    thread.start()
+    thread.join()
+    if isinstance(read[0], RuntimeError):
+        raise read[0]
+    return read[0], 2 * (values() + 1)
+
+
+# --- operators ---
+
+
+def trained(device: str, net: nn.Module, features: Tensor) -> list[Tensor]:
+    net = net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = features.to(device), (torch.arange(len(features)) % 10).to(device)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return [tensor.cpu() for tensor in net.state_dict().values()]
+
+
+def same_on_both(make: Callable[[], nn.Module], features: Tensor):
+    one, other = ([], [])
+    for device, result in (("cpu", one), (DEVICE, other)):
+        torch.manual_seed(3)
+        result.extend(trained(device, make(), features))
+    return torch.cat([t.double().flatten() for t in other]), torch.cat([t.double().flatten() for t in one])
+
+
+@program
+def mlp_trains_as_on_the_cpu():
+    return same_on_both(
+        lambda: nn.Sequential(nn.Linear(20, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 10)), torch.randn(64, 20)
+    )
+
+
+@program
+def convolutions_train_as_on_the_cpu():
+    return same_on_both(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 10)
+        ),
+        torch.randn(10, 3, 16, 16),
+    )
+
+
+@program
+def running_statistics_on_a_side_stream(fault):
+    norm, side, features = nn.BatchNorm1d(4).to(DEVICE), stream(), torch.randn(8, 4)
+    x, expected = features.to(DEVICE), nn.BatchNorm1d(4)
+    expected(features)
+    side.wait_stream(main_stream())
+    with side, torch.no_grad():
+        norm(x)
+    if not fault:
+        main_stream().wait_stream(side)
+    x.record_stream(side)
+    mean = (norm.running_mean * 10).cpu()
+    side.synchronize()
+    return mean, expected.running_mean * 10
+
+
+@program
+def parameters_in_one_flat_buffer(fault):
+    """`param.data = view` aliases the buffer; the fault assigns a copy."""
+    layer = nn.Linear(4, 2, bias=False).to(DEVICE)
+    flat = torch.zeros(8, device=DEVICE)
+    layer.weight.data = flat.view(2, 4).clone() if fault else flat.view(2, 4)
+    flat += values().to(DEVICE)
+    layer.weight.grad = torch.ones(2, 4, device=DEVICE)
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    return flat.cpu(), values() - 1
+
+
+@program
+def outputs_given_and_resized():
+    x, out = values().to(DEVICE), torch.empty(0, device=DEVICE)
+    torch.add(x, 1, out=out)
+    out.resize_(12)
+    out[8:] = 0
+    return out.cpu(), torch.cat([values() + 1, torch.zeros(4)])
+
+
+# --- generator, fork, synchronizations, pinned memory ---
+
+
+@program
+def random_state_restored(fault):
+    """The fault: only the CPU's state is put back."""
+    states = torch.get_rng_state(), torch.standin.get_rng_state()
+    first = torch.randn(4, device=DEVICE).cpu()
+    torch.set_rng_state(states[0])
+    if not fault:
+        torch.standin.set_rng_state(states[1])
+    return torch.randn(4, device=DEVICE).cpu(), first
+
+
+@program
+def dropout_follows_the_device(fault):
+    """The fault: a seed of the CPU's generator alone."""
+    torch.manual_seed(5)
+    first = nn.functional.dropout(torch.ones(64, device=DEVICE)).cpu()
+    (torch.default_generator.manual_seed if fault else torch.manual_seed)(5)
+    return nn.functional.dropout(torch.ones(64, device=DEVICE)).cpu(), first
+
+
+@program
+def generator_of_the_device(fault):
+    def draw():
+        generator = torch.Generator("cpu" if fault else DEVICE).manual_seed(4)
+        return torch.rand(4, device=DEVICE, generator=generator).cpu()
+
+    return draw(), draw()
+
+
+@program
+def one_seed_on_two_devices(fault):
+    """Code must not count on equal numbers; the fault does."""
+    torch.manual_seed(4)
+    one, other = torch.rand(4), torch.rand(4, device=DEVICE).cpu()
+    equal = torch.tensor(float(torch.equal(one, other)))
+    return equal, torch.tensor(float(fault))
+
+
+@program
+def fork_before_the_first_use(fault):
+    """The fault: the device is used before the fork."""
+    if fault:
+        torch.zeros(1, device=DEVICE)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = str(values().to(DEVICE).sum().item())
+        except RuntimeError as error:
+            text = str(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(reading, 10000).decode()
+    if not text[0].isdigit():
+        raise RuntimeError(text)
+    return torch.tensor(float(text)), values().sum()
+
+
+@program
+def step_without_synchronization(fault):
+    """The fault: a loss is read on the host."""
+    x, target = values().to(DEVICE), pinned()
+    event = torch.Event(DEVICE)
+    before = torch.standin.synchronizations()
+    loss = (x * x).sum()
+    target.copy_(x / loss, non_blocking=True)
+    event.record()
+    if fault:
+        loss.item()
+    while not event.query():
+        pass
+    return torch.tensor(torch.standin.synchronizations() - before), torch.tensor(0)
+
+
+@program
+def synchronizations_are_counted():
+    x, source, counts = values().to(DEVICE), pinned().copy_(values()), []
+    event = torch.Event(DEVICE)
+    event.record()
+    actions = (
+        lambda: x.sum(), lambda: x.copy_(source, non_blocking=True), lambda: event.query(), lambda: x[:4].clone(),
+        lambda: x.sum().item(), lambda: x.cpu(), lambda: x.copy_(source), lambda: x.nonzero(), lambda: x[x > 2],
+        lambda: bool((x > 0).all()), lambda: torch.equal(x, x), lambda: event.synchronize(),
+        lambda: main_stream().synchronize(), lambda: torch.accelerator.synchronize(),
+    )  # fmt: skip
+    for action in actions:
+        before = torch.standin.synchronizations()
+        action()
+        counts.append(torch.standin.synchronizations() - before)
+    return torch.tensor(counts), torch.tensor([0] * 4 + [1] * 10)
+
+
+@program
+def pinned_memory_is_counted(fault):
+    """The fault: a pool that grows."""
+    kept, before = [pinned(64)], torch.standin.pinned_bytes()
+    for _ in range(10):
+        kept.append(pinned(64) if fault else kept[0])
+    return torch.tensor(torch.standin.pinned_bytes()), torch.tensor(before)
+
+
+def judge(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
+    try:
+        got, expected = program(*fault)
+    except RuntimeError as error:
+        return f"raised: {error}"
+    return "right" if torch.equal(got, expected) else f"wrong: {got.tolist()}, not {expected.tolist()}"
+
+
+def outcome(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
+    """What becomes of the program in a process of its own."""
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            try:
+                print(judge(program, *fault), flush=True)
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        said.seek(0)
+        text = said.read().decode().strip()
+    return f"killed by signal {os.WTERMSIG(status)}: {text}" if os.WIFSIGNALED(status) else text
+
+
+def main(names: list[str]) -> None:
+    from accelerator import standin
+
+    standin.register()
+    for name in names or PROGRAMS:
+        faults = [(False,), (True,)] if signature(PROGRAMS[name]).parameters else [()]
+        outcomes = [outcome(PROGRAMS[name], *fault) for fault in faults]
+        print(json.dumps([name, *outcomes]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
