@@ -1,1 +1,1 @@
-"""Start of processes: fork server, rendezvous, relay, shared key, interruption."""
+"""Start and observation of processes: fork server, rendezvous, output relay, shared key, signals."""

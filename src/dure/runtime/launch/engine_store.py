@@ -1,9 +1,9 @@
-"""The store in which the workers of a run find each other for the engine's collectives.
+"""The store through which the workers of a run set up the engine's collectives.
 
-| workers | store | others that reach it |
+| workers | store | other processes that can reach it |
 |---|---|---|
 | on this machine | a file | processes of the same user |
-| on several | a TCP server on one interface | all that reach the interface: the engine's store asks for no key |
+| on several machines | a TCP server on one interface | all that reach the interface: the engine's store has no key |
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 CONNECT_SECONDS = 60.0
-"""How long a worker tries to reach the store."""
+"""Time limit for a worker to reach the store."""
 
 
 class EngineStore:
-    """The store of one run, open until `close`. On one machine without `interface`, else on the address `interface`.
+    """The store of one run, open until `close`: a file, or a server on the address `interface` if that is given.
 
-    `place` is what a worker gives to `connected`: a path, or host and port (JSON values).
+    Workers pass `place`, a path, or host and port (JSON values), to `connected`.
     """
 
     def __init__(self, interface: str | None, workers: int) -> None:
@@ -41,7 +41,7 @@ class EngineStore:
         self._undo.close()
 
     def _file(self) -> str:
-        """A file that no other user can open. Linux keeps it in memory and under no name: nothing is left of it."""
+        """Make a file that no other user can open. On Linux it is in memory and has no name, so that none remains."""
         if sys.platform == "linux":
             file = os.memfd_create("dure store", os.MFD_CLOEXEC)
             self._undo.callback(os.close, file)
@@ -55,7 +55,7 @@ class EngineStore:
 
 
 def listening_store(interface: str, port: int, workers: int) -> Any:
-    """The engine's TCP store, on one interface: by itself it listens on all of them."""
+    """Open the engine's TCP store on one interface; by default it would listen on all of them."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
@@ -67,7 +67,7 @@ def listening_store(interface: str, port: int, workers: int) -> Any:
 
 
 def connected(place: Sequence[Any], workers: int) -> Store:
-    """The store at `place`, as a worker sees it."""
+    """Connect a worker to the store at `place`."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
     if len(place) == 1:

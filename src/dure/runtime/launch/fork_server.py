@@ -1,4 +1,4 @@
-"""The process from which a run's processes on this machine are forked, and the launcher's end of it.
+"""The fork server: a process that forks a run's processes on this machine, and the launcher's interface to it.
 
     launcher ── starts ──> fork server: imports torch (meanwhile the launcher does too)
     launcher ── {"config": ...} ──> fork server: loads the job once, then waits
@@ -7,16 +7,16 @@
                               └── fork ──> worker 1
     launcher ── {"start": "worker 2", ...} ──> fork server ── {"exited": "worker 2", "status": -9} ──> launcher
 
-The fork server never opens a socket and never runs torch on more than one thread, so it can be forked. Nobody is left
-behind: when the launcher is gone, however it went, the fork server reads the end of the pipe of requests and kills its
-children; when the fork server is gone, the system kills them (Linux), and each watches a pipe whose other end only the
-launcher holds. Each child leads a process group: processes that the user's code starts in it, as a DataLoader does, are
-killed when the child has ended. They escape only by a group of their own.
+The fork server never opens a socket and never runs torch on more than one thread, so it can be forked. No process
+remains after a run. When the launcher ends in any way, the fork server reads the end of the pipe of requests and kills
+its children. When the fork server ends, the system kills its children (Linux); each child also watches a pipe whose
+other end only the launcher holds. Each child leads a process group: processes that the user's code starts in it, as a
+DataLoader does, are killed after the end of the child, unless they make a group of their own.
 
 Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the fork server and its
-children. The fork server reads what its children print and writes it to the launcher's standard error, each line after
-the name of its process (`relay`); what the job prints while the fork server loads it goes to a file and appears once it
-is loaded.
+children. The fork server reads the output of its children and writes it to the launcher's standard error, each line
+after the name of its process (`relay`). Output of the job while the fork server loads it goes to a file, and is passed
+on when the job is loaded.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from dure.runtime.launch import relay
 from dure.runtime.launch.sentinel import watch
 
 STOP_SECONDS = 5.0
-"""How long processes may take to end when they are told to."""
+"""Time limit for processes to end after a request."""
 
 PROGRAM = "dure.run.launchers.entry"
 """The module that a fork server runs."""
 
 LOADER = "fork server"
-"""Name before the lines that the job prints while the fork server loads it."""
+"""Prefix of lines that the job prints while the fork server loads it."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,7 +67,7 @@ class Ends(NamedTuple):
 
 
 class ForkServer:
-    """The launcher's end: starts processes, hears of their ends, leaves none behind. A context manager.
+    """The launcher's interface: starts processes, reports their exits, and ends all of them. A context manager.
 
     `exited` maps names to exit statuses, negative for the signal that ended them.
     """
@@ -75,7 +75,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.exited: dict[str, int] = {}
         self.pids: dict[str, int] = {}
-        self._words: dict[str, str] = {}
+        self._last_lines: dict[str, str] = {}
         self._partial = b""
         self._forked = False
         self._output = tempfile.TemporaryFile(prefix="dure-")  # noqa: SIM115  (open for as long as the fork server)
@@ -98,62 +98,62 @@ class ForkServer:
             os.close(end)
 
     def load(self, config: Mapping[str, Any]) -> None:
-        """Have the fork server make the job of `config` (that of a `TrainConfig`, plain). Before any `start`.
+        """Load the job of `config` (a plain `TrainConfig`) in the fork server. Call it before any `start`.
 
-        A fork server can serve one run after another.
+        A fork server can serve several runs, one after another.
         """
         self.pids.clear()
         self.exited.clear()
-        self._words.clear()
+        self._last_lines.clear()
         self._say({"config": dict(config)})
 
     def start(self, name: str, **arguments: Any) -> None:
-        """Fork a process that runs `member.main` with `name` and `arguments` (JSON values)."""
+        """Fork a process that runs the loaded main function with `name` and `arguments` (JSON values)."""
         self.exited.pop(name, None)
-        self.pids.pop(name, None)  # the end of one that had this name before is no news
+        self.pids.pop(name, None)  # ignores the exit of an earlier process of this name
         self._forked = True
         self._say({"start": name, "arguments": arguments})
 
     def look(self) -> None:
-        """Hear what has happened since the last look."""
+        """Read the answers since the last look. Raises `DureError` if the fork server has ended."""
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self._answers, 1 << 16):
                 self._partial += piece
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
-            heard = json.loads(line)
-            if "started" in heard:
-                self.pids[heard["started"]] = heard["pid"]
-            elif self.pids.get(heard["exited"]) == heard["pid"]:
-                self._words[heard["exited"]] = heard["words"]
-                self.exited[heard["exited"]] = heard["status"]
+            answer = json.loads(line)
+            if "started" in answer:
+                self.pids[answer["started"]] = answer["pid"]
+            elif self.pids.get(answer["exited"]) == answer["pid"]:
+                self._last_lines[answer["exited"]] = answer["last_line"]
+                self.exited[answer["exited"]] = answer["status"]
         if self._process.poll() is not None:
             self._kill_groups()
             raise self._ended()
 
     @property
     def processes(self) -> Mapping[str, int]:
-        """The numbers of the processes that run: of those started here by name, and of the one that forks them."""
+        """Process ids of the running processes by name, and of the fork server."""
         running = {name: pid for name, pid in self.pids.items() if name not in self.exited}
         return {LOADER: self._process.pid, **running}
 
     def last_line(self, name: str) -> str:
-        """The last line that a process which has ended wrote; empty if none."""
-        return self._words.get(name, "")
+        """Last line of output of a process that has ended; empty if it wrote none."""
+        return self._last_lines.get(name, "")
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a process that was started here and has not ended."""
+        """Send a signal to a running process that was started here."""
         if name in self.pids and name not in self.exited:
-            with contextlib.suppress(ProcessLookupError):  # it ended, and this has not been heard yet
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and no answer has told so yet
                 os.kill(self.pids[name], number)
 
     def clear(self) -> None:
-        """End whatever still runs, and be ready for another run."""
-        with contextlib.suppress(DureError):  # then nothing runs
+        """End all processes of the run; the fork server stays ready for another run."""
+        with contextlib.suppress(DureError):  # the fork server has ended, and its children with it
             self._say({"clear": True})
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """End all processes, the fork server included."""
         if not self._forked:
             self._process.kill()
         os.close(self._requests)
@@ -177,7 +177,7 @@ class ForkServer:
         self.close()
 
     def _kill_groups(self) -> None:
-        """The fork server was killed, and with it its children: kill the processes that they have started."""
+        """Kill the process groups of all children, after the fork server and its children were killed."""
         for name, pid in self.pids.items():
             if name not in self.exited:
                 _kill_group(pid)
@@ -194,12 +194,12 @@ class ForkServer:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        words = lines[-1].rstrip(".") if lines else ""
-        return DureError(f"the process that starts the others {how}{': ' + words if words else ''}. All are ended.")
+        last = lines[-1].rstrip(".") if lines else ""
+        return DureError(f"the process that starts the others {how}{': ' + last if last else ''}. All are ended.")
 
 
 class _Output(NamedTuple):
-    """The output of a child: the end of its pipe, and what writes its lines."""
+    """The output of a child: its pipe, and the writer of its lines."""
 
     source: int
     lines: relay.Prefixed
@@ -219,7 +219,7 @@ class _Output(NamedTuple):
 
 
 class _ForkLoop:
-    """The fork server's own side. `load` makes of a configuration what its processes run."""
+    """The loop of the fork server. `load` makes the main function of the children from a configuration."""
 
     def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
         self.ends = ends
@@ -227,18 +227,18 @@ class _ForkLoop:
         self.children: dict[int, tuple[str, relay.Prefixed]] = {}
         self.outputs: dict[int, _Output] = {}
         self.own = relay.Prefixed(LOADER, ends.shown)
-        self.ended, self.tell = os.pipe()  # the system writes to it when a child ends
+        self.ended, self.tell = os.pipe()  # the system writes to it when a child exits
         self.read = 0
         self.main: Callable[..., None]
 
     def serve(self) -> None:
-        """Until the launcher closes the pipe of requests; then end all children."""
+        """Serve requests until the launcher closes their pipe, then end all children."""
         for end in self.ends:
             os.set_inheritable(end, False)
         os.set_blocking(self.ended, False)
         os.set_blocking(self.tell, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the launcher's terminal may refuse output of other groups
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the launcher's terminal may stop output of other groups
         signal.set_wakeup_fd(self.tell, warn_on_full_buffer=False)
         pending = b""
         while True:
@@ -269,12 +269,12 @@ class _ForkLoop:
 
     def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
         fork_server = os.getpid()
-        relay.flush()  # a buffer that is not empty would be written by the child too
+        relay.flush()  # the child would write the content of the buffers again
         source, sink = os.pipe()
         pid = os.fork()
         if pid:
             with contextlib.suppress(OSError):  # it has ended
-                os.setpgid(pid, pid)  # as the child does: whichever is first
+                os.setpgid(pid, pid)  # the child does the same; the first of both counts
             os.close(sink)
             os.set_blocking(source, False)
             self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
@@ -290,9 +290,9 @@ class _ForkLoop:
             status = end.code if isinstance(end.code, int) else 1
             if isinstance(end.code, str):
                 sys.stderr.write(f"{end.code}\n")
-        except DureError as error:  # a sentence, which is told to the launcher as our last words
+        except DureError as error:  # the launcher reports the last line
             sys.stderr.write(f"{' '.join(str(error).split())}\n")
-        except BaseException as error:  # noqa: BLE001  (told to the launcher, through our last words)
+        except BaseException as error:  # noqa: BLE001  (the launcher reports the last line)
             relay.flush()
             traceback.print_exception(error)
             sys.stderr.write(" ".join("".join(traceback.format_exception_only(error)).split()) + "\n")
@@ -301,7 +301,7 @@ class _ForkLoop:
             os._exit(status)
 
     def _settle(self, source: int, sink: int, fork_server: int) -> None:
-        """In the child: own standard streams and signals, and an eye on launcher and fork server."""
+        """Set up the child: own standard streams and signals, and exit with the launcher and the fork server."""
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -320,20 +320,20 @@ class _ForkLoop:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            _kill_group(ended.si_pid)  # before the number is free for another process
+            _kill_group(ended.si_pid)  # before another process can get this id
             pid, status = os.waitpid(ended.si_pid, 0)
             if pid not in self.children:
-                continue  # the job has started it, while it was loaded
+                continue  # the job started it while it was loaded
             name, lines = self._forget(pid)
             exited = {"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
-            self._tell({**exited, "words": lines.last})
+            self._tell({**exited, "last_line": lines.last})
 
     def _forget(self, pid: int) -> tuple[str, relay.Prefixed]:
-        """A child has ended: what it has printed is passed on."""
+        """Remove a child that has ended, and pass on the rest of its output."""
         name, lines = self.children.pop(pid)
         for source in [source for source, output in self.outputs.items() if output.lines is lines]:
             self._pass_on(source)
-        lines.end()  # its own children may hold the pipe for longer
+        lines.end()  # its own children may hold the pipe open
         return name, lines
 
     def _pass_on(self, source: int) -> None:
@@ -341,7 +341,7 @@ class _ForkLoop:
             del self.outputs[source]
 
     def _pass_on_own(self) -> None:
-        """Pass on what the job has printed while it was loaded."""
+        """Pass on the output of the job from its loading."""
         relay.flush()
         while piece := os.pread(self.ends.output, 1 << 16, self.read):
             self.read += len(piece)
@@ -362,15 +362,15 @@ class _ForkLoop:
 
 
 def _kill_group(leader: int) -> None:
-    """Kill what a child, which need not run any more, has started in its process group."""
+    """Kill the processes in the process group of a child, which itself may have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
-    """Serve requests until the launcher ends, then exit; `load` makes of a configuration what processes run."""
+    """Run the fork server until the launcher ends. `load` makes the main function of a configuration."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     _ForkLoop(ends, load).serve()
-    os._exit(0)  # nothing is left to tidy up, and the launcher waits
+    os._exit(0)  # skips the interpreter's clean-up, for which the launcher would wait

@@ -1,12 +1,12 @@
-"""SIGINT and SIGTERM of a `dure` command: they end its work, or first let a run write a checkpoint.
+"""SIGINT and SIGTERM of a `dure` command: they end its work, at once or after a checkpoint.
 
-    first signal    work raises `Interrupted` where it is; in a `deferred` block the signal is only noted, and the block
-                    asks `check` when it can end
+    first signal    raises `Interrupted` in the running code; in a `deferred` block it is only noted, and the block
+                    calls `check` when it can end
     second signal   raises in a `deferred` block too
     third signal    the system's default: the process is killed
 
 An exception that a signal handler raises can be lost: Python ignores it inside `__del__`, a weak reference's callback
-or a callback of native code. So the signal is noted as well, and loops ask `check` in each of their turns.
+or a callback of native code. So the signal is noted as well, and loops call `check` in each turn.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from contextlib import contextmanager
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 SAME_SECONDS = 1.0
-"""Signals within so many seconds count as one: Ctrl-C reaches a rank from the terminal and again from torchrun."""
+"""Signals within this time count as one: Ctrl-C reaches a rank from the terminal and again from torchrun."""
 
 
 class Interrupted(BaseException):
-    """A signal ends the work. `number` is the signal's."""
+    """Raised by the signal `number`, to end the work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by signal {number} ({signal.Signals(number).name}).")
@@ -32,9 +32,9 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """The first of the signals `NUMBERS` that has come while `heard` is open.
+    """The first of the signals `NUMBERS` that arrives while `heard` is open: `number`, None before.
 
-    `number` is the signal's, None before. Signals are the main thread's: on another thread `heard` does nothing.
+    Only the main thread can handle signals: on another thread `heard` does nothing.
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,17 @@ class Interruption:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the signal came; 0 before."""
+        """Seconds since the signal; 0 before it."""
         return time.monotonic() - self._came if self.number is not None else 0.0
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal has come."""
+        """Raise `Interrupted` if a signal has arrived."""
         if self.number is not None:
             raise Interrupted(self.number)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Install the handlers, of signals that are not ignored; at the end, the ones before."""
+        """Handle the signals while open, except for ignored ones; afterwards restore the earlier handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -71,7 +71,7 @@ class Interruption:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While open, the first signal is only noted. Raises `Interrupted` at once if one has come before."""
+        """Only note the first signal while open. Raises `Interrupted` at once if a signal has arrived before."""
         self._deferred = True
         try:
             self.check()

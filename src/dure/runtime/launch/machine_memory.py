@@ -1,4 +1,4 @@
-"""The memory of this machine, and what processes need of it at least."""
+"""The memory of this machine, and the least memory that processes need."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 from dure.errors import UsageError
 
 PROCESS_NBYTES = 20_000_000
-"""Bytes of a forked process, its models apart: of a worker of `mnist-mlp`, 18 MB in /proc/PID/smaps_rollup."""
+"""Bytes of a forked process without its models. A worker of `mnist-mlp` has 18 MB in /proc/PID/smaps_rollup."""
 
 SHARD_PROCESS_NBYTES = 150_000_000
-"""Bytes of a helper process, its models apart: 156 MB of a server, which imports torch anew, in the same file."""
+"""Bytes of a shard process without its models. It imports torch itself and has 156 MB in the same file."""
 
 MODELS = 4
-"""Vectors of the model's size that a process has at least: parameters, a gradient, and room for what comes and goes."""
+"""Vectors of the model's size in a process, at least: parameters, a gradient, and buffers of messages."""
 
 
 def physical_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_memory(processes: int, nbytes: int, memory: int, *, own: int = PROCESS_NBYTES, instead: str = "") -> None:
-    """Raise `UsageError` if so many processes, with a model of `nbytes` bytes each, cannot fit in `memory` bytes.
+    """Raise `UsageError` if the processes, with a model of `nbytes` bytes each, cannot fit in `memory` bytes.
 
-    `own` are the bytes of a process without its model; `instead` is said to be right.
+    `own` is the size of a process without its model; `instead` is the advice in the message.
     """
     needed = processes * (own + MODELS * nbytes)
     if needed > memory:

@@ -1,9 +1,10 @@
-"""Heartbeats of the ranks of an attached model: notes in the store where the ranks meet.
+"""Heartbeats of the ranks of an attached model: notes in the store of the rendezvous.
 
     rank r, a thread of its own    alive r = number, reason ──>  store  <── the other ranks read it once a second
 
-A rank whose note stays as it is for long is frozen or gone. A rank that finds one, or a stopped server beside it, puts
-the reason into its own note, so that all ranks end with the same sentence. A rank that has ended leaves a last note.
+A rank whose note does not change for a long time is frozen or has failed. A rank that notices this, or a stopped server
+process on its machine, adds the reason to its own note, so that all ranks end with the same message. A rank that ends
+writes a last note.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
     from dure.runtime.launch.rendezvous import Rendezvous
 
 NAMED = 3
-"""A silent rank is named after this part of the time after which it ends the training."""
+"""A silent rank is logged after this part (one third) of the time after which it ends the training."""
 
 STORE = "the store where the ranks meet, and so rank 0 or torchrun's agent,"
-"""What is frozen where the store answers no more."""
+"""Name of the frozen processes if the store does not answer."""
 
 log = logging.getLogger("dure")
 
 
 class RankMonitor:
-    """Leaves this rank's heartbeats in the store of `rendezvous`, and reads the others', until `close`.
+    """Writes this rank's heartbeats to the store of `rendezvous`, and reads those of the others, until `close`.
 
-    `check` raises `PeerLost` once one of `ranks` (all, if not given), or the process of a server, has been silent for
-    `frozen_after` seconds. `servers` gives the numbers of the server processes that this rank has started.
-    `reachable`: the store answers.
+    `check` raises `PeerLost` once one of `ranks` (default: all), or the process of a server, has been silent for
+    `frozen_after` seconds. `servers` gives the ids of the server processes that this rank has started. `reachable`:
+    the store answers.
     """
 
     def __init__(self, rendezvous: Rendezvous, frozen_after: float, ranks: Collection[int] | None = None) -> None:
@@ -49,9 +50,8 @@ class RankMonitor:
         self._rank = place.rank
         self._others = {f"alive {rank}": f"rank {rank}" for rank in watched if rank != place.rank}
         shared: Any = rendezvous.store
-        self._store: Any = (
-            shared.clone() if place.world_size > 1 else None
-        )  # a connection of its own: others wait for long
+        # A connection of its own: other threads wait on the shared one for a long time.
+        self._store: Any = shared.clone() if place.world_size > 1 else None
         self._notes: dict[str, str] = {}
         self._silence = Silence()
         self._named: set[str] = set()
@@ -64,7 +64,7 @@ class RankMonitor:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `PeerLost` if a rank or a server is frozen. For the thread that waits, about once a second."""
+        """Raise `PeerLost` if a rank or a server is frozen. A waiting thread calls this about once a second."""
         if self._rounds != self._seen:
             self._seen = self._rounds
             self._store_silence.heard(STORE)
@@ -76,12 +76,12 @@ class RankMonitor:
             raise PeerLost(self._reason)
 
     def close(self) -> None:
-        """Send no more heartbeats: this rank has ended."""
+        """Stop the heartbeats: this rank has ended."""
         self._closing.set()
         self._thread.join(self._period)
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: so is the rank that held it, as its connections tell
+        with suppress(RuntimeError):  # the rank with the store has failed; its connections report that
             while not self._closing.is_set():
                 self._look()
                 self._rounds += 1

@@ -18,10 +18,10 @@ from contextlib import contextmanager, redirect_stdout, suppress
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 LONGEST = 1 << 16
-"""Bytes after which a line without an end is written all the same."""
+"""Length from which an unfinished line is written."""
 
 PARTING_SECONDS = 1.0
-"""Seconds for which the end of a relay waits for descriptors that other processes hold open."""
+"""Time limit for other processes to close the output at the end of a relay."""
 
 
 class Prefixed:
@@ -42,7 +42,7 @@ class Prefixed:
             self._write(lines)
 
     def end(self) -> None:
-        """Write a last line that has no end."""
+        """Write an unfinished last line."""
         if self._partial:
             lines, self._partial = [self._partial], b""
             self._write(lines)
@@ -63,7 +63,7 @@ def write_all(target: int, content: bytes) -> None:
 
 
 def flush() -> None:
-    """Write what Python and the C library hold back of standard output and standard error."""
+    """Flush the buffers of Python and the C library for standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # user code has closed or replaced it
             stream.flush()
@@ -72,7 +72,7 @@ def flush() -> None:
 
 @contextmanager
 def relayed(name: str) -> Iterator[None]:
-    """While open, standard output of this process goes to standard error, each line after `name`."""
+    """Redirect standard output of this process to standard error while open, each line after `name`."""
     flush()
     source, sink = os.pipe()
     before, target = os.dup(STDOUT), os.dup(STDERR)

@@ -1,7 +1,7 @@
-"""Joining what `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) has started.
+"""Rendezvous of the ranks that `torchrun`, or another launcher with its environment variables, has started.
 
-A process without these variables is a world of one. Ranks meet at the engine's store, where each leaves notes, JSON
-values, for the others; whoever fails leaves a note as well, so that nobody waits for what will never come.
+The variables are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process without them is a world of one. Ranks
+exchange notes (JSON values) in the engine's store. A rank that fails leaves a note too, which ends the waits of others.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from dure.runtime.launch.engine_store import listening_store
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 MEETING_SECONDS = 120.0
-"""How long the others may take to come up."""
+"""Time limit for the start of the other ranks."""
 
 ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which the engine is told which network its collectives use."""
+"""Environment variable of the engine: the network interface of its collectives."""
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""The environment variable by which torchrun says that its agent has the store."""
+"""Environment variable of torchrun: whether its agent has the store."""
 
 PARTING_SECONDS = 5.0
-"""How long rank 0 waits for the others to have read its last note."""
+"""Time limit for the others to read the last note of rank 0."""
 
 LOOK_SECONDS = 0.02
-"""How often a rank looks for a note that is not there yet."""
+"""Period of the look for a missing note."""
 
-_SIOCGIFADDR = 0x8915  # Linux; elsewhere the engine is left to itself
+_SIOCGIFADDR = 0x8915  # Linux; on other systems the engine chooses the interface
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """Where this process stands among those that were started together. `master` is None in a world of one.
+    """The place of this process among those that were started together. `master` is None in a world of one.
 
-    `restarts` counts how often the elastic agent has started all of them again, under the same `launch`. `local_size`
-    processes are on this machine, as far as is known.
+    `restarts`: how often the elastic agent has restarted all of them under the same `launch`. `local_size`: processes
+    on this machine, as far as known.
     """
 
     rank: int = 0
@@ -60,19 +60,19 @@ class RankEnvironment:
 
     @property
     def interface(self) -> str:
-        """The address of this machine on the way to the master: where others reach this process."""
+        """The address at which others reach this machine: that of its route to the master."""
         if self.master is None:
             return "127.0.0.1"
         family, kind, _, _, address = socket.getaddrinfo(self.master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing: asks the system for a route
+            probe.connect(address)  # sends nothing, but finds the route
             return str(probe.getsockname()[0])
 
 
 def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
-    """This process's place, as its environment tells; None if nobody has started it together with others.
+    """Read the place of this process from its environment; None if no launcher has started it.
 
-    Raises `UsageError` where the environment makes no sense.
+    Raises `UsageError` for an invalid environment.
     """
     given = [name for name in NEEDED if environ.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
@@ -93,10 +93,10 @@ def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
 
 
 def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have the engine's collectives use the network on which this machine is `address`, unless told otherwise.
+    """Set the engine's network interface to the one with `address`, unless the environment sets one.
 
-    By itself the engine takes the one that the machine's own name leads to: on many machines the loopback, where no
-    other machine can reach it.
+    By default the engine takes the interface of the machine's own name: on many machines the loopback, where no other
+    machine can reach it.
     """
     name = _interface_at(address)
     if name is not None:
@@ -115,15 +115,15 @@ def _interface_at(address: str) -> str | None:
 
 
 def _launch(environ: Mapping[str, str]) -> str:
-    """What the restarts of one launch have in common, and no other launch has.
+    """Identity of a launch, the same for all its restarts.
 
-    The identity that torchrun was given or has drawn; where it has none, the agent that is this process's parent.
+    It is the run id of torchrun, or, without one, the agent process that is the parent of this process.
     """
     given = environ.get("TORCHELASTIC_RUN_ID", "none")
     if given != "none":
         return given
     agent = os.getppid()
-    with suppress(OSError):  # no /proc: its number has to do
+    with suppress(OSError):  # without /proc the process id alone has to do
         began = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
         return f"{socket.gethostname()}-{agent}-{began}"
     return f"{socket.gethostname()}-{agent}"
@@ -136,9 +136,9 @@ def _whole(name: str, text: str) -> int:
 
 
 class Rendezvous:
-    """A store where the ranks at `place` leave notes for each other under keys; every wait is bounded.
+    """A store of notes that the ranks leave for each other under keys. Every wait has a time limit.
 
-    `topic` and how often a rank has met under it keep one meeting apart from the next. `store` is the engine's.
+    `topic` and a count of its uses separate one rendezvous from the next. `store` is the engine's.
     """
 
     def __init__(self, place: RankEnvironment, topic: str) -> None:
@@ -154,14 +154,14 @@ class Rendezvous:
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str, seconds: float = MEETING_SECONDS, check: Callable[[], None] = nothing) -> Any:
-        """The note under `key`, once it is there. Raises `PeerLost` if some rank has failed, `CallTimeout`.
+        """Wait for the note under `key`. Raises `PeerLost` if a rank has failed; `CallTimeout`.
 
-        `check` is called at each look, and raises what ends the wait.
+        `check` is called at each look; an exception that it raises ends the wait.
         """
         deadline = time.monotonic() + seconds
         while not self.store.check([key]):
             reason = self.failure()
-            if reason is not None and not self.store.check([key]):  # it may have left its note before it failed
+            if reason is not None and not self.store.check([key]):  # a rank may leave its note and then fail
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
             check()
             if time.monotonic() > deadline:
@@ -170,12 +170,12 @@ class Rendezvous:
         return json.loads(self.store.get(key))
 
     def exchange(self, key: str, mine: Any) -> list[Any]:
-        """What every rank has put under `key`, by rank; returns once all have."""
+        """Put `mine` under `key`, and wait for the notes of all ranks, in order of ranks."""
         self.put(f"{key} {self.place.rank}", mine)
         return [self.get(f"{key} {rank}") for rank in range(self.place.world_size)]
 
     def part(self) -> None:
-        """This rank reads no more notes. Rank 0, in whose process they may lie, waits a little for the others."""
+        """End the reads of this rank. Rank 0, whose process may hold the store, waits a little for the others."""
         self.put(f"parted {self.place.rank}", True)
         if self.place.rank == 0:
             with suppress(PeerLost, CallTimeout):
@@ -183,11 +183,11 @@ class Rendezvous:
                     self.get(f"parted {rank}", PARTING_SECONDS)
 
     def fail(self, reason: str) -> None:
-        """Tell everybody who waits, now or later, that this rank is out."""
+        """Leave a note that this rank has failed, which ends the waits of others."""
         self.put("failure", f"rank {self.place.rank} failed with {reason}")
 
     def failure(self) -> str | None:
-        """What somebody has said of its failure."""
+        """The reason of a failed rank; None if no rank has failed."""
         return json.loads(self.store.get("failure")) if self.store.check(["failure"]) else None
 
 
@@ -197,7 +197,7 @@ def _engine_store(place: RankEnvironment) -> Any:
     if place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if _hosts_store(place):
-        with suppress(OSError):  # the port is taken: by a store of this process, which the engine uses again
+        with suppress(OSError):  # a store of this process has the port; the engine uses it again
             return listening_store(place.interface, int(os.environ["MASTER_PORT"]), place.world_size)
     meetings = dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS))  # type: ignore[attr-defined]
     store, _, _ = next(meetings)
@@ -205,5 +205,5 @@ def _engine_store(place: RankEnvironment) -> Any:
 
 
 def _hosts_store(place: RankEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the ranks' store is to be in this process: torchrun's agent has one, other launchers have none."""
+    """Whether this process must open the store: torchrun's agent has one, other launchers have none."""
     return place.rank == 0 and environ.get(AGENT_STORE) != "True"

@@ -1,8 +1,8 @@
-"""How a process that was started here hears of its start, and of its starter's end.
+"""Entry point of a process that another process starts: reads its request, and exits when its starter ends.
 
     python -m dure.runtime.launch.sentinel MODULE NAME LIFE REQUEST ANSWER
 
-runs `main` of MODULE, and watches from before it is imported: with torch, that takes seconds.
+runs `main` of MODULE. The watch starts before the import of MODULE, which takes seconds with torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dure.runtime.launch.relay import relayed, write_all
 
 
 def watch(life: int) -> None:
-    """End this process as soon as the other end of the pipe `life` is closed, however that came about."""
+    """Exit this process when the other end of the pipe `life` closes, which the end of its holder does too."""
     threading.Thread(target=_wait_for_the_end, args=(life,), daemon=True, name="dure sentinel").start()
 
 
 class Starter:
-    """The pipes between a helper process and its starter; each carries one JSON line."""
+    """The pipes between a process and its starter; each carries one JSON line."""
 
     def __init__(self, request: int, answer: int) -> None:
         for end in (request, answer):
@@ -46,7 +46,7 @@ class Starter:
 
 
 def _wait_for_the_end(life: int) -> None:
-    """Returns from the read only when nobody holds the other end any more."""
+    """Exit when the read returns: no process holds the other end any more."""
     os.read(life, 1)
     os._exit(1)
 
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     watch(int(life))
     with relayed(name):
         import_module(module).main(Starter(*map(int, pipes)))
-    os._exit(0)  # nothing is left to tidy up, and the starter waits
+    os._exit(0)  # skips the interpreter's clean-up, for which the starter would wait

@@ -1,11 +1,11 @@
-"""A helper process of a process that the user started: it ends when its starter does.
+"""A shard process, started by a process of the user; it ends when its starter ends.
 
     starter ── {"..."} ──> python -m dure.runtime.launch.sentinel MODULE NAME LIFE REQUEST ANSWER
     starter <── {"port": ...} ──
 
 `LIFE`, `REQUEST` and `ANSWER` are descriptors of pipes. The starter alone holds the other end of `LIFE`
 (`sentinel.watch`). `MODULE` has a `main`. The standard streams carry no message: standard input is empty, and what the
-helper prints goes to standard error, after `NAME`.
+process prints goes to standard error, after `NAME`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dure.errors import DureError
 from dure.runtime.launch.relay import write_all
 
 START_SECONDS = 120.0
-"""How long a helper may take to come up."""
+"""Time limit for the start of a shard process."""
 
 LOOK_SECONDS = 1.0
-"""How long a wait for its end lasts before signals are looked at."""
+"""Time between two checks for signals while its end is awaited."""
 
 
 class ShardProcess:
-    """The starter's end of a helper process `name` that runs `main` of `module`, which gets `request`."""
+    """The starter's interface to a process `name` that runs `main` of `module` on `request`."""
 
     def __init__(self, module: str, name: str, request: Mapping[str, Any]) -> None:
         life, self._sentinel = os.pipe()
@@ -47,19 +47,19 @@ class ShardProcess:
         )
         for end in (life, read, answer):
             os.close(end)
-        with contextlib.suppress(BrokenPipeError):  # `answer` says what happened
+        with contextlib.suppress(BrokenPipeError):  # `answer` raises then
             write_all(write, json.dumps(dict(request)).encode() + b"\n")
         os.close(write)
 
     def answer(self) -> dict[str, Any]:
-        """The line that it answers with. Raises `DureError` if none comes."""
+        """Read the answer of the process. Raises `DureError` if it gives none."""
         deadline = time.monotonic() + START_SECONDS
         line = b""
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([self._answer], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(self._answer, 1 << 12) if ready else b""
             if not piece:
-                raise DureError("a helper process for a server did not come up; see its message above.")
+                raise DureError("the process of a server did not start; see its message above.")
             line += piece
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -69,9 +69,9 @@ class ShardProcess:
         return self._process.pid
 
     def until_gone(self, check: Callable[[], None] = nothing) -> None:
-        """Until it has ended by itself: it does when everybody has finished with it, or is gone.
+        """Wait until the process has ended by itself, after all workers have finished or failed.
 
-        `check` is called once a second, and raises what ends the wait.
+        `check` is called once a second; an exception that it raises ends the wait.
         """
         while self._process.poll() is None:
             check()
@@ -80,7 +80,7 @@ class ShardProcess:
         self._release()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self._process.kill()
         self.until_gone()
 

@@ -1,9 +1,9 @@
-"""How the ranks that were started together come by the key of their run.
+"""The key of a run for ranks that were started together.
 
 | `key_file` | rank 0 | the others |
 |---|---|---|
 | given | reads its file | read theirs, which holds the same key |
-| left out | draws a key, puts it into the store where the ranks meet, deletes it once all have it | read it there |
+| left out | draws a key, puts it into the store of the rendezvous, deletes it once all have it | read it there |
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KEY = "key"
 
 
 def credentials_of(rendezvous: Rendezvous, key_file: Path | None, integrity: Integrity = "mac") -> Credentials:
-    """The credentials of the run of all ranks in `rendezvous`; every rank calls this.
+    """Agree on the credentials of the run of all ranks in `rendezvous`; every rank calls this.
 
     Raises:
         UsageError: `key_file` cannot be read, may be read by others, or is given at some ranks only.
-        PeerLost: another rank has failed before all were there.
+        PeerLost: another rank failed before all had the key.
     """
     if key_file is not None:
         mine = Credentials.of_file(key_file, integrity)
@@ -43,6 +43,6 @@ def credentials_of(rendezvous: Rendezvous, key_file: Path | None, integrity: Int
     credentials = Credentials(bytes.fromhex(note), integrity)
     rendezvous.exchange("has key", True)
     if rendezvous.place.rank == 0:
-        with suppress(RuntimeError):  # a store that deletes nothing
+        with suppress(RuntimeError):  # the store cannot delete keys
             rendezvous.store.delete_key(KEY)
     return credentials
