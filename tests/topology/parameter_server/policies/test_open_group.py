@@ -128,24 +128,24 @@ class Story:
     @property
     def over(self) -> bool:
         """Whether too few are left because others have finished."""
-        needed = self.needed if self.policy.distinct else 1
+        needed = self.needed if self.policy.group.distinct else 1
         return self.finished > 0 and len(self.doing) < needed
 
     @property
     def needed(self) -> int:
-        workers = len(self.doing) + self.finished if self.policy.distinct else self.peak
-        return self.policy.places.quorum(workers)
+        workers = len(self.doing) + self.finished if self.policy.group.distinct else self.peak
+        return self.policy.group.quorum(workers)
 
     def close(self, verdict: Close) -> None:
         assert verdict.group == self.groups
         assert sorted(verdict.members) == sorted((worker, seq) for worker, seq, _ in self.open), "some are left behind"
         assert "accepted" not in self.doing.values(), "what was accepted counts"
         members = [worker for worker, _ in verdict.members]
-        if self.policy.distinct:
+        if self.policy.group.distinct:
             assert len(members) == len(set(members)), "a worker is in one group twice"
         if self.policy.may_refuse:
             assert {base for _, _, base in self.open} == {verdict.group}, "a stale gradient counts"
-        free = [worker for worker in self.doing if not (self.policy.distinct and worker in members)]
+        free = [worker for worker in self.doing if not (self.policy.group.distinct and worker in members)]
         free = [worker for worker in free if worker not in self.reborn]
         assert len(members) >= self.needed or not free, "it closed before it was complete"
         assert not self.over, "it closed for too few"
@@ -157,10 +157,12 @@ class Story:
         assert not self.open or self.over, "an update is in no group"
 
     def state(self) -> str:
-        inner = {name: getattr(self.policy, name) for name in vars(self.policy) if name not in ("clocks", "places")}
+        inner = {name: value for name, value in vars(self.policy).items() if isinstance(value, (int, list, set))}
+        inner |= {"group": self.policy.group.state(), "spent": self.policy.group.spent}
+        inner |= {"waiting": self.policy._roster.waiting}
         mine = [sorted(each.items()) for each in (self.doing, self.on, self.left, self.seqs)]
         rest = (self.open, self.told, self.reborn, self.deaths, self.returns, self.finished, self.peak)
-        return repr((sorted(inner.items(), key=str), self.policy.clocks.state(), mine, rest))
+        return repr((sorted(inner.items(), key=str), mine, rest))
 
 
 def explore(make: Callable[[], Story]) -> int:
@@ -231,9 +233,7 @@ class Endless(AnyOf):
     """Waits for a K that cannot be had any more."""
 
     def leave(self, worker: int) -> list[Verdict]:
-        self.clocks.leave(worker)
-        self._spent.discard(worker)
-        self._asking = [each for each in self._asking if each != worker]
+        self.group.leave(worker)
         return []
 
 

@@ -15,7 +15,6 @@ from dure.topology.parameter_server.policies import (
     AnyOf,
     Barrier,
     Bounded,
-    Clocks,
     Close,
     FirstOf,
     Policy,
@@ -24,6 +23,7 @@ from dure.topology.parameter_server.policies import (
     Verdict,
     most,
 )
+from dure.topology.parameter_server.policies.roster import Clocks
 
 POLICIES = {
     "barrier": Barrier,
