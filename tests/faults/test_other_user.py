@@ -184,7 +184,7 @@ class Observed:
             self.shown += Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         if not self._attacked:
             return
-        ports = {"driver": driver.address[1], **{name: port for name, (_, port) in driver.places.items()}}
+        ports = {"driver": driver.address[1], **{name: port for name, (_, port) in driver.roster.places.items()}}
         store = driver.store and driver.store.place[0]
         attacker = self.attacker = Attacker(driver.run_name, ports, store, self._victim)
         all_finished = driver._all_finished
@@ -212,7 +212,7 @@ def runs(request, fork_server, tmp_path_factory):
 @needs_root
 def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
     found = runs[1].attacker.found
-    ports = runs[1].trial.driver.places
+    ports = runs[1].trial.driver.roster.places
     assert found["unix socket"] == b"", "the system tells that its user is another"
     driver = runs[1].trial.driver
     names = [

@@ -71,7 +71,7 @@ def test_one_nan_is_refused_and_its_worker_goes_on(strategy, fork_server):
     lost = 2 if strategy == "bsp" else 1
     assert outcome.totals.counts["updates_refused"] == lost
     assert outcome.totals.counts["updates_applied"] == 120 - lost
-    assert {said["done"] for said in trial.driver.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.roster.finished.values()} == {60}
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == {}
     assert all_finite(outcome.params)
 
@@ -89,7 +89,7 @@ def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, fork_server):
     counts = outcome.totals.counts
     assert (counts["updates_applied"], counts["updates_refused"]) == (60, 3)
     assert all_finite(outcome.params)
-    assert trial.driver.finished["worker 0"]["done"] == 60
+    assert trial.driver.roster.finished["worker 0"]["done"] == 60
 
 
 @pytest.mark.parametrize("strategy", VIRTUAL)

@@ -141,17 +141,17 @@ def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server
             happened.append("kill")
             swap(pace, "0.1")
             trial.kill("worker 1")
-        elif happened == ["kill"] and "worker 1" in driver.dead and "worker 1" in trial.fork_server.exited:
+        elif happened == ["kill"] and "worker 1" in driver.roster.failed and "worker 1" in trial.fork_server.exited:
             happened.append("start")
             driver.start("worker 1")
-        elif happened == ["kill", "start"] and driver.progress.get("worker 1", {"done": 0})["done"]:
+        elif happened == ["kill", "start"] and driver.progress.reports.get("worker 1", {"done": 0})["done"]:
             happened.append("step")
             pace.unlink()
 
     outcome = trial.run(act, fork_server=fork_server)
     assert outcome.totals.failures_survived == 1
-    assert {"worker 0", "worker 2"} <= trial.driver.finished.keys()
-    assert trial.driver.finished["worker 1"]["done"] > 0, "the newcomer took no part"
+    assert {"worker 0", "worker 2"} <= trial.driver.roster.finished.keys()
+    assert trial.driver.roster.finished["worker 1"]["done"] > 0, "the newcomer took no part"
     assert outcome.history[-1]["loss"] < 2.5
 
 

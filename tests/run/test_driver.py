@@ -30,8 +30,8 @@ def fork_server():
 
 @pytest.fixture
 def run(fork_server):
-    def once(job, strategy, act=lambda trial: None, terms=None, *, own=False, **options):
-        trial = Trial(configured(job, strategy, **options), terms)
+    def once(job, strategy, act=lambda trial: None, fault_settings=None, *, own=False, **options):
+        trial = Trial(configured(job, strategy, **options), fault_settings)
         return trial, trial.run(act, fork_server=None if own else fork_server)
 
     return once
@@ -77,7 +77,7 @@ def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strat
     check_exactly_once(trial, notes, outcome, kills=10)
     if strategy == "ssp:bound=3 ps:shards=3":
         assert trial.driver.logs[0] == trial.driver.logs[1] == trial.driver.logs[2]
-    assert {name for name, _ in trial.driver.finished.items()} == {f"worker {rank}" for rank in range(4)}
+    assert trial.driver.roster.finished.keys() == {f"worker {rank}" for rank in range(4)}
     assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros
 
 
@@ -93,7 +93,7 @@ def test_bsp_shrinks_when_a_worker_is_killed(run):
     assert on.happened[0] - kill.happened[0] < 4.9, "the others waited for the dead"
     assert outcome.totals.failures_survived == 1
     assert outcome.notes["deaths"] == {"worker 1": "killed by signal 9 (SIGKILL)"}
-    assert [trial.driver.finished[f"worker {rank}"]["steps"] for rank in (0, 2)] == [300, 300]
+    assert [trial.driver.roster.finished[f"worker {rank}"]["steps"] for rank in (0, 2)] == [300, 300]
     log = trial.driver.logs[0]
     assert trial.driver.logs[1] == log
     done = sum(worker == 1 for worker, _, _ in log)
@@ -133,7 +133,7 @@ def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(run, j
     trial, outcome = run(job, "bsp ps", workers=3, steps=60, data=tmp_path)
     assert outcome.totals.failures_survived == 1
     assert list(outcome.notes["deaths"].values()) == [cause]
-    assert sorted(said["steps"] for said in trial.driver.finished.values()) == [60, 60]
+    assert sorted(said["steps"] for said in trial.driver.roster.finished.values()) == [60, 60]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
     outcome = trial.run(kill, always=True, fork_server=fork_server)
     assert kill.happened
     assert outcome.totals.failures_survived == 1
-    assert len(trial.driver.finished) == 2
+    assert len(trial.driver.roster.finished) == 2
 
 
 # ---- workers that come
@@ -168,12 +168,12 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
 def test_a_worker_that_comes_late_takes_part(run, strategy):
     come = when(lambda trial: trial.driver.steps("worker 0") > 20, lambda trial: trial.driver.start("worker 2"))
-    terms = FaultSettings(absent=(2,), log=True)
-    trial, outcome = run("waits_now_and_then", strategy, come, terms, workers=3, steps=300)
+    fault_settings = FaultSettings(absent=(2,), log=True)
+    trial, outcome = run("waits_now_and_then", strategy, come, fault_settings, workers=3, steps=300)
     done = sum(worker == 2 for worker, _, _ in trial.driver.logs[0])
     assert 0 < done < 280
     assert outcome.totals.per_worker["worker 2"]["steps"] == done
-    assert trial.driver.finished["worker 2"]["steps"] == 300  # it entered where the slowest was
+    assert trial.driver.roster.finished["worker 2"]["steps"] == 300  # it entered where the slowest was
     assert trial.driver.logs[0] == trial.driver.logs[1]
     assert outcome.totals.failures_survived == 0
 
@@ -187,7 +187,7 @@ def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy
 
     def act(trial):
         freeze(trial)
-        if not noticed and "worker 1" in trial.driver.evicted:
+        if not noticed and "worker 1" in trial.driver.roster.evicted:
             noticed.append(time.monotonic())
             trial.steps_then = trial.driver.steps("worker 0")
         if noticed and not back and trial.driver.steps("worker 0") > trial.steps_then + 30:
@@ -206,18 +206,20 @@ def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy
     mine = [incarnation for worker, incarnation, _ in trial.driver.logs[0] if worker == 1]
     assert set(mine) == {0, 1}
     assert mine == sorted(mine), "an update of the incarnation before was taken"
-    assert trial.driver.finished["worker 1"]["steps"] == 400
-    assert trial.driver.finished["worker 1"]["done"] >= len(mine)
-    assert [status["refused"] + trial.driver.clock["refused"] for status in trial.driver.statuses] <= [1, 1]
+    assert trial.driver.roster.finished["worker 1"]["steps"] == 400
+    assert trial.driver.roster.finished["worker 1"]["done"] >= len(mine)
+    assert [status["refused"] + trial.driver.results.clock["refused"] for status in trial.driver.statuses] <= [1, 1]
     assert trial.driver.logs[0] == trial.driver.logs[1]
-    assert trial.driver.clock["lost"] == [1]
+    assert trial.driver.results.clock["lost"] == [1]
 
 
 def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
-    terms = FaultSettings(evict_seconds=1.0, log=True)
-    trial, outcome = run("one_holds_the_lock", "bsp ps", terms=terms, workers=3, steps=100, data=tmp_path)
+    fault_settings = FaultSettings(evict_seconds=1.0, log=True)
+    trial, outcome = run(
+        "one_holds_the_lock", "bsp ps", fault_settings=fault_settings, workers=3, steps=100, data=tmp_path
+    )
     assert outcome.totals.failures_survived == 1
-    assert len(trial.driver.finished) == 2
+    assert len(trial.driver.roster.finished) == 2
     assert gone_within(trial.pids()[1:], 5)
 
 
@@ -393,7 +395,7 @@ def setups():
 )
 def test_runs_of_other_shapes(run, strategy, workers):
     trial, outcome = run("digits-mlp", strategy, workers=workers, steps=30)
-    assert len(trial.driver.finished) == workers
+    assert len(trial.driver.roster.finished) == workers
     assert outcome.totals.counts["samples"] == 30 * workers * 32
     assert outcome.history[-1]["accuracy"] > 0.8
 
@@ -401,15 +403,15 @@ def test_runs_of_other_shapes(run, strategy, workers):
 @pytest.mark.parametrize("strategy", ["k-async:k=2 ps", "k-async:k=2 ps:shards=2"])
 def test_a_worker_for_which_no_group_is_left_ends_in_order(run, strategy):
     trial, _ = run("digits-mlp", strategy, workers=3, steps=7)
-    assert len(trial.driver.finished) == 3
-    assert not trial.driver.dead
+    assert len(trial.driver.roster.finished) == 3
+    assert not trial.driver.roster.failed
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
 def test_a_run_ends_by_its_seconds(run, strategy):
     trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.5)
     assert 1.5 <= outcome.totals.seconds < 4.0
-    steps = [said["steps"] for said in trial.driver.finished.values()]
+    steps = [said["steps"] for said in trial.driver.roster.finished.values()]
     assert len(steps) == 3
     assert min(steps) > 3
     if strategy != "ssp ps":

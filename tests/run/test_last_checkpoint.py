@@ -33,7 +33,7 @@ class Terminate:
 
     def __call__(self, trial):
         driver = trial.driver
-        if not self.at and all(driver.steps(name) >= self.after for name in driver._workers):
+        if not self.at and all(driver.steps(name) >= self.after for name in driver.roster.workers):
             self.at = time.monotonic()
             signal.raise_signal(signal.SIGTERM)
         elif self.at and self.then is not None and time.monotonic() > self.at + self.then:

@@ -40,7 +40,7 @@ class Stop:
 
     def __call__(self, trial):
         driver = trial.driver
-        if not self.at and all(driver.steps(name) >= self.after for name in driver._workers):
+        if not self.at and all(driver.steps(name) >= self.after for name in driver.roster.workers):
             self.at = time.monotonic()
             trial.fork_server.signal(self.name, signal.SIGSTOP)
         elif self.at and not self.continued and self.until(trial):
@@ -48,10 +48,10 @@ class Stop:
             trial.fork_server.signal(self.name, signal.SIGCONT)
 
 
-def run(fork_server, strategy, act, *, job="waits_now_and_then", terms=None, **options):
+def run(fork_server, strategy, act, *, job="waits_now_and_then", fault_settings=None, **options):
     """A run of two workers; its trial, its outcome, and the texts that the progress line has shown."""
     notices = []
-    trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60, **SOON} | options), terms)
+    trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60, **SOON} | options), fault_settings)
     outcome = trial.run(act, fork_server=fork_server, watch=Callbacks(notice=notices.append))
     return trial, outcome, notices
 
@@ -100,11 +100,11 @@ def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(fork_server, tmp
 
 @SOAK
 def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(fork_server):
-    stop = Stop("worker 1", until=lambda trial: "worker 1" in trial.driver.evicted)
-    trial, outcome, _ = run(fork_server, "downpour ps", stop, terms=FaultSettings(log=True), steps=1500)
+    stop = Stop("worker 1", until=lambda trial: "worker 1" in trial.driver.roster.evicted)
+    trial, outcome, _ = run(fork_server, "downpour ps", stop, fault_settings=FaultSettings(log=True), steps=1500)
     assert stop.continued, "it was never evicted"
     assert outcome.notes["unfinished"] == outcome.notes["evicted"] == {}
-    assert trial.driver.finished["worker 1"]["steps"] == 1500
+    assert trial.driver.roster.finished["worker 1"]["steps"] == 1500
     mine = [incarnation for worker, incarnation, _ in trial.driver.logs[0] if worker == 1]
     assert mine == sorted(mine), "an update of the incarnation before was taken"
     assert set(mine) == {0, 1}
@@ -127,7 +127,9 @@ def test_a_run_whose_only_worker_is_frozen_ends(fork_server):
 @SOAK
 def test_a_frozen_holder_of_a_lock_is_killed_which_releases_it(fork_server):
     stop = Stop("worker 1", after=3)
-    trial, outcome, _ = run(fork_server, "asysvrg:lock=write", stop, job="quadratic", steps=2000, terms=FaultSettings())
+    trial, outcome, _ = run(
+        fork_server, "asysvrg:lock=write", stop, job="quadratic", steps=2000, fault_settings=FaultSettings()
+    )
     assert outcome.notes["unfinished"] == {"worker 1": "frozen: no heartbeat for 1 s"}
     assert not is_running(trial.fork_server.pids["worker 1"])
 
@@ -150,7 +152,7 @@ def test_a_frozen_server_is_started_again_from_the_last_checkpoint(fork_server, 
     assert stop.at
     assert outcome.notes["deaths"] == {"server 1": "frozen: no heartbeat for 1 s"}
     assert outcome.notes["unfinished"] == {}
-    assert len(trial.hubs) == 1
+    assert len(trial.drivers) == 1
 
 
 @SOAK
@@ -167,13 +169,13 @@ def test_a_fork_server_that_is_frozen_at_start_ends_the_run():
 @SOAK
 def test_a_worker_that_is_frozen_at_start_is_not_waited_for(fork_server):
     def act(trial):
-        if "worker 1" in trial.fork_server.pids and "worker 1" not in trial.driver.ready:
+        if "worker 1" in trial.fork_server.pids and "worker 1" not in trial.driver.roster.ready:
             trial.fork_server.signal("worker 1", signal.SIGSTOP)
 
     trial = Trial(configured("small", "bsp ps", workers=3, steps=30, **SOON))
     outcome = trial.run(act, always=True, fork_server=fork_server)
     assert outcome.notes["unfinished"] == {"worker 1": "frozen: no heartbeat for 1 s"}
-    assert len(trial.driver.finished) == 2
+    assert len(trial.driver.roster.finished) == 2
 
 
 # ---- what is slow, or stopped as a whole, is not frozen
@@ -212,7 +214,7 @@ def test_a_long_evaluation_ends_nothing(strategy, seconds, fork_server, tmp_path
     assert (tmp_path / "struck").exists(), "no evaluation was long"
     assert not any("frozen" in text for text in notices)
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == outcome.notes["evicted"] == {}
-    assert {said["done"] for said in trial.driver.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.roster.finished.values()} == {60}
 
 
 def check_long_step(tmp_path, trial, outcome, notices):
@@ -220,7 +222,7 @@ def check_long_step(tmp_path, trial, outcome, notices):
     assert any("slow" in text for text in notices)
     assert not any("frozen" in text for text in notices)
     assert outcome.notes["unfinished"] == outcome.notes["deaths"] == outcome.notes["evicted"] == {}
-    assert {said["done"] for said in trial.driver.finished.values()} == {60}
+    assert {said["done"] for said in trial.driver.roster.finished.values()} == {60}
 
 
 @SOAK

@@ -47,16 +47,16 @@ class ServerKiller:
         driver, done = trial.driver, len(self.killed)
         if (
             done == len(self.victims)
-            or driver.round is not None
+            or driver.checkpoints.round is not None
             or driver.restarts.awaited
-            or not driver.ready >= set(driver._servers)
+            or not driver.roster.ready >= set(driver.roster.servers)
         ):
             return
-        due = driver.checkpoint_due - trial.config.checkpoint_every
+        due = driver.checkpoints.due - trial.config.checkpoint_every
         if (
             due
-            and min(map(driver.steps, driver._workers)) >= due + self.after
-            and driver.totals.failures_survived == done
+            and min(map(driver.steps, driver.roster.workers)) >= due + self.after
+            and driver.progress.totals.failures_survived == done
         ):
             self.snapshots.append(checkpoint.load(self.folder))
             self.after = self.random.randint(5, 15)
@@ -81,8 +81,8 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
     assert killer.killed == ["server 1", "server 2", "server 1"], "a fault did not fire"
     assert outcome.totals.failures_survived == 3
     assert outcome.notes["deaths"] == dict.fromkeys(("server 1", "server 2"), "killed by signal 9 (SIGKILL)")
-    assert len(trial.hubs) == 1, "the others were not left alone"
-    assert {said["done"] for said in trial.driver.finished.values()} == {300}
+    assert len(trial.drivers) == 1, "the others were not left alone"
+    assert {said["done"] for said in trial.driver.roster.finished.values()} == {300}
     notes, logs = Notes(notes_folder), trial.driver.logs
     for log in logs:
         assert len(set(log)) == len(log), "an update was applied twice"
@@ -114,7 +114,7 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     rewound: list[int] = []
     outcome = trial.run(killer, fork_server=fork_server, watch=Callbacks(rewind=rewound.append))
     assert killer.killed == [victim]
-    assert len(trial.hubs) == 2
+    assert len(trial.drivers) == 2
     assert outcome.totals.failures_survived == 1
     assert outcome.notes["deaths"] == {victim: "killed by signal 9 (SIGKILL)"}
     assert outcome.params.equal(expected.params)
@@ -154,7 +154,7 @@ def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, fork_ser
     killer = ServerKiller(["server 0"], tmp_path / "run" / "checkpoints")
     outcome = trial.run(killer, fork_server=fork_server)
     assert killer.killed == ["server 0"]
-    assert len(trial.hubs) == 2
+    assert len(trial.drivers) == 2
     assert [len(set(log)) for log in trial.driver.logs] == [len(log) for log in trial.driver.logs] == [640, 640]
     assert outcome.totals.failures_survived == 1
 
@@ -166,7 +166,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, m
     began = []
 
     def act(trial: Trial) -> None:
-        if (tmp_path / "run" / "checkpoints" / "LATEST").exists() and trial.driver.ready >= {"server 1"}:
+        if (tmp_path / "run" / "checkpoints" / "LATEST").exists() and trial.driver.roster.ready >= {"server 1"}:
             began.append(trial.fork_server.pids.get("server 1"))
             trial.kill("server 1")
 

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from support import faulty_jobs
 
-from dure.core.node import Address
 from dure.job.optimizer import FlatOptimizer
 from dure.run.config import TrainConfig
 from dure.run.driver import Driver
@@ -39,40 +38,39 @@ def configured(job: str, strategy: str, **options: Any) -> TrainConfig:
 
 
 class Driven(Driver):
-    """A driver that lets `act` interfere at every turn, and asks the shards for their logs before they end."""
+    """A driver that lets `act` interfere at every turn."""
 
     act: Callable[[Driven], None] = staticmethod(lambda driver: None)
     always = False
-    logs: Sequence[list[tuple[int, int, int]]] = ()
-    statuses: Sequence[dict[str, Any]] = ()
-    clock: dict[str, Any]
 
     def turn(self) -> None:
         super().turn()
-        if self._going.done or self.always:
+        if self.registration.begun.done or self.always:
             self.act(self)
 
-    async def _deliver(self) -> tuple[torch.Tensor, int]:
-        if self._servers:
-            asked = [await self.node.call(Address(name, "shard"), "status") for name in self._servers]
-            self.statuses = [dict(reply.fields) for reply in asked]
-            self.logs = [[tuple(entry) for entry in fields["log"]] for fields in self.statuses]
-            self.clock = dict((await self.node.call(Address("server 0", "clock"), "status")).fields)
-        return await super()._deliver()
+    @property
+    def statuses(self) -> Sequence[Mapping[str, Any]]:
+        """What the shards reported at the end."""
+        return list(self.results.statuses.values())
+
+    @property
+    def logs(self) -> Sequence[list[tuple[int, int, int]]]:
+        """The updates that each shard applied."""
+        return [[tuple(entry) for entry in status["log"]] for status in self.statuses]
 
     def steps(self, name: str) -> int:
-        """How far a worker is, as far as the driver has heard."""
-        return int(self.progress[name]["steps"]) if name in self.progress else 0
+        """The last step that a worker has reported."""
+        return int(self.progress.reports[name]["steps"]) if name in self.progress.reports else 0
 
 
 class Trial:
     """One run, and what can be done to it."""
 
-    def __init__(self, config: TrainConfig, terms: FaultSettings | None = None) -> None:
+    def __init__(self, config: TrainConfig, fault_settings: FaultSettings | None = None) -> None:
         self.config = config
-        self.terms = terms or FaultSettings(log=True)
+        self.fault_settings = fault_settings or FaultSettings(log=True)
         self.setup: Setup = resolve(config)[0]
-        self.hubs: list[Driven] = []
+        self.drivers: list[Driven] = []
 
     def run(
         self,
@@ -89,10 +87,10 @@ class Trial:
 
         def make() -> Driven:
             shown, given = watch or Callbacks(), {"folder": folder, "restarts": restarts, "interruption": interruption}
-            driver = Driven(self.setup, shown, self.fork_server, terms=self.terms, **given)
+            driver = Driven(self.setup, shown, self.fork_server, fault_settings=self.fault_settings, **given)
             driver.act = lambda _: act(self)
             driver.always = always
-            self.hubs.append(driver)
+            self.drivers.append(driver)
             return driver
 
         with ExitStack() as stack:
@@ -106,7 +104,7 @@ class Trial:
     @property
     def driver(self) -> Driven:
         """The one that the run has now, or had last."""
-        return self.hubs[-1]
+        return self.drivers[-1]
 
     def kill(self, name: str) -> None:
         self.fork_server.signal(name, signal.SIGKILL)
@@ -129,12 +127,16 @@ class Killer:
     def __call__(self, trial: Trial) -> None:
         driver = trial.driver
         if self.victim is not None:
-            if self.victim not in driver.dead or self.victim not in trial.fork_server.exited:
+            if self.victim not in driver.roster.failed or self.victim not in trial.fork_server.exited:
                 return
             driver.start(self.victim)
             self.victim = None
             self.due = time.monotonic() + self.random.uniform(0.0, self.pause)
-        working = sorted(name for name in driver.progress if name not in driver.finished and name in driver.ready)
+        working = sorted(
+            name
+            for name in driver.progress.reports
+            if name not in driver.roster.finished and name in driver.roster.ready
+        )
         if self.left and working and time.monotonic() >= self.due:
             self.victim = self.random.choice(working)
             self.left -= 1

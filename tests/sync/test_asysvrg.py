@@ -360,14 +360,14 @@ def test_a_frozen_process_is_left_behind_and_taken_in_again(fork_server):
         if "stop" not in happened and trial.driver.steps("worker 1") > 50:
             happened["stop"] = now
             trial.fork_server.signal("worker 1", signal.SIGSTOP)
-        elif "evicted" not in happened and "worker 1" in trial.driver.evicted:
+        elif "evicted" not in happened and "worker 1" in trial.driver.roster.evicted:
             happened["evicted"] = now
             trial.fork_server.signal("worker 1", signal.SIGCONT)
 
     outcome = trial.run(act, fork_server=fork_server)
     assert happened["evicted"] - happened["stop"] < 15
     assert outcome.totals.failures_survived >= 1
-    assert len(trial.driver.finished) == 3
+    assert len(trial.driver.roster.finished) == 3
     assert outcome.history[-1]["accuracy"] > 0.9
 
 

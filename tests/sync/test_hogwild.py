@@ -302,7 +302,7 @@ def test_killed_workers_lose_one_update_each_at_most(mode, fork_server):
     counted = outcome.totals.counts["updates_applied"]
     assert sorted(killed) == ["worker 1", "worker 2"]
     assert outcome.totals.failures_survived == 2
-    assert trial.driver.finished.keys() == {"worker 0"}
+    assert trial.driver.roster.finished.keys() == {"worker 0"}
     assert 3200 < counted < 9000
     if mode == "atomic":
         assert counted <= float(values.min()) <= float(values.max()) <= counted + 2  # written and not yet counted

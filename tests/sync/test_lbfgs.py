@@ -291,7 +291,9 @@ def test_a_killed_process_leaves_no_trace_in_it():
         if "kill" not in done and trial.driver.steps("worker 1") > 5:
             done.add("kill")
             trial.kill("worker 1")
-        elif "start" not in done and "worker 1" in trial.driver.dead and "worker 1" in trial.fork_server.exited:
+        elif (
+            "start" not in done and "worker 1" in trial.driver.roster.failed and "worker 1" in trial.fork_server.exited
+        ):
             done.add("start")
             trial.driver.start("worker 1")
 
@@ -318,7 +320,7 @@ def test_who_stands_still_is_not_waited_for_at_the_end():
     assert stopped
     assert outcome.params.equal(stepped())
     assert outcome.totals.failures_survived == 1
-    assert "worker 2" not in trial.driver.finished
+    assert "worker 2" not in trial.driver.roster.finished
 
 
 # ---- checkpoints, ends, refusals

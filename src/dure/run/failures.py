@@ -23,6 +23,7 @@ from dure.run.restart_policy import LIMIT
 if TYPE_CHECKING:
     from dure.run.launcher import Launcher
     from dure.run.restart_policy import RestartPolicy
+    from dure.run.roster import Roster
     from dure.runtime.process.node import ProcessLoop
 
 EXPLAIN_SECONDS = 3.0
@@ -39,12 +40,19 @@ class FailureTracker:
     """
 
     def __init__(
-        self, launcher: Launcher, loop: ProcessLoop, strategy: str, deployment: Deployment, *, folder: Path | None
+        self,
+        launcher: Launcher,
+        loop: ProcessLoop,
+        strategy: str,
+        deployment: Deployment,
+        *,
+        roster: Roster,
+        folder: Path | None,
     ) -> None:
-        self.dead: dict[str, str] = {}
         self.causes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
-        self.failures: dict[str, DureError] = {}
+        self.reported: dict[str, DureError] = {}
+        self._failed = roster.failed
         self._launcher = launcher
         self._loop = loop
         self._strategy = strategy
@@ -52,8 +60,9 @@ class FailureTracker:
         self._folder = folder
         self._unexplained: set[str] = set()
 
-    def died(self, name: str, reason: str) -> None:
-        self.dead[name] = reason
+    def failed(self, name: str, reason: str) -> None:
+        """A process has ended before its work was done; `reason` is what its connection or its exit says."""
+        self._failed[name] = reason
         self.causes.pop(name, None)
         self._wait_for(name)
 
@@ -61,45 +70,45 @@ class FailureTracker:
         """Say why a process is about to end: the run itself ends it, or it has said so."""
         self.reasons[name] = reason
 
-    def failed(self, name: str, kind: str, message: str) -> None:
+    def report(self, name: str, kind: str, message: str) -> None:
         """What a worker says that it ended with; `kind` is a class of `errors`."""
         found = getattr(errors, kind, None)
         known = found if isinstance(found, type) and issubclass(found, DureError) else DureError
-        self.failures[name] = known(message if name in message or kind == "Quarantined" else f"{name}: {message}")
+        self.reported[name] = known(message if name in message or kind == "Quarantined" else f"{name}: {message}")
         self._wait_for(f"{name} failed")
 
-    def returned(self, name: str) -> None:
+    def restarted(self, name: str) -> None:
         """It has been started again."""
-        if name in self.dead and name not in self.causes:
+        if name in self._failed and name not in self.causes:
             self._explain(name)
-        self.dead.pop(name, None)
+        self._failed.pop(name, None)
         self.reasons.pop(name, None)
 
     def look(self) -> None:
         """Tell of the deaths that are explained by now."""
-        for name in self.dead.keys() - self.causes.keys():
+        for name in self._failed.keys() - self.causes.keys():
             if self._explained(name):
                 self._explain(name)
 
     def check(self, workers: Collection[str], restarts: RestartPolicy) -> None:
         """Raise what ends the run; a server that comes back does not."""
-        own = [error for error in self.failures.values() if not isinstance(error, RemoteError)]
+        own = [error for error in self.reported.values() if not isinstance(error, RemoteError)]
         if own:
             raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
-        for name in self.dead:
+        for name in self._failed:
             fatal = self._deployment[name].when_lost is not WhenLost.GO_ON
-            if fatal and name not in restarts.awaited and name not in self.failures and self._explained(name):
+            if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 serves = NodeId.of(name).kind == SERVER
                 loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
                 raise DureError(f"{name} died: {self.cause(name)}; {loss}.{self._advice(name)}")
-        if workers and all(name in self.dead for name in workers):
-            first = next(iter(name for name in self.dead if name in workers))
+        if workers and all(name in self._failed for name in workers):
+            first = next(iter(name for name in self._failed if name in workers))
             if self._explained(first):
                 raise DureError(
                     f"all workers died; the first of them, {first}: {self.cause(first)}.{self._advice(first)}"
                 )
-        for name, error in self.failures.items():
+        for name, error in self.reported.items():
             if self._explained(f"{name} failed"):
                 raise error
 
@@ -109,7 +118,7 @@ class FailureTracker:
             return self.reasons[name]
         status = self._launcher.exited.get(name)
         if status is None:
-            return self.dead.get(name, "")
+            return self._failed.get(name, "")
         if status < 0:
             return f"killed by signal {-status} ({signal.Signals(-status).name})"
         if status == 0:
@@ -128,7 +137,7 @@ class FailureTracker:
 
     def _explain(self, name: str) -> None:
         """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""
-        if name not in self.failures:
+        if name not in self.reported:
             self.causes[name] = self.cause(name)
             log.warning("%s died: %s.", name, self.causes[name])
 

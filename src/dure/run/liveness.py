@@ -33,19 +33,19 @@ SENT = 8
 SURE_SECONDS = 2.0
 """Seconds of silence after which the processor time is looked at."""
 
-__all__ = ["FORK_SERVER", "Limits", "LivenessMonitor"]
+__all__ = ["FORK_SERVER", "LivenessLimits", "LivenessMonitor"]
 
 log = logging.getLogger("dure")
 
 
-class Limits(NamedTuple):
+class LivenessLimits(NamedTuple):
     """Seconds after which a frozen or slow process is named, and after which a frozen one is given up."""
 
     warn_after: float
     frozen_after: float
 
     @classmethod
-    def of(cls, config: Options) -> Limits:
+    def of(cls, config: Options) -> LivenessLimits:
         """Those that `config` asks for."""
         warn_after = config.frozen_after / 3 if config.warn_after is None else config.warn_after
         return cls(warn_after, config.frozen_after)
@@ -58,7 +58,7 @@ class LivenessMonitor:
     first heartbeat on; one of this machine from its start.
     """
 
-    def __init__(self, interface: str, limits: Limits, pids: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, interface: str, limits: LivenessLimits, pids: Callable[[], Mapping[str, int]]) -> None:
         self.limits = limits
         self._pids = pids
         self._receiver = Receiver(interface)

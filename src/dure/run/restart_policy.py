@@ -61,7 +61,7 @@ class RestartPolicy:
         saved = self.folder is not None and (self.folder / LATEST).exists()
         return saved and self.made[name] < LIMIT
 
-    def died(self, name: str, now: float) -> None:
+    def failed(self, name: str, now: float) -> None:
         """A server is gone: have it come back, if it can do so alone."""
         if self.alone and name != "server 0" and self.possible(name):
             self._due[name] = now + self.back_off(name)

@@ -71,4 +71,4 @@ def keep_running(
         fork_server.clear()
         assert driver.folder is not None
         resume, before = driver.folder, driver
-        driver.watch.rewind(checkpoint.rows(checkpoint.load(resume)))
+        driver.callbacks.rewind(checkpoint.rows(checkpoint.load(resume)))

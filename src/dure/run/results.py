@@ -1,0 +1,111 @@
+"""The result of a run, from the reports of its workers and servers.
+
+| topology                     | the model                   | updates in it               | updates applied           |
+|------------------------------|-----------------------------|-----------------------------|---------------------------|
+| servers with a clock         | the servers', pulled        | the servers' version        | counted by the servers    |
+| operations need every worker | that of the first worker    | the sum of workers' reports | steps made, less refusals |
+| any other                    | the mean of workers' models | the sum of workers' reports | steps made, less refusals |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dure.core.deployment import by_rank
+from dure.core.node import Address
+
+if TYPE_CHECKING:
+    from dure.run.commands import Commands
+    from dure.run.outcome import Totals
+    from dure.run.roster import Roster
+    from dure.run.setup import Setup
+    from dure.runtime.process.node import ProcessNode
+
+Reports = Mapping[str, Mapping[str, Any]]
+"""Fields by the name of the node that reported them."""
+
+COUNTED = ("applied", "refused", "written")
+"""Fields of a server's status that the summary has for each server."""
+
+
+class Delivered(NamedTuple):
+    """The model of a worker that has finished: its parameters, and its buffers if any."""
+
+    values: torch.Tensor
+    buffers: torch.Tensor | None
+
+
+def count_servers(totals: Totals, statuses: Reports) -> None:
+    """Add the updates that each server has counted."""
+    for name, status in statuses.items():
+        totals.count("per_shard", name, **{key: status[key] for key in COUNTED if key in status})
+
+
+def count_updates(totals: Totals, statuses: Reports) -> None:
+    """Count the updates of a run over servers with a clock."""
+    totals.count_updates(
+        [
+            (
+                {int(behind): count for behind, count in status["staleness"].items()},
+                status["applied"],
+                status["refused"],
+            )
+            for status in statuses.values()
+        ]
+    )
+
+
+def count_steps(totals: Totals, finished: Reports) -> int:
+    """Count the updates of a run without a clock: every step is one. Returns how many are in the model."""
+    done = sum(int(report["done"]) - int(report.get("refused", 0)) for report in finished.values())
+    totals.counts["updates_applied"] = done
+    totals.staleness.histogram[0] = done
+    return sum(int(report["updates"]) for report in finished.values())
+
+
+def model_of_workers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor:
+    """The parameters that the workers of a run without a clock deliver together."""
+    models = [delivered[name].values for name in by_rank(delivered)]
+    return models[0] if setup.topology.needs_everybody else torch.stack(models).mean(dim=0)
+
+
+def merged_buffers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor | None:
+    """The buffers of all workers as one; None where training changes none."""
+    found = [delivered[name].buffers for name in by_rank(delivered)]
+    given = [buffers for buffers in found if buffers is not None]
+    return setup.merge_buffers(given) if given else None
+
+
+class Results:
+    """Collects the result of a real run when all workers have finished.
+
+    `delivered` are the models of workers that have finished, `statuses` and `clock` the last reports of the servers.
+    """
+
+    def __init__(self, setup: Setup, node: ProcessNode, roster: Roster, commands: Commands) -> None:
+        self.delivered: dict[str, Delivered] = {}
+        self.statuses: dict[str, Mapping[str, Any]] = {}
+        self.clock: Mapping[str, Any] = {}
+        self._setup = setup
+        self._node = node
+        self._roster = roster
+        self._commands = commands
+
+    async def collect(self, totals: Totals) -> tuple[torch.Tensor, int]:
+        """The final parameters, and how many updates are in them; adds to `totals` what the servers have counted."""
+        setup = self._setup
+        if setup.topology.clocked:
+            await self._commands.settle()
+        for name in self._roster.servers:
+            self.statuses[name] = (await self._node.call(Address(name, "shard"), "status")).fields
+        count_servers(totals, self.statuses)
+        if not setup.topology.clocked:
+            return model_of_workers(setup, self.delivered), count_steps(totals, self._roster.finished)
+        count_updates(totals, self.statuses)
+        self.clock = (await self._node.call(Address(self._commands.clock, "clock"), "status")).fields
+        totals.counts["updates_refused"] += self.clock["refused"]
+        client = setup.client(self._node, -1)
+        return await client.look(setup.replica.params.clone())
