@@ -8,7 +8,7 @@ import pytest
 
 import dure
 from dure.core.cost import CodecCost, Line
-from dure.run.break_even import BANDWIDTHS, Traffic, break_even, payoff
+from dure.run.break_even import BANDWIDTHS, StepBytes, break_even, break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.outcome import Totals
 from dure.run.resolve import resolve
@@ -60,8 +60,8 @@ def test_a_run_on_either_side_of_break_even_is_faster_or_slower(strategy: str) -
 
 
 def test_what_saves_nothing_pays_nowhere_and_what_costs_nothing_everywhere() -> None:
-    assert break_even(1.0, Traffic(coded=2.0, plain=2.0)) is None
-    assert break_even(0.0, Traffic(coded=1.0, plain=2.0)) == float("inf")
+    assert break_even(1.0, StepBytes(coded=2.0, plain=2.0)) is None
+    assert break_even(0.0, StepBytes(coded=1.0, plain=2.0)) == float("inf")
 
 
 def test_without_a_codec_or_others_there_is_nothing_to_say() -> None:
@@ -76,9 +76,9 @@ def test_a_worker_of_which_only_steps_are_known_counts_for_nothing() -> None:
     told = {"steps": 10, "bytes_sent": 10 * 2 * NUMEL, "bytes_received": 10 * 4 * NUMEL}
     totals = Totals(per_worker={"worker 0": told, "worker 1": {"steps": 4}, "worker 2": dict(told)})
     totals.time["compute"] = 0.2
-    found = payoff(setup, totals, cluster)
+    found = break_even_summary(setup, totals, cluster)
     assert (found["compute"], found["bytes"], found["bytes_fp32"]) == pytest.approx((0.01, 12 * NUMEL, 16 * NUMEL))
-    assert payoff(setup, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
+    assert break_even_summary(setup, Totals(per_worker={"worker 1": {"steps": 4}}), cluster) == {}
 
 
 def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
@@ -90,7 +90,10 @@ def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
         f"worker {rank}": {"steps": steps, "bytes_sent": 1001 * rank, "bytes_received": 7 * rank * rank}
         for rank, steps in enumerate(sizes)
     }
-    found = [payoff(setup, Totals(per_worker=dict(order)), cluster) for order in (rows.items(), sorted(rows.items()))]
+    found = [
+        break_even_summary(setup, Totals(per_worker=dict(order)), cluster)
+        for order in (rows.items(), sorted(rows.items()))
+    ]
     assert found[0] == found[1]
 
 

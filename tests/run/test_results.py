@@ -17,9 +17,7 @@ def setup(*, needs_everybody=False):
 
 
 def delivered(buffers=(None, None, None)):
-    return {
-        f"worker {rank}": Delivered(torch.full((2,), float(rank)), buffers[i]) for i, rank in enumerate((10, 2, 3))
-    }
+    return {f"worker {rank}": Delivered(torch.full((2,), float(rank)), buffers[i]) for i, rank in enumerate((10, 2, 3))}
 
 
 @pytest.mark.parametrize(("needs_everybody", "value"), [(True, 2.0), (False, 5.0)])

@@ -1,13 +1,13 @@
-"""Whether a run's codec pays: seconds of a step with it and without it, on links of four bandwidths.
+"""Tells from which bandwidth on a run's codec costs more time than it saves, and the seconds of a step on four links.
 
-    with       compute + coding + bytes / bandwidth
-    without    compute          + bytes of float32 / bandwidth
+    with the codec       compute + coding + bytes / bandwidth
+    without              compute          + bytes of float32 / bandwidth
 
-one after another, in that model: what overlaps, latency and what a message costs by itself are left out, on both
-sides. `compute` is the mean of the run's steps, and `bytes` what it sent: of a step, through the busiest card. Coding
-is what a step waits for: its own messages encoded, everybody's combined, the result decoded. Both are equal, and the
-codec breaks even, at the bytes that it saves over the seconds that it takes. Where workers meet every `period` steps, a
-step has its share of a meeting.
+The model adds these times. It leaves out overlap, latency and the fixed cost of a message, on both sides. `compute` is
+the mean over the run's steps. `bytes` are those of a step through the busiest network card. `coding` is the time in
+which a step encodes its own messages, combines the messages of all workers and decodes the result. The codec breaks
+even at the bandwidth where both sums are equal: the bytes that it saves, divided by the seconds that it takes. If
+workers synchronize every `period` steps, a step has its share of the time.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ BANDWIDTHS = (12.5e6, 125e6, 1.25e9, 12.5e9)
 """Bytes per second of links of 100 Mbit/s, 1, 10 and 100 Gbit/s."""
 
 
-class Traffic(NamedTuple):
-    """Bytes of a step through the busiest card, as they were and as float32 would have them."""
+class StepBytes(NamedTuple):
+    """Bytes of a step through the busiest network card: encoded, and as float32."""
 
     coded: float
     plain: float
 
 
-def payoff(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
-    """The summary's `payoff`; nothing without a codec, or without anybody to send to.
+def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
+    """The entry `payoff` of the summary; empty without a codec, and for one worker.
 
-    What the codec costs is said by the `cluster` of a virtual run. After a real one it is measured, here and now.
+    The cost of the codec is that of the `cluster` of a virtual run. After a real run it is measured on this machine.
     """
     codec = setup.codec
     rows = _rows(totals)
@@ -58,35 +58,35 @@ def payoff(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, A
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codec_works(setup, codec)) / setup.period
-    traffic = _by_servers(setup, totals) if setup.topology.servers else _by_collectives(setup, totals)
+    sent = _by_servers(setup, totals) if setup.topology.servers else _by_collectives(setup, totals)
     links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
     return {
         "codec": name,
         "costs": source,
         "compute": compute,
         "coding": coding,
-        "bytes": traffic.coded,
-        "bytes_fp32": traffic.plain,
+        "bytes": sent.coded,
+        "bytes_fp32": sent.plain,
         "link": min(links, default=None),
-        "steps": [_at(bandwidth, compute, coding, traffic) for bandwidth in sorted({*BANDWIDTHS, *links})],
-        "break_even": break_even(coding, traffic),
+        "steps": [_at(bandwidth, compute, coding, sent) for bandwidth in sorted({*BANDWIDTHS, *links})],
+        "break_even": break_even(coding, sent),
     }
 
 
-def break_even(coding: float, traffic: Traffic) -> float | None:
+def break_even(coding: float, sent: StepBytes) -> float | None:
     """Bytes per second below which the codec pays; None where it saves no bytes, so that it pays nowhere.
 
-    >>> break_even(0.01, Traffic(coded=2e6, plain=12e6))
+    >>> break_even(0.01, StepBytes(coded=2e6, plain=12e6))
     1000000000.0
     """
-    saved = traffic.plain - traffic.coded
+    saved = sent.plain - sent.coded
     if saved <= 0:
         return None
     return saved / coding if coding else math.inf
 
 
 def codec_works(setup: Setup, codec: Codec) -> list[CodecWork]:
-    """What coders do in a step, one after another, before everybody has what it brings."""
+    """The work of coders in a step, one after another, until all workers have its result."""
     workers, numel = setup.workers, setup.replica.numel
     if setup.topology.servers:
         sizes = [size(ranges) for ranges in setup.topology.ranges]
@@ -105,29 +105,29 @@ def codec_works(setup: Setup, codec: Codec) -> list[CodecWork]:
     return [CodecWork("encode", stripe, workers), *combined, CodecWork("decode", stripe, workers)]
 
 
-def _at(bandwidth: float, compute: float, coding: float, traffic: Traffic) -> dict[str, float]:
+def _at(bandwidth: float, compute: float, coding: float, sent: StepBytes) -> dict[str, float]:
     return {
         "bandwidth": bandwidth,
-        "seconds": compute + coding + traffic.coded / bandwidth,
-        "fp32": compute + traffic.plain / bandwidth,
+        "seconds": compute + coding + sent.coded / bandwidth,
+        "fp32": compute + sent.plain / bandwidth,
     }
 
 
 def _rows(totals: Totals) -> list[dict[str, int]]:
-    """Those of workers that have made steps and told what they sent: of one that died only its steps are known."""
+    """The rows of workers that have reported steps and bytes: a failed worker has reported its steps only."""
     return [row for row in totals.per_worker.values() if row.get("steps") and "bytes_sent" in row]
 
 
-def _by_collectives(setup: Setup, totals: Totals) -> Traffic:
-    """Out of a card; as much comes in at the same time. Without a codec there would be a ring."""
+def _by_collectives(setup: Setup, totals: Totals) -> StepBytes:
+    """Bytes out of a card; as many come in at the same time. Without a codec the collective is a ring."""
     coded = max(row["bytes_sent"] / row["steps"] for row in _rows(totals))
-    return Traffic(coded, 2 * (setup.workers - 1) / setup.workers * _weight(setup) / setup.period)
+    return StepBytes(coded, 2 * (setup.workers - 1) / setup.workers * _weight(setup) / setup.period)
 
 
-def _by_servers(setup: Setup, totals: Totals) -> Traffic:
-    """In and out, one after another: parameters are pulled when gradients have been pushed.
+def _by_servers(setup: Setup, totals: Totals) -> StepBytes:
+    """Bytes in and out, one after another: parameters are pulled after gradients were pushed.
 
-    Either a worker's card is the busiest, or that of the largest shard, which has its part of what all workers have.
+    The busiest card is a worker's, or that of the largest shard, which has its part of the bytes of all workers.
     """
     rows, pushed = _rows(totals), _weight(setup) / setup.period
     most = max(row["steps"] for row in rows)
@@ -135,14 +135,14 @@ def _by_servers(setup: Setup, totals: Totals) -> Traffic:
     cards = [_both(row, row["steps"], pushed, votes=votes) for row in rows]
     part = max(size(ranges) for ranges in setup.topology.ranges) / setup.replica.numel
     all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows]
-    cards.append(Traffic(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
-    return Traffic(max(card.coded for card in cards), max(card.plain for card in cards))
+    cards.append(StepBytes(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
+    return StepBytes(max(card.coded for card in cards), max(card.plain for card in cards))
 
 
-def _both(row: Mapping[str, int], steps: int, pushed: float, *, votes: bool) -> Traffic:
-    """Bytes of a worker per step: pushes are encoded; pulls are models, or verdicts where the codec `votes`."""
+def _both(row: Mapping[str, int], steps: int, pushed: float, *, votes: bool) -> StepBytes:
+    """Bytes of a worker per step: pushes are encoded; pulls are models, or verdicts if the codec `votes`."""
     pulled = pushed if votes else row["bytes_received"] / steps
-    return Traffic((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + pulled)
+    return StepBytes((row["bytes_sent"] + row["bytes_received"]) / steps, pushed + pulled)
 
 
 def _weight(setup: Setup) -> int:
@@ -150,7 +150,7 @@ def _weight(setup: Setup) -> int:
 
 
 def _measured(setup: Setup, codec: Codec) -> CodecCost:
-    """On this machine and this model, with one thread, as workers compute."""
+    """The cost of the codec on this machine for this model, on one thread, as workers compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole, or not there.
+"""Checkpoints on disk: each is complete, or does not count.
 
     checkpoints/
       step-200/                one folder per checkpoint, never written to again
@@ -8,9 +8,9 @@
         manifest.json          every file's size and xxh3, and its own: written last
       LATEST                   the name of the newest folder
 
-A checkpoint is written to `step-200.tmp`, flushed to the disk, and renamed. A kill or a full disk while
-saving leaves the previous checkpoint as it was. Loading takes the newest folder whose files all match their
-manifest, and says which ones it passed over.
+A checkpoint is written to `step-200.tmp`, flushed to the disk, and renamed. If the process is killed or the disk is
+full meanwhile, the previous checkpoint stays as it was. `load` takes the newest folder whose files all match their
+manifest, and lists the folders that it passed over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 KEEP = 3
-"""How many checkpoints stay on the disk."""
+"""Checkpoints that stay on the disk."""
 
 FORMAT = 1
 
@@ -50,12 +50,12 @@ UNREADABLE = (
     SafetensorError,
     CheckpointError,
 )
-"""What reading a damaged checkpoint raises."""
+"""Errors that a damaged checkpoint raises when it is read."""
 
 
 @dataclass(slots=True)
 class Part:
-    """What one node declares: tensors by name, and plain JSON values."""
+    """The declared state of one node: tensors by name, and plain JSON values."""
 
     tensors: Mapping[str, torch.Tensor]
     plain: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint that was read back: `step` of the schedule, and every part by name."""
+    """A checkpoint that was read: its `step`, its parts by name, and the folders that were passed over."""
 
     step: int
     parts: dict[str, Part]
@@ -71,7 +71,7 @@ class Checkpoint:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the parts of checkpoint `step` to."""
+    """Make an empty folder for the parts of checkpoint `step`."""
     draft = folder / f"step-{step}.tmp"
     _explaining_errors(draft, lambda: _make_empty(draft))
     return draft
@@ -84,7 +84,7 @@ def _make_empty(draft: Path) -> None:
 
 
 def write_part(draft: Path, name: str, part: Part) -> None:
-    """Write one part. Several processes may each write theirs.
+    """Write one part. Several processes may write their parts at the same time.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -146,7 +146,7 @@ def load(folder: Path) -> Checkpoint:
 
 @contextmanager
 def fitting(part: str) -> Iterator[None]:
-    """While open, state that a part lacks, or has in another form than this run, is a `CheckpointError` naming it."""
+    """While open, turn the errors of state that is missing or of another form into a `CheckpointError` about `part`."""
     try:
         yield
     except DureError:
@@ -159,9 +159,9 @@ def fitting(part: str) -> Iterator[None]:
 
 
 def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a checkpoint of another run than one whose job, strategy and sizes are `origin`."""
+    """Raise `CheckpointError` if the run that wrote a checkpoint had another job, strategy or size than `origin`."""
     with fitting("run"):
-        wrote = dict(checkpoint.parts["run"].plain.get("origin", origin))  # older ones do not say
+        wrote = dict(checkpoint.parts["run"].plain.get("origin", origin))  # older checkpoints have no origin
     differ = [
         f"{name} {wrote.get(name)} in place of {value}" for name, value in origin.items() if wrote.get(name) != value
     ]
@@ -173,7 +173,7 @@ def check_origin(checkpoint: Checkpoint, origin: Mapping[str, Any]) -> None:
 
 
 def rows(checkpoint: Checkpoint) -> int:
-    """How many rows of history a checkpoint of a run has."""
+    """The number of history rows in a checkpoint of a run."""
     with fitting("run"):
         return len(checkpoint.parts["run"].plain["history"])
 
@@ -242,7 +242,7 @@ def _flush(path: Path) -> None:
 
 
 def _kept(place: Path) -> str:
-    """Which checkpoint a run still has, after one could not be written to `place`."""
+    """Names the checkpoint that a run still has after one could not be written to `place`."""
     folder = next((each for each in (place, *place.parents[:1]) if (each / LATEST).exists()), None)
     if folder is None:
         return "There is no earlier one."

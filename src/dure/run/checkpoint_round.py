@@ -1,8 +1,8 @@
-"""One checkpoint of a real run: everybody stops, everybody writes its part, then it counts.
+"""One checkpoint of a real run: all workers stop, all processes write their parts, and the driver commits them.
 
-workers   suspended -----> all there? -> go and write -> saved -----> all there?
-servers                    save <------ the driver asks                    |
-driver                        writes its own part  ------------------> commit -> go on
+workers   suspended -----> all stopped? -> write the part -> saved -----> all written?
+servers                    save <-------- the driver calls                     |
+driver                        writes its own part  ----------------------> commit -> all continue
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ log = logging.getLogger("dure")
 
 
 class CheckpointRound:
-    """The state of one checkpoint. `living` says which workers it must wait for, as of now.
+    """The state of one checkpoint. `living` gives the workers that it must wait for at the moment.
 
-    Whatever goes wrong, all stop and go on together: what cannot be written costs this checkpoint, not the run.
+    All workers stop and continue together, also after an error: a part that cannot be written costs this checkpoint,
+    not the run.
     """
 
     def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:
@@ -47,17 +48,17 @@ class CheckpointRound:
         self.look()
 
     def written(self, worker: str, problem: str | None) -> None:
-        """A worker has written its part, or could not, because of `problem`."""
+        """Note that a worker has written its part, or could not because of `problem`."""
         self._written.add(worker)
         self.problem = self.problem or problem
         self.look()
 
     def waits_for(self) -> set[str]:
-        """Who has not stopped yet."""
+        """The workers that have not stopped yet."""
         return self._living() - self._stopped
 
     def look(self) -> None:
-        """Go on if those who are still missing have died or finished. Who comes later is not part of it."""
+        """Continue if the missing workers have failed or finished. A worker that comes later is not part of it."""
         if not self.all_stopped.done and not self.waits_for():
             self.all_stopped.resolve()
         if self.all_stopped.done and self._stopped & self._living() <= self._written:
@@ -69,7 +70,7 @@ class CheckpointRound:
         save_servers: Callable[[Path], Awaitable[None]],
         driver_part: Callable[[], Part],
     ) -> None:
-        """The round, from the first worker's stop on."""
+        """Carry out the round, once the first worker has stopped."""
         with self._noting_problems():
             checkpoint.begin(self.folder, self.step)
         await suspend()
@@ -80,7 +81,7 @@ class CheckpointRound:
         await self.all_written
         with self._noting_problems():
             if self.problem is None:
-                self._leave_out_the_dead()
+                self._remove_failed()
                 checkpoint.commit(self.folder, self.step)
                 checkpoint.prune(self.folder)
         if self.problem is not None:
@@ -88,8 +89,8 @@ class CheckpointRound:
             log.warning("checkpoint %d was not written: %s", self.step, self.problem)
         self.committed.resolve()
 
-    def _leave_out_the_dead(self) -> None:
-        """Who died after it had stopped comes back as a newcomer, not as who it was."""
+    def _remove_failed(self) -> None:
+        """Remove the part of a worker that failed after it had stopped: when it comes back it is a new worker."""
         for name in self._stopped - self._living():
             for path in self.draft.glob(f"{name.replace(' ', '-')}.*"):
                 path.unlink()

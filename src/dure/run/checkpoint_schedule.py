@@ -73,14 +73,14 @@ class CheckpointSchedule:
     # ---- what workers call
 
     async def suspended(self, call: Call) -> Reply:
-        """A worker has stopped: wait until all have."""
+        """Note that a worker has stopped, and wait until all have."""
         current = self.round or self._begin_round(self.due)
         current.stopped(call.caller)
         await current.all_stopped
         return Reply({"draft": str(current.draft)})
 
     async def saved(self, call: Call) -> Reply:
-        """A worker has written its part: wait until the checkpoint is complete."""
+        """Note that a worker has written its part, and wait until the checkpoint is complete."""
         assert self.round is not None
         current = self.round
         current.written(call.caller, call.fields["problem"])
@@ -103,12 +103,12 @@ class CheckpointSchedule:
         return self.round is not None and not self.round.all_stopped.done and not self._lockstep
 
     async def wait(self) -> None:
-        """Wait for the end of a round that a new process comes too late for."""
+        """Wait for the end of a round in which all workers have stopped: a new process is not part of it."""
         if self.round is not None and self.round.all_stopped.done:
             await self.round.committed
 
     def look(self) -> None:
-        """Go on with the round if the workers that it waits for have failed or finished."""
+        """Continue the round if the workers that it waits for have failed or finished."""
         if self.round is not None:
             self.round.look()
 
@@ -159,7 +159,7 @@ class CheckpointSchedule:
         return self.round
 
     async def _suspend_others(self) -> None:
-        """Lockstep workers come by themselves; the others are told."""
+        """Tell the other workers to stop, unless the method is in lockstep: then all stop at the same clock."""
         assert self.round is not None
         if not self._lockstep:
             for name in sorted(self.round.waits_for()):  # a frozen one gives no answer

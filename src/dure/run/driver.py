@@ -220,7 +220,7 @@ class Driver:
     def _report(self, call: Call) -> Reply:
         self.roster.evicted.pop(call.caller, None)
         self.progress.report(call.caller, call.fields)
-        self.history.grade_means()
+        self.history.evaluate_means()
         steps, loss = call.fields["steps"], call.fields["loss"]
         self.callbacks.progress(steps, self.setup.steps, loss, self.progress.samples())
         return Reply()
@@ -250,7 +250,7 @@ class Driver:
         """Go on with everything that has waited for a worker."""
         self.registration.look()
         self.checkpoints.look()
-        self.history.grade_means()
+        self.history.evaluate_means()
         first = self.roster.first_living
         if self.registration.begun.done and first is not None and name == self.history.evaluating_worker:
             self.history.evaluating_worker = first
@@ -303,7 +303,7 @@ class Driver:
         self.callbacks.notice(self.supervisor.look_for_frozen())
         for name, status in dict(self.launcher.exited).items():
             self.supervisor.failed(name, f"exit status {status}")
-        self.history.grader.look()
+        self.history.evaluator.look()
         self.failures.look()
         for name in self.restarts.due(self.node.now(), self.launcher.exited):
             self.progress.totals.failures_survived += 1
@@ -318,7 +318,7 @@ class Driver:
 
     def close(self) -> None:
         """Release everything; if the run is not over, processes get no time to close their connections."""
-        self.history.grader.abandon()
+        self.history.evaluator.abandon()
         self.node.wire.close(CLOSE_SECONDS if self.roster.dismissed else 0.1)
         self.node.loop.end()
         self.liveness.close()

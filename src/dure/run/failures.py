@@ -1,8 +1,8 @@
-"""Who died in a real run, and of what; and whether that ends the run.
+"""Tracks failed processes of a real run, their causes, and whether a failure ends the run.
 
-A death is noticed by its connection, in milliseconds, and explained by the launcher a moment later: what ends a run is
-told once it is explained. A worker's death ends a run only where everybody is needed; a failure that a worker reports
-itself ends every run, but one that a death explains better is not worth telling.
+The end of a connection shows a failure within milliseconds; the launcher knows the cause a moment later. An error that
+ends the run is raised once its cause is known. The failure of a worker ends a run only if every worker is needed. An
+error that a worker reports itself ends every run, unless the failure of another process explains it better.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from dure.runtime.process.node import ProcessLoop
 
 EXPLAIN_SECONDS = 3.0
-"""How long to wait for the launcher's word on a death: milliseconds, unless the machine is busy with other things."""
+"""Seconds to wait until the launcher knows an exit status: it needs milliseconds, unless the machine is busy."""
 
 log = logging.getLogger("dure")
 
 
 class FailureTracker:
-    """The dead by name, with what their connection said; failures that workers have reported.
+    """Keeps the cause of each failure, and the errors that workers have `reported`, by the name of the process.
 
-    `reasons` are causes that are known before a process ends. `deployment` says which
-    nodes the run can lose; `folder` is that of its checkpoints.
+    `reasons` are causes that are known before a process ends. `deployment` says which nodes the run can lose; `folder`
+    is that of its checkpoints.
     """
 
     def __init__(
@@ -61,37 +61,37 @@ class FailureTracker:
         self._unexplained: set[str] = set()
 
     def failed(self, name: str, reason: str) -> None:
-        """A process has ended before its work was done; `reason` is what its connection or its exit says."""
+        """Note that a process has ended before its work was done. `reason` is how its connection or process ended."""
         self._failed[name] = reason
         self.causes.pop(name, None)
         self._wait_for(name)
 
     def because(self, name: str, reason: str) -> None:
-        """Say why a process is about to end: the run itself ends it, or it has said so."""
+        """Note the cause of an end that is to come: the run itself ends the process, or the process has reported it."""
         self.reasons[name] = reason
 
     def report(self, name: str, kind: str, message: str) -> None:
-        """What a worker says that it ended with; `kind` is a class of `errors`."""
+        """Note the error with which a worker ends; `kind` is the name of a class of `errors`."""
         found = getattr(errors, kind, None)
         known = found if isinstance(found, type) and issubclass(found, DureError) else DureError
         self.reported[name] = known(message if name in message or kind == "Quarantined" else f"{name}: {message}")
         self._wait_for(f"{name} failed")
 
     def restarted(self, name: str) -> None:
-        """It has been started again."""
+        """Forget the failure of a process that is started again."""
         if name in self._failed and name not in self.causes:
             self._explain(name)
         self._failed.pop(name, None)
         self.reasons.pop(name, None)
 
     def look(self) -> None:
-        """Tell of the deaths that are explained by now."""
+        """Log the failures whose cause is known by now."""
         for name in self._failed.keys() - self.causes.keys():
             if self._explained(name):
                 self._explain(name)
 
     def check(self, workers: Collection[str], restarts: RestartPolicy) -> None:
-        """Raise what ends the run; a server that comes back does not."""
+        """Raise the error that ends the run, if any; the failure of a server that is started again is none."""
         own = [error for error in self.reported.values() if not isinstance(error, RemoteError)]
         if own:
             raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
@@ -113,7 +113,7 @@ class FailureTracker:
                 raise error
 
     def cause(self, name: str) -> str:
-        """In words, as well as it is known."""
+        """The cause of a failure in words, as far as it is known."""
         if name in self.reasons:
             return self.reasons[name]
         status = self._launcher.exited.get(name)
@@ -126,9 +126,9 @@ class FailureTracker:
         return (self._launcher.last_line(name) or f"it ended with exit status {status}").rstrip(".")
 
     def _advice(self, name: str) -> str:
-        """The command that resumes the run, or how a run gets a checkpoint to resume from.
+        """The command that resumes the run, or the options that would have written a checkpoint.
 
-        A process that raised would raise again in a new run, so then only a checkpoint helps.
+        The advice to write checkpoints is left out if the process raised an error: a new run would raise it again.
         """
         if self._folder is not None and (self._folder / LATEST).exists():
             return f" Resume with: dure train --resume {shlex.quote(str(self._folder.parent))}"
@@ -136,7 +136,7 @@ class FailureTracker:
         return "" if raised else " No checkpoint was written: --out with --checkpoint-every N writes one every N steps."
 
     def _explain(self, name: str) -> None:
-        """Whoever has said itself why it ends is no casualty: a server's death ends its workers so."""
+        """Record a cause, unless the process has reported its own error: workers of a failed server end so."""
         if name not in self.reported:
             self.causes[name] = self.cause(name)
             log.warning("%s died: %s.", name, self.causes[name])

@@ -11,7 +11,7 @@ from dure.core.deployment import NodeId
 from dure.core.meter import Span
 from dure.core.node import Call, Reply
 from dure.run.gathering import Gathering
-from dure.run.grader import Grader, Snapshot
+from dure.run.snapshot_evaluator import Snapshot, SnapshotEvaluator
 
 if TYPE_CHECKING:
     from dure.run.progress import Progress
@@ -26,7 +26,7 @@ class History:
         self.rows: list[Row] = []
         self.spans: list[Span] = []
         self.evaluating_worker = ""
-        self.grader = Grader(setup, self._graded, callbacks)
+        self.evaluator = SnapshotEvaluator(setup, self._add, callbacks)
         self._setup = setup
         self._callbacks = callbacks
         self._progress = progress
@@ -46,7 +46,7 @@ class History:
             fields = call.fields
             values, *buffers = [tensor.clone() for tensor in call.tensors]
             row = self._row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
-            self.grader.give(Snapshot(row, values, buffers[0] if buffers else None))
+            self.evaluator.submit(Snapshot(row, values, buffers[0] if buffers else None))
         return Reply()
 
     def part(self, call: Call) -> Reply:
@@ -58,20 +58,20 @@ class History:
             more: dict[str, Any] = {"updates": fields["updates"], "weight": self._setup.weight(rank)}
             self._gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
         self._progress.at[call.caller] = fields["at"]
-        self.grade_means()
+        self.evaluate_means()
         return Reply()
 
     def add_spans(self, call: Call) -> Reply:
         self.spans.extend(Span(*span) for span in call.fields["spans"])
         return Reply()
 
-    def grade_means(self) -> None:
+    def evaluate_means(self) -> None:
         """Evaluate the means of all steps that every worker has made."""
         if self._gathering:
             for found in self._gathering.complete(self._progress.lowest()):
                 updates = found.updates + self._at_servers.pop(found.step)
                 row = self._row(self._now(), found.step, updates)
-                self.grader.give(Snapshot(row, found.values, found.buffers))
+                self.evaluator.submit(Snapshot(row, found.values, found.buffers))
 
     def end(self, values: torch.Tensor, buffers: torch.Tensor | None, *, step: int, updates: int) -> None:
         """Evaluate the result of the run, and wait until all rows are there."""
@@ -83,8 +83,8 @@ class History:
             "samples": totals.counts["samples"],
             "bytes": totals.counts["bytes_sent"],
         }
-        self.grader.give(Snapshot(row, values, buffers))
-        self.grader.close()
+        self.evaluator.submit(Snapshot(row, values, buffers))
+        self.evaluator.close()
 
     def _row(self, seconds: float, step: int, updates: int, nbytes: int = 0) -> Row:
         """The row of a snapshot, not evaluated yet."""
@@ -99,6 +99,6 @@ class History:
             "bytes": max(self._progress.bytes_sent(), nbytes),
         }
 
-    def _graded(self, row: Row) -> None:
+    def _add(self, row: Row) -> None:
         self.rows.append(row)
         self._callbacks.row(row)

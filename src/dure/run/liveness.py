@@ -1,14 +1,14 @@
 """Tells processes of a real run that are frozen from those that are slow.
 
-| state   | heartbeats | steps              | what follows                                                          |
-|---------|------------|--------------------|-----------------------------------------------------------------------|
-| frozen  | none       | none               | named after `warn_after` seconds; after `frozen_after` it is evicted  |
-|         |            |                    | where the method can go on without it, else the run ends              |
-| slow    | come       | none, and it works | named after `warn_after` seconds; the run goes on                     |
-| waiting | come       | none, and it waits | nothing: it waits for another process                                 |
+| state   | heartbeats | steps                | consequence                                                          |
+|---------|------------|----------------------|----------------------------------------------------------------------|
+| frozen  | none       | none                 | logged after `warn_after` seconds; after `frozen_after` seconds the  |
+|         |            |                      | process is evicted if the run can lose it, else the run ends         |
+| slow    | arrive     | none, while it works | logged after `warn_after` seconds; the run continues                 |
+| waiting | arrive     | none, while it waits | none: it waits for another process                                   |
 
-Eviction by the servers' clock (`topology.parameter_server.progress`) is apart from this: it looks at steps where others
-wait.
+The servers' clock evicts workers for another reason (`topology.parameter_server.progress`): they make no steps while
+others wait for them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from dure.run.config import Options
 
 COMPUTES_SECONDS = 0.1
-"""Processor seconds by which a process without heartbeats shows that native code of it computes."""
+"""Processor seconds that show that a process without heartbeats computes in native code."""
 
 SENT = 8
-"""Heartbeats that a process sends at least before it counts as frozen: one that is lost or late changes nothing."""
+"""Heartbeats that must be missing before a process counts as frozen: one that is lost or late changes nothing."""
 
 SURE_SECONDS = 2.0
-"""Seconds of silence after which the processor time is looked at."""
+"""Seconds without a heartbeat after which the processor time of a process is read."""
 
 __all__ = ["FORK_SERVER", "LivenessLimits", "LivenessMonitor"]
 
@@ -39,23 +39,23 @@ log = logging.getLogger("dure")
 
 
 class LivenessLimits(NamedTuple):
-    """Seconds after which a frozen or slow process is named, and after which a frozen one is given up."""
+    """Seconds after which a frozen or slow process is logged, and after which a frozen one is given up."""
 
     warn_after: float
     frozen_after: float
 
     @classmethod
     def of(cls, config: Options) -> LivenessLimits:
-        """Those that `config` asks for."""
+        """The limits that `config` sets."""
         warn_after = config.frozen_after / 3 if config.warn_after is None else config.warn_after
         return cls(warn_after, config.frozen_after)
 
 
 class LivenessMonitor:
-    """Hears the heartbeats of a run's processes on `interface`.
+    """Receives the heartbeats of a run's processes on `interface`.
 
-    `pids` gives the process numbers of those on this machine, the fork server's included. A process counts from its
-    first heartbeat on; one of this machine from its start.
+    `pids` gives the numbers of the processes on this machine, with that of the fork server. A process is monitored from
+    its first heartbeat on, and a process of this machine from its start.
     """
 
     def __init__(self, interface: str, limits: LivenessLimits, pids: Callable[[], Mapping[str, int]]) -> None:
@@ -69,7 +69,7 @@ class LivenessMonitor:
         self._named: dict[str, str] = {}
 
     def admit(self, name: str) -> list[object]:
-        """What a new incarnation of a process needs to send heartbeats: host, port, token, seconds (JSON values)."""
+        """Monitor a new incarnation of a process; returns host, port, token and seconds for its heartbeats, as JSON."""
         for tracked in (self._silence, self._idle):
             tracked.forget(name)
         for known in (self._clocks, self._computed, self._named):
@@ -78,7 +78,7 @@ class LivenessMonitor:
         return [*self._receiver.address, self._receiver.token(name), period]
 
     def look(self, watched: Collection[str]) -> None:
-        """Take in the heartbeats that have come, and count the time of the `watched` that sent none."""
+        """Receive heartbeats, and count the time of the `watched` processes that sent none."""
         self._silence.pass_time()
         self._idle.pass_time()
         for name, clock, waiting in self._receiver.received():
@@ -93,11 +93,11 @@ class LivenessMonitor:
             self._name(name)
 
     def frozen(self, watched: Collection[str]) -> list[str]:
-        """Those of `watched` that are to be given up."""
+        """The `watched` processes that must be given up."""
         return [name for name in watched if self._silence.seconds(name) >= self.limits.frozen_after]
 
     def described(self, watched: Sequence[str]) -> str:
-        """The frozen and the slow in words, for the progress line; empty if there are none."""
+        """The frozen and slow processes in words, for the progress line; empty if there are none."""
         return ", ".join(f"{name} {state}" for name in watched if (state := self._named.get(name)))
 
     def close(self) -> None:
@@ -108,9 +108,9 @@ class LivenessMonitor:
         self._computed.pop(name, None)
 
     def _look_at_process(self, name: str, pid: int) -> None:
-        """Count a process from its start, and let one that computes without heartbeats pass for one that has sent.
+        """Monitor a process of this machine from its start; processor time counts as a heartbeat.
 
-        The fork server has no thread for heartbeats, as threads do not survive a fork: only a stop counts.
+        The fork server has no thread for heartbeats, as threads do not survive a fork: it is frozen if it is stopped.
         """
         if name not in self._silence or (name == FORK_SERVER and not is_stopped(pid)):
             self._silence.heard(name)
@@ -120,7 +120,7 @@ class LivenessMonitor:
                 self._hear(name)
 
     def _name(self, name: str) -> None:
-        """Log that a process has become frozen, or slow, or neither."""
+        """Log a change of a process's state."""
         limits, state = self.limits, ""
         if self._silence.seconds(name) >= limits.warn_after:
             state = "frozen"

@@ -1,13 +1,13 @@
-"""Servers of a real run that are started again after their death, from the run's last checkpoint.
+"""Decides whether failed servers of a real run are started again from the last checkpoint, and which others with them.
 
-| updates                              | who died             | who goes back to the checkpoint                  |
-|--------------------------------------|----------------------|--------------------------------------------------|
-| applied on arrival (Downpour)        | not the first        | that server alone; the others wait for it        |
-| applied on arrival                   | the first: the clock | everybody                                        |
-| in the clock's order, or coordinated | any                  | everybody: a group is on all servers, or on none |
+| updates                              | failed server             | processes that go back to the checkpoint          |
+|--------------------------------------|---------------------------|---------------------------------------------------|
+| applied on arrival (Downpour)        | any but the first         | that server; the others wait for it               |
+| applied on arrival                   | the first, with the clock | all                                               |
+| in the clock's order, or coordinated | any                       | all: a group is on all servers, or on none        |
 
-Acknowledged means applied, in memory: updates since the checkpoint are lost on a server that comes back alone, and
-none is applied twice. Where everybody goes back, the steps since then are made again.
+An acknowledged update is applied in memory. A server that is started again alone has lost the updates since the
+checkpoint; no update is applied twice. If all processes go back, the steps since the checkpoint are made again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
 
 LIMIT = 5
-"""How often a server is started again in one run."""
+"""Restarts of one server in a run."""
 
 BACK_OFF_SECONDS = 0.5
-"""How long a server stays down the first time; twice as long each time after."""
+"""Seconds before a server is started again the first time; twice as long each time after."""
 
 RETURN_SECONDS = 60.0
-"""How long workers wait for a server that is gone."""
+"""Seconds in which workers wait for a failed server."""
 
 log = logging.getLogger("dure")
 
 
 class RestartPolicy:
-    """Who has been started again, and who will be. `folder` holds the run's checkpoints."""
+    """Counts restarts of servers, and schedules them. `folder` holds the run's checkpoints."""
 
     def __init__(self, setup: Setup, folder: Path | None) -> None:
         self.folder = folder
@@ -48,26 +48,26 @@ class RestartPolicy:
 
     @property
     def return_seconds(self) -> float:
-        """How long workers wait for a server that is gone; 0 where none comes back alone."""
+        """Seconds in which workers wait for a failed server; 0 if no server is started again alone."""
         return RETURN_SECONDS if self.alone else 0.0
 
     @property
     def awaited(self) -> Collection[str]:
-        """Servers that are down and come back alone."""
+        """Failed servers that will be started again alone."""
         return self._due.keys()
 
     def possible(self, name: str) -> bool:
-        """Whether a server can be started again, alone or with everybody."""
+        """Whether a server can be started again, alone or with all processes."""
         saved = self.folder is not None and (self.folder / LATEST).exists()
         return saved and self.made[name] < LIMIT
 
     def failed(self, name: str, now: float) -> None:
-        """A server is gone: have it come back, if it can do so alone."""
+        """Schedule the restart of a failed server, if it can be started alone."""
         if self.alone and name != "server 0" and self.possible(name):
             self._due[name] = now + self.back_off(name)
 
     def due(self, now: float, exited: Mapping[str, int]) -> list[str]:
-        """Servers to be started now; their processes have certainly ended."""
+        """The servers to be started now; their processes have ended."""
         found = [name for name, when in self._due.items() if when <= now and name in exited]
         for name in found:
             del self._due[name]
@@ -76,12 +76,12 @@ class RestartPolicy:
         return found
 
     def back_off(self, name: str) -> float:
-        """Seconds to wait before it is started again."""
+        """Seconds until a failed server is started again."""
         return float(BACK_OFF_SECONDS * 2 ** self.made[name])
 
-    def together(self, dead: Collection[str]) -> float | None:
-        """In how many seconds everybody goes back to the checkpoint, for dead servers; None if nobody can."""
-        servers = sorted(name for name in dead if NodeId.of(name).kind == SERVER)
+    def together(self, failed: Collection[str]) -> float | None:
+        """Seconds until all processes go back to the checkpoint after servers have failed; None if they cannot."""
+        servers = sorted(name for name in failed if NodeId.of(name).kind == SERVER)
         if not servers or not all(map(self.possible, servers)):
             return None
         pause = max(map(self.back_off, servers))

@@ -24,7 +24,7 @@ from dure.report.trace import write_trace
 from dure.report.unwritten import Unwritten
 from dure.report.values import versions
 from dure.run import checkpoint
-from dure.run.break_even import payoff
+from dure.run.break_even import break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.prebuilt import Prebuilt
@@ -218,7 +218,7 @@ def _finish(setup: Setup, outcome: Outcome, folder: RunFolder | None, cluster: C
     kind = "virtual" if config.virtual else "real"
     figures = summary(setup, outcome, kind)
     if setup.codec is not None:
-        figures["payoff"] = payoff(setup, outcome.totals, cluster)
+        figures["payoff"] = break_even_summary(setup, outcome.totals, cluster)
     figures["unwritten"] = {} if folder is None else folder.unwritten.causes
     if folder is not None:
         folder.look_for_removed()

@@ -1,7 +1,8 @@
-"""Code that a run's record names: whoever resumes the run runs it.
+"""Checks the code that a run's record names, before a resumed run executes it.
 
-A record keeps where each file lay and the SHA-256 of what it held. Only a file that is still there, and still holds the
-same, is run without `--trust`. A file inside the run's own folder needs it too: there, the record vouches for itself.
+A record keeps the path and the SHA-256 of each file. Without `--trust`, a file is executed only if its path and its
+content are those of the record. A file inside the run's own folder needs `--trust` in any case: whoever made the folder
+could have made the record too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MEMBERS = ("strategy", *AXES)
 
 
 def fingerprints(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Of each file that the `options` of a run name, as it is written there: its whole `path` and `sha256`."""
+    """The absolute `path` and the `sha256` of each file that the `options` of a run name, by its text there."""
     return {
         file: {"path": str(Path(file).resolve()), "sha256": _sha256(Path(file))}
         for file in _named(options)
@@ -30,7 +31,7 @@ def fingerprints(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def check(folder: Path, options: Mapping[str, Any], recorded: Any) -> None:
-    """Raise `UsageError` if resuming the run in `folder`, with its `options`, runs code that is not as `recorded`."""
+    """Raise `UsageError` if the run in `folder` with its `options` would execute code that differs from `recorded`."""
     for file in _named(options):
         path = Path(file).resolve()
         problem = _problem(folder.resolve(), path, recorded.get(file) if isinstance(recorded, Mapping) else None)
@@ -49,7 +50,7 @@ def _problem(folder: Path, path: Path, recorded: Any) -> str:
     if path.is_relative_to(folder):
         return "the file lies in the folder of the run, so that whoever made the folder has made it too"
     if not path.is_file():
-        return ""  # said where it is loaded
+        return ""  # the loader reports it
     found = _sha256(path)
     if recorded.get("sha256") != found:
         return f"it has changed since the run began: its SHA-256 was {recorded.get('sha256')} and is {found}"

@@ -1,4 +1,4 @@
-"""Evaluation of snapshots while a real run goes on."""
+"""Evaluates snapshots of the model on a thread while a real run goes on."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ if TYPE_CHECKING:
 
 
 class Snapshot(NamedTuple):
-    """The delivered parameters at one moment."""
+    """The delivered parameters at one moment, with their row of the history."""
 
     row: Row
     values: torch.Tensor
     buffers: torch.Tensor | None
 
 
-class Grader:
-    """Grades snapshots on a thread of its own, at the lowest priority: the workers come first."""
+class SnapshotEvaluator:
+    """Evaluates snapshots one after another on a thread of the lowest priority, so that workers come first.
 
-    def __init__(self, setup: Setup, finished: Callable[[Row], None], watch: Callbacks) -> None:
-        self._examiner = Evaluator(setup.job, setup.config.eval_samples)
+    `finished` is called with each row, once its loss and accuracy are known.
+    """
+
+    def __init__(self, setup: Setup, finished: Callable[[Row], None], callbacks: Callbacks) -> None:
+        self._evaluator = Evaluator(setup.job, setup.config.eval_samples)
         self._finished = finished
-        self._evaluating = watch.evaluating
+        self._evaluating = callbacks.evaluating
         self._waiting: deque[Snapshot] = deque()
-        self._graded: deque[Row] = deque()
+        self._evaluated: deque[Row] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="dure grader", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="dure evaluator", daemon=True)
         self._thread.start()
 
-    def give(self, snapshot: Snapshot) -> None:
+    def submit(self, snapshot: Snapshot) -> None:
         self._waiting.append(snapshot)
         self._wake.release()
 
     def look(self) -> None:
-        """Hand over what has been graded."""
+        """Hand over the rows that are finished. Raises the error of the thread, if any."""
         if self._error is not None:
             raise self._error
-        while self._graded:
-            self._finished(self._graded.popleft())
+        while self._evaluated:
+            self._finished(self._evaluated.popleft())
 
     def close(self) -> None:
-        """Grade what is left."""
+        """Evaluate the snapshots that are left, and hand their rows over."""
         self._end()
         self.look()
 
     def abandon(self) -> None:
-        """Grade nothing more."""
+        """End without evaluating the snapshots that are left."""
         self._waiting.clear()
         self._end()
 
@@ -72,14 +75,14 @@ class Grader:
         torch.set_num_threads(1)
         try:
             while True:
-                self._wake.acquire()  # released by `give` and `close`
+                self._wake.acquire()  # released by `submit` and `_end`
                 if not self._waiting:
                     if self._closing:
                         return
                     continue
                 snapshot = self._waiting.popleft()
                 with self._evaluating():
-                    grade: Metrics = self._examiner.grade(snapshot.values, snapshot.buffers)
-                self._graded.append({**snapshot.row, "loss": grade.loss, "accuracy": grade.accuracy})
-        except BaseException as error:  # noqa: BLE001  (raised again on the launcher's thread, by `look`)
+                    metrics: Metrics = self._evaluator.grade(snapshot.values, snapshot.buffers)
+                self._evaluated.append({**snapshot.row, "loss": metrics.loss, "accuracy": metrics.accuracy})
+        except BaseException as error:  # noqa: BLE001  (raised again on the driver's thread, by `look`)
             self._error = error
