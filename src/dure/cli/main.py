@@ -74,9 +74,9 @@ class Methods:
 
     def execute(self, interruption: Interruption) -> Done:
         """Return the rows and their tables."""
-        from dure.cli.methods import described, tables
+        from dure.cli.methods import members, tables
 
-        rows = described(self.name, self.workers)
+        rows = members(self.name, self.workers)
         return Done({"methods": rows}, tables(rows, details=bool(self.name)))
 
 

@@ -1,15 +1,14 @@
-"""What can be chosen, as rows and as tables: the members of the catalogues, as their classes describe them."""
+"""The members of the catalogues as rows and as tables, from the descriptions of their classes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dure.core.catalogue import combines, load, paper, summary
+from dure.core.catalogue import combines, load, more_rows, paper, summary
 from dure.core.spec_text import REQUIRED, Parameter, parameters, type_text, value_text
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import AXES, JOINS, Strategy, catalogue, find, make
-from dure.topology.gossip.choice import GRAPHS, Gossip
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,39 +18,44 @@ Row = dict[str, Any]
 
 HINT = "\nWhat a parameter means, its range, its unit and its symbol in the paper: dure methods NAME"
 
-SIZES = (8, 16, 64)
-"""Workers for which graphs are shown where nothing else is asked for."""
-
 GAPS = (
     "A gap is one minus what is left of a disagreement in its slowest direction: of its square after an averaging of "
     "two, of itself after a round in which all average with all neighbors (Metropolis weights)."
 )
 
 WIDEST = 16
-"""Columns of a matrix that a terminal has room for."""
+"""Columns of a matrix that fit into a terminal."""
 
 WIDEST_VALUES = 22
-"""Columns for the values of a parameter, where its meaning stands beside them."""
+"""Characters for the values of a parameter, with its meaning beside them."""
 
 
-def described(name: str = "", workers: int | None = None) -> list[Row]:
-    """The member called `name`, or all of them. Raises `StrategyError` for a name that is none.
+def members(name: str = "", workers: int | None = None) -> list[Row]:
+    """The row of the member called `name`, or the rows of all members.
 
-    `gossip` comes with its graphs: all that have a name, or the one that is asked for, as in "gossip:graph=ring"; for
-    so many `workers` with the mixing matrix of an averaging.
+    A member that has more rows (`core.catalogue.more_rows`) comes with them: those of its parameters, as in
+    "gossip:graph=ring", or of all that it has names for, at so many `workers`.
+
+    Raises:
+        StrategyError: no member has this name.
+        UsageError: `workers` is given for a member that does not depend on it.
     """
-    if name.partition(":")[0] == "gossip":
-        return [{**_row("topology", "gossip", catalogue("topology")["gossip"]), "graphs": _graphs(name, workers)}]
+    if not name and workers is None:
+        return [_row(axis, member, place) for axis in (*AXES, *JOINS) for member, place in catalogue(axis).items()]
+    for axis in (*AXES, *JOINS):
+        member = name.partition(":")[0]
+        more = more_rows(load(catalogue(axis)[member])) if member in catalogue(axis) else None
+        if more is not None:
+            choice = make(name, axis) if ":" in name else None
+            return [{**_row(axis, member, catalogue(axis)[member]), **more(choice, workers)}]
     if workers is not None:
         raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
-    if name:
-        axis, place = find(name)
-        return [_row(axis, name, place)]
-    return [_row(axis, member, place) for axis in (*AXES, *JOINS) for member, place in catalogue(axis).items()]
+    axis, place = find(name)
+    return [_row(axis, name, place)]
 
 
 def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
-    """`rows` as a table; with `details`, all about the first: one line per parameter, then its graphs if any."""
+    """Renders `rows` as one table; with `details`, the first row alone: its parameters, then its graphs if any."""
     from rich.text import Text
 
     if not details:
@@ -67,37 +71,7 @@ def tables(rows: Sequence[Row], *, details: bool) -> list[RenderableType]:
     return [Text(each) if isinstance(each, str) else each for each in shown]
 
 
-# ---- graphs of gossip
-
-
-def _graphs(text: str, workers: int | None) -> list[Row]:
-    """Every graph that `text` means, at every number of workers that is asked for."""
-    from dure.topology.gossip.graph import size
-
-    asked: Gossip = make(text, "topology")
-    if workers is not None and workers < 2:
-        raise UsageError(f"workers should be 2 or more, got {workers}: nobody gossips alone.")
-    if ":" not in text:
-        return [_graph(Gossip(name), count) for name in GRAPHS for count in ((workers,) if workers else SIZES)]
-    count = workers or size(asked)
-    return [_graph(asked, count, matrix=True)] if count else [_graph(asked, each) for each in SIZES]
-
-
-def _graph(topology: Gossip, workers: int, *, matrix: bool = False) -> Row:
-    from dure.core.mixing import mixing, pairwise_mixing
-    from dure.topology.gossip.graph import build
-
-    name = topology.graph
-    if name == "random-regular":
-        name += f", degree={topology.degree}"
-    try:
-        graph = build(topology, workers)
-    except StrategyError as error:
-        if matrix:
-            raise
-        return {"graph": name, "workers": workers, "impossible": str(error)}
-    row = {"graph": name, **mixing(graph).as_dict()}
-    return {**row, "mixing": pairwise_mixing(graph).tolist()} if matrix else row
+# ---- graphs
 
 
 def _mixing_table(graphs: Sequence[Row]) -> Table:
@@ -118,7 +92,7 @@ def _mixing_table(graphs: Sequence[Row]) -> Table:
 
 
 def _matrix(matrix: Sequence[Sequence[float]]) -> list[RenderableType]:
-    """A mixing matrix in per cent, or where to find it."""
+    """Renders a mixing matrix in per cent; one that is too wide as a reference to the option that shows it."""
     from rich.table import Table
 
     if len(matrix) > WIDEST:
@@ -148,7 +122,7 @@ def _row(axis: str, name: str, place: str) -> Row:
 
 
 def _carriers(codec: str) -> list[str]:
-    """The methods that send what this codec encodes, over one of their topologies at least."""
+    """The methods that run with a codec over at least one of their topologies."""
 
     def carries(sync: str, topology: str) -> bool:
         try:
@@ -164,15 +138,15 @@ def _carriers(codec: str) -> list[str]:
 def _parameter(parameter: Parameter) -> Row:
     default = None if parameter.default is REQUIRED else value_text(parameter.default)
     row = {"name": parameter.name, "type": type_text(parameter.annotation), "default": default}
-    described = {"range": parameter.range, "unit": parameter.unit, "symbol": parameter.symbol}
-    return {**row, **described, "meaning": parameter.meaning}
+    about = {"range": parameter.range, "unit": parameter.unit, "symbol": parameter.symbol}
+    return {**row, **about, "meaning": parameter.meaning}
 
 
 def _assignment(parameter: Row) -> str:
     return str(parameter["name"]) if parameter["default"] is None else f"{parameter['name']}={parameter['default']}"
 
 
-def _how(row: Row) -> str:
+def _relation(row: Row) -> str:
     return "joined by + to" if row["axis"] in JOINS else "runs over"
 
 
@@ -197,7 +171,7 @@ def _overview(rows: Sequence[Row]) -> Table:
         first = row["axis"] if row["axis"] != axis else ""
         axis = row["axis"]
         where = row["combines"] if row["axis"] != "codec" else ()
-        over = f"\n{_how(row)} {' or '.join(where)}" if where else ""
+        over = f"\n{_relation(row)} {' or '.join(where)}" if where else ""
         shown.add_row(first, row["name"], given, f"{row['summary']}{over}")
     return shown
 
@@ -219,7 +193,7 @@ def _details(row: Row) -> Table:
 
 
 def _parameter_table(found: Sequence[Row]) -> Table:
-    """One line for each parameter. A column that is empty for all of them is left out."""
+    """Renders one line for each parameter, without the columns that are empty for all of them."""
     from rich.table import Table
 
     cells = [
@@ -244,7 +218,7 @@ def _parameter_table(found: Sequence[Row]) -> Table:
 
 
 def values(parameter: Row) -> str:
-    """What a parameter may be: its type, and the range of its numbers.
+    """The values that a parameter may have: its type, and the range of its numbers.
 
     >>> values({"type": "int|none", "range": ">= 1"}), values({"type": "fixed|decay", "range": ""})
     ('int >= 1 | none', 'fixed | decay')

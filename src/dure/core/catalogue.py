@@ -7,17 +7,22 @@ A name is looked up without importing what it names. Everything else is said by 
     fields                    the parameters, described by `core.parameter`
     traits                    of a method: what is true of it, the topologies it runs over among them
     joins                     of a remedy or a codec wrapper: the members that it joins
+    more_rows                 of a member with more to list than parameters: the place of a function that lists it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import cleandoc
+from typing import Any
 
 from dure.core import user_code
 
 Catalogue = Mapping[str, str]
+
+MoreRows = Callable[[Any, int | None], dict[str, Any]]
+"""Given a member, or None for all of its kind, and a number of workers or None: entries of a JSON object."""
 
 
 def load(place: str) -> type:
@@ -59,4 +64,14 @@ def paper(kind: type) -> str:
 def combines(kind: type) -> tuple[str, ...]:
     """The members that a method runs over, its default first, or that a remedy or a wrapper joins; empty for others."""
     found: tuple[str, ...] = getattr(kind, "joins", ()) or getattr(getattr(kind, "traits", None), "topologies", ())
+    return found
+
+
+def more_rows(kind: type) -> MoreRows | None:
+    """The function that lists what a member has beside its parameters, as gossip has graphs; None for most members."""
+    place = getattr(kind, "more_rows", None)
+    if place is None:
+        return None
+    module, _, name = place.partition(":")
+    found: MoreRows = getattr(import_module(module), name)
     return found
