@@ -1,6 +1,7 @@
-"""One machine of eight is five times slower. How many gradients does the model take in a fifth of a second?
+"""Count the gradients that are applied in a fifth of a second if one machine of eight is five times slower.
 
-Nothing is computed: a timing-only run models who computes, sends and waits when, and takes a moment for any model.
+The runs are timing-only: they compute no gradients and model when each worker computes, sends and waits. So they take
+a moment for any model.
 """
 
 import dure

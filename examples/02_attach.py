@@ -1,4 +1,4 @@
-"""A loop of one's own under four methods: alone, or as one of several workers.
+"""Your own training loop under four methods: as the only worker, or as one of several.
 
 python examples/02_attach.py
 torchrun --nproc-per-node 2 examples/02_attach.py

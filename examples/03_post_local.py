@@ -1,7 +1,7 @@
-"""Adding a method: post-local SGD, which none of the papers here has, as one class in a file of its own.
+"""Add a method: post-local SGD, which dure does not contain, as one class in its own file.
 
-Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020: average gradients while they
-are large and directions matter, average models later, when the bytes matter more.
+Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020: average gradients at first, while
+they are large and their direction matters; average models later, when bytes matter more.
 
     for t = 1, 2, 3, ...                              at every worker k
         if t <= switch     w    <- Opt(w, mean over workers of the gradient at w)

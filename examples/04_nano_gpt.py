@@ -1,7 +1,7 @@
 """A loop of nanoGPT's shape: a small GPT over characters, accumulation over micro-batches, clipping, AdamW.
 
-The same loop runs under DistributedDataParallel and under `dure.attach` with BSP; both give the same model. Lines that
-differ are in `train`. Started alone, the script starts two ranks:
+The same loop runs under DistributedDataParallel and under `dure.attach` with BSP. Both give the same model. The lines
+that differ are in `train`. Without torchrun, the script starts two ranks:
 
 python examples/04_nano_gpt.py
 torchrun --nproc-per-node 2 examples/04_nano_gpt.py
@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 import dure
 
 LENGTH, MICRO_BATCHES, STEPS = 32, 4, 30
-text = topics["assignment"]  # of Python's own manual
+text = topics["assignment"]  # from Python's own manual
 letters = sorted(set(text))
 characters = torch.tensor([letters.index(letter) for letter in text])
 
@@ -64,7 +64,7 @@ def train(with_ddp):
                 x, y = batch(draw)
                 loss = cross_entropy(model(x).flatten(0, 1), y.flatten()) / MICRO_BATCHES
                 loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)  # of the mean gradient, at every rank the same
+        clip_grad_norm_(model.parameters(), 1.0)  # clips the mean gradient, the same at every rank
         if with_ddp:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

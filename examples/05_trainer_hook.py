@@ -1,7 +1,7 @@
 """Hugging Face's Trainer with a codec: a callback of four lines registers dure's hook with the Trainer's DDP model.
 
-The model is a tiny GPT-2 with random weights, the data are sequences that count; nothing is downloaded. Started alone,
-the script starts two ranks:
+The model is a tiny GPT-2 with random weights. The data are sequences of consecutive numbers. Nothing is downloaded.
+Without torchrun, the script starts two ranks:
 
 python examples/05_trainer_hook.py
 torchrun --nproc-per-node 2 examples/05_trainer_hook.py
@@ -22,7 +22,7 @@ LETTERS, LENGTH, STEPS = 16, 12, 25
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sample i counts upwards from i, modulo the number of letters."""
+    """Sample i counts up from i, modulo the number of letters."""
 
     def __len__(self):
         return 64
@@ -78,7 +78,7 @@ def main():
         loss, _ = train(folder, "1bit")
     if os.environ["RANK"] == "0":
         print("hook fp32 and no hook end within 1e-5:", bool((params - expected).abs().max() < 1e-5))
-        print("hook 1bit learns to count:", loss < 1.0)  # log 16 is 2.8
+        print("hook 1bit learns to count:", loss < 1.0)  # a random guess has log 16 = 2.8
     torch.distributed.destroy_process_group()
 
 
