@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,15 @@ def test_type_checkers_see_every_public_name():
 def test_every_member_has_a_public_name(axis):
     for place in catalogue(axis).values():
         assert getattr(dure, place.partition(":")[2]) is load(place)
+
+
+DEFINED_TWICE = {"Cost", "Meter", "Ranks", "Replica", "Segment", "Span"}
+"""Public class names that still stand for two things. A name that is defined once must leave this set."""
+
+
+def test_a_public_class_name_is_defined_once():
+    seen = Counter(node.name for _, node in nodes(ast.ClassDef) if not node.name.startswith("_"))
+    assert {name for name, count in seen.items() if count > 1} == DEFINED_TWICE
 
 
 def test_no_marker_of_unfinished_work():

@@ -6,13 +6,13 @@ import pytest
 from rich.console import Console
 
 from dure.core.target import Target
-from dure.report import Run, comparison_table, print_table
+from dure.report import FittedComparison, Run, comparison_table
 from dure.report.comparison import (
     NOTHING,
     bytes_text,
     compression_verdicts,
     entries,
-    lines,
+    figure_rows,
     number_text,
     rate_text,
     seconds_text,
@@ -61,7 +61,7 @@ def test_divergence_is_seen_in_history_and_summary(made):
 
 def test_the_best_of_a_line_is_marked(made):
     found = entries([made("bsp", seconds=10), made("ssp", seconds=4), made("easgd", nan_from=3)], target=Target(0.95))
-    by_name = {line.name: line for _, group in lines(found, target=Target(0.95)) for line in group}
+    by_name = {line.name: line for _, group in figure_rows(found, target=Target(0.95)) for line in group}
     assert by_name["Time to 95 %"].best == {1}
     assert by_name["Loss"].cells[2] == "diverged"
     assert by_name["Loss"].best == frozenset()
@@ -113,7 +113,7 @@ def test_compression_is_said_to_pay_or_not(made, coded):
 
 def test_compression_has_its_lines_where_there_is_any(made, coded):
     found = entries([made("bsp"), coded("ssp", link=5e9)], target=Target(0.95))
-    heading, rows = lines(found, target=Target(0.95))[-1]
+    heading, rows = figure_rows(found, target=Target(0.95))[-1]
     shown = {line.name: line.cells for line in rows}
     assert heading == "Compression (a model)"
     assert [name for name in shown if name.startswith("A step at")][-2:] == [
@@ -122,18 +122,20 @@ def test_compression_has_its_lines_where_there_is_any(made, coded):
     ]
     assert shown["A step at 100 Mbit/s"] == (NOTHING, "94.0 ms (fp32 730 ms)")
     assert shown["Pays on links below"] == (NOTHING, "16 Gbit/s")
-    assert "Compression (a model)" not in dict(lines(entries([made("bsp")], target=Target(0.95)), target=Target(0.95)))
+    assert "Compression (a model)" not in dict(
+        figure_rows(entries([made("bsp")], target=Target(0.95)), target=Target(0.95))
+    )
 
 
 def test_the_terminal_says_whether_compression_pays(coded):
     out = Console(file=io.StringIO(), width=400)
-    print_table([coded()], console=out)
+    out.print(FittedComparison([coded()], Target()))
     assert "compression pays on this cluster's links" in out.file.getvalue()
 
 
 def test_the_terminal_shows_the_columns_that_decide(made):
     out = Console(file=io.StringIO(), width=160)
-    print_table([made("bsp"), made("[red]ssp[/red]", seconds=5), made("x", nan_from=2)], console=out)
+    out.print(FittedComparison([made("bsp"), made("[red]ssp[/red]", seconds=5), made("x", nan_from=2)], Target()))
     shown = out.file.getvalue()
     for text in (
         "to 95 %",
@@ -152,7 +154,7 @@ def test_the_terminal_shows_the_columns_that_decide(made):
 
 def test_an_empty_table_is_a_table():
     out = Console(file=io.StringIO(), width=160)
-    print_table([], console=out)
+    out.print(FittedComparison([], Target()))
     assert "strategy" in out.file.getvalue()
 
 
@@ -160,7 +162,7 @@ def test_an_empty_table_is_a_table():
 def test_no_cell_of_the_table_is_cut_in_a_narrow_terminal(made, width, tables):
     runs = [made("averaging:period=8 collective"), made("downpour:n_push=1 ps:shards=1", seconds=5)]
     out = Console(file=io.StringIO(), width=width)
-    print_table(runs, console=out)
+    out.print(FittedComparison(runs, Target()))
     text = out.file.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -173,7 +175,7 @@ def test_no_cell_of_the_table_is_cut_in_a_narrow_terminal(made, width, tables):
 def test_where_no_run_has_an_accuracy_there_is_no_line_of_one(made):
     runs = [made("bsp", accuracy=False), made("ssp", accuracy=False)]
     found = entries(runs, target=Target())
-    names = {line.name for _, group in lines(found, target=Target()) for line in group}
+    names = {line.name for _, group in figure_rows(found, target=Target()) for line in group}
     assert not {name for name in names if "ccuracy" in name or "Time to" in name or "Speed-up" in name}
     heads = [column.header for column in comparison_table(runs).columns]
     assert heads == ["strategy", "whole run", "loss", "sent", "received", "stale", "compute", "comm.", "wait"]

@@ -3,19 +3,7 @@ import math
 import pytest
 
 from dure.core.target import Target
-from dure.report import Counters, Staleness, TimeShare, time_to
-
-
-def test_merging_counters_adds_every_field():
-    one = Counters(bytes_sent=1, bytes_received=2, messages=3, updates_applied=4, updates_refused=5)
-    one.merge(Counters(bytes_sent=10, bytes_received=20, messages=30, updates_applied=40, updates_refused=50))
-    assert one.as_dict() == {
-        "bytes_sent": 11,
-        "bytes_received": 22,
-        "messages": 33,
-        "updates_applied": 44,
-        "updates_refused": 55,
-    }
+from dure.report import Staleness, TimeShare, time_to
 
 
 def test_staleness_is_weighted_by_updates():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from dure.core.deployment import WORKER, Deployment, NodeId, NodeSpec
-from dure.run.progress import Progress
-from dure.run.roster import Roster
+from dure.run.progress import RunProgress
+from dure.run.roster import ProcessRoster
 
 
 def report(steps, at=0, **fields):
@@ -17,12 +17,12 @@ def report(steps, at=0, **fields):
 
 @pytest.fixture
 def roster():
-    return Roster(Deployment(tuple(NodeSpec(NodeId(WORKER, rank)) for rank in range(3))))
+    return ProcessRoster(Deployment(tuple(NodeSpec(NodeId(WORKER, rank)) for rank in range(3))))
 
 
 @pytest.fixture
 def progress(roster):
-    found = Progress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
+    found = RunProgress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
     for rank, steps in enumerate((4, 9, 6)):
         found.report(f"worker {rank}", report(steps, at=steps - 1))
     return found
@@ -74,6 +74,6 @@ def test_what_finished_workers_report_is_in_the_totals(progress, roster):
 
 
 def test_a_checkpoint_gives_back_counts_and_reports(progress, roster):
-    other = Progress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
+    other = RunProgress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
     other.restore(progress.totals.state(), 12.5, progress.reports)
     assert (other.samples(), other.lowest(), other.totals.seconds) == (progress.samples(), progress.lowest(), 12.5)

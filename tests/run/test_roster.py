@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec
-from dure.run.roster import Roster
+from dure.run.roster import ProcessRoster
 
 
 @pytest.fixture
 def roster():
     nodes = [NodeSpec(NodeId(SERVER, 0)), *(NodeSpec(NodeId(WORKER, rank)) for rank in range(12))]
-    return Roster(Deployment(tuple(nodes)), absent=[11])
+    return ProcessRoster(Deployment(tuple(nodes)), absent=[11])
 
 
 def test_an_absent_worker_is_expected_once_it_is_admitted(roster):

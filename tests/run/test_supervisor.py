@@ -11,8 +11,8 @@ from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, W
 from dure.errors import DureError
 from dure.run.failures import FailureTracker
 from dure.run.liveness import FORK_SERVER
-from dure.run.progress import Progress
-from dure.run.roster import Roster
+from dure.run.progress import RunProgress
+from dure.run.roster import ProcessRoster
 from dure.run.supervisor import Supervisor
 from dure.runtime.wire import Loss
 
@@ -37,10 +37,10 @@ class Given:
         setup = SimpleNamespace(
             deployment=deployment, topology=topology, batch_sizes=(8, 8), config=SimpleNamespace(frozen_after=3.0)
         )
-        self.roster = Roster(deployment)
+        self.roster = ProcessRoster(deployment)
         self.roster.ready |= self.roster.expected
         self.roster.incarnations |= dict.fromkeys(self.roster.expected, 0)
-        self.progress = Progress(setup, self.roster)
+        self.progress = RunProgress(setup, self.roster)
         self.launcher, self.commands, self.restarts = Recorder(), Recorder(), Recorder()
         self.launcher.exited = {}
         self.restarts.awaited = []

@@ -47,7 +47,7 @@ WIDTH = 140
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error.
 
     `status` is the exit status.
@@ -72,12 +72,12 @@ class Methods:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Return the rows and their tables."""
         from dure.cli.methods import members, tables
 
         rows = members(self.name, self.workers)
-        return Done({"methods": rows}, tables(rows, details=bool(self.name)))
+        return CommandResult({"methods": rows}, tables(rows, details=bool(self.name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Train(TrainConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Run it; return its summary, and the same as a table."""
         config = _as(TrainConfig, self)
         if config.resume is None:  # a part of what a resumed run has may make no sense alone
@@ -112,7 +112,7 @@ class Train(TrainConfig):
 
             finished = run(config, Prebuilt(fork_server=fork_server, interruption=interruption))
         said, status = _lacking([finished])
-        return Done(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
+        return CommandResult(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Compare(CompareConfig):
     def __post_init__(self) -> None:
         """Nothing: values are checked when all layers are together."""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Run them; return the summaries and the table."""
         config = _as(CompareConfig, self)
         if self.print_config:
@@ -153,7 +153,7 @@ class Compare(CompareConfig):
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         said, status = _lacking(comparison.runs)
         written = _written(comparison.report, config.report)
-        return Done(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
+        return CommandResult(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Report:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Write the report; return the summaries and the table."""
         from dure.report.html import DEFAULT, free, write_report
         from dure.report.run import read_run
@@ -183,7 +183,7 @@ class Report:
         target = goal(self.target, self.target_loss)
         path = write_report(self.out or free(DEFAULT), runs, title=f"{len(runs)} runs", target=target)
         values = {"runs": [run.summary() for run in runs], "report": str(path)}
-        return Done(values, [FittedComparison(runs, target)], _written(path, self.out))
+        return CommandResult(values, [FittedComparison(runs, target)], _written(path, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class Reproduce:
     json: bool = False
     """Print one JSON object as the last line."""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Make it; return its rows and its table."""
         from dure.cli.reproduce import check, find
 
@@ -218,7 +218,7 @@ class Reproduce:
         flags = {name: value for name, value in asked if value is not None}
         check(self.name, module, flags)
         result: dict[str, Any] = module.reproduce(**flags)
-        return Done(result, [module.table(result)])
+        return CommandResult(result, [module.table(result)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class Probe:
         """Under torchrun every rank measures."""
         return "torchrun" if os.environ.get("RANK") else ""
 
-    def execute(self, interruption: Interruption) -> Done:
+    def execute(self, interruption: Interruption) -> CommandResult:
         """Measure, write the file; return the constants, what they were made of, and their table."""
         import torch
 
@@ -265,7 +265,7 @@ class Probe:
             job, workers=self.workers, codecs=self.codec, name=self.job, data=self.data, key_file=self.key_file
         )
         if found is None:
-            return Done({})
+            return CommandResult({})
         cluster = found.pop("cluster")
         text = cluster.to_yaml()
         try:
@@ -273,7 +273,7 @@ class Probe:
         except OSError as error:
             raise UsageError(f"cannot write {self.out}: {error.strerror}.") from error
         values = {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
-        return Done(values, [table(cluster, found)], f"cluster: {self.out}")
+        return CommandResult(values, [table(cluster, found)], f"cluster: {self.out}")
 
 
 Command = Methods | Train | Compare | Report | Reproduce | Probe
@@ -331,7 +331,7 @@ def _results(*, for_good: bool) -> Iterator[TextIO]:
             out.close() if standard else os.close(before)
 
 
-def _tell(done: Done, out: TextIO, *, as_json: bool) -> None:
+def _tell(done: CommandResult, out: TextIO, *, as_json: bool) -> None:
     """Show a result to people, and with `as_json` write its JSON to `out`."""
     for each in done.shown:
         _show(each, sys.stderr if as_json else out)
@@ -472,10 +472,10 @@ def _require_job(config: Options) -> None:
         raise UsageError(f"no job is named. Write, for example, dure {command} digits-mlp.")
 
 
-def _configuration(config: Options) -> Done:
+def _configuration(config: Options) -> CommandResult:
     import yaml
 
-    return Done(config.plain(), [yaml.safe_dump(config.plain(), sort_keys=False)])
+    return CommandResult(config.plain(), [yaml.safe_dump(config.plain(), sort_keys=False)])
 
 
 def _lines(*said: str) -> str:
@@ -526,14 +526,14 @@ def _run_table(run: Run) -> Any:
     from rich.table import Table
 
     from dure.core.target import Target
-    from dure.report.comparison import entries, lines
+    from dure.report.comparison import entries, figure_rows
 
     found = entries([run], target=Target())
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("Strategy", " ".join(run.summary()["strategy"].values()))
-    for _, group in lines(found, target=Target()):
-        for line in group:
-            table.add_row(line.name, line.cells[0])
+    for _, group in figure_rows(found, target=Target()):
+        for row in group:
+            table.add_row(row.name, row.cells[0])
     return table
 
 

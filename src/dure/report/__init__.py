@@ -6,7 +6,7 @@
 | `figures`    | the report's figures, as SVG                                     |
 | `files`      | JSON that any reader can parse; files that are whole or absent   |
 | `html`       | the report: one HTML file that opens offline                     |
-| `metrics`    | counters, staleness, time shares, time to a target               |
+| `metrics`    | staleness, time shares, time to a target                         |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `run`        | a run's record that writes its own report                        |
@@ -21,16 +21,16 @@ Nothing here reads a clock, and nothing imports a runtime or a method.
 from dure.core.meter import Span
 from dure.core.target import Target
 from dure.report.html import write_report
-from dure.report.metrics import Counters, Staleness, TimeShare, time_to
+from dure.report.metrics import Staleness, TimeShare, time_to
 from dure.report.progress import Progress
 from dure.report.record import RunFolder
 from dure.report.run import Run, read_run
 from dure.report.sinks import JsonLines, Sink, TensorBoard
-from dure.report.table import comparison_table, print_table
+from dure.report.table import FittedComparison, comparison_table
 from dure.report.trace import write_trace
 
 __all__ = [
-    "Counters",
+    "FittedComparison",
     "JsonLines",
     "Progress",
     "Run",
@@ -42,7 +42,6 @@ __all__ = [
     "TensorBoard",
     "TimeShare",
     "comparison_table",
-    "print_table",
     "read_run",
     "time_to",
     "write_report",

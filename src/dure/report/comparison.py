@@ -214,7 +214,7 @@ def _digits(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FigureRow:
     """One figure of all runs: its name, its text per run, the places of the best ones (empty: no best)."""
 
     name: str
@@ -222,8 +222,8 @@ class Line:
     best: frozenset[int] = frozenset()
 
 
-def lines(found: Sequence[Entry], *, target: Target) -> list[tuple[str, list[Line]]]:
-    """Every figure of the summaries, in groups: (heading, lines)."""
+def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, list[FigureRow]]]:
+    """Every figure of the summaries, in groups: (heading, rows)."""
     shares = ("compute", "communicate", "wait")
     return [
         ("Result", _result(found, target)),
@@ -231,37 +231,37 @@ def lines(found: Sequence[Entry], *, target: Target) -> list[tuple[str, list[Lin
         (
             "Communication",
             [
-                _line(found, "Sent by workers", bytes_text, "bytes_sent", lowest=True),
-                _line(found, "Received by workers", bytes_text, "bytes_received"),
-                _line(found, "Messages", count_text, "messages"),
+                _figure_row(found, "Sent by workers", bytes_text, "bytes_sent", lowest=True),
+                _figure_row(found, "Received by workers", bytes_text, "bytes_received"),
+                _figure_row(found, "Messages", count_text, "messages"),
             ],
         ),
         (
             "Agreement",
             [
-                _line(found, "Updates applied", count_text, "updates_applied"),
-                _line(found, "Updates refused", count_text, "updates_refused"),
-                _line(found, "Staleness, mean", mean_text, "staleness", "mean"),
-                _line(found, "Staleness, largest", count_text, "staleness", "max"),
-                _line(found, "Failures survived", count_text, "failures_survived"),
+                _figure_row(found, "Updates applied", count_text, "updates_applied"),
+                _figure_row(found, "Updates refused", count_text, "updates_refused"),
+                _figure_row(found, "Staleness, mean", mean_text, "staleness", "mean"),
+                _figure_row(found, "Staleness, largest", count_text, "staleness", "max"),
+                _figure_row(found, "Failures survived", count_text, "failures_survived"),
             ],
         ),
-        ("Share of time", [_line(found, part.capitalize(), percent_text, "time_share", part) for part in shares]),
+        ("Share of time", [_figure_row(found, part.capitalize(), percent_text, "time_share", part) for part in shares]),
         *_compression(found),
     ]
 
 
-def _compression(found: Sequence[Entry]) -> list[tuple[str, list[Line]]]:
+def _compression(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
     """What the codecs take and save, where a run has one."""
     payoffs = [entry.payoff for entry in found]
     if not any(payoffs):
         return []
     steps = [
-        Line(f"A step at {rate_text(rate)}", tuple(_both_ways(entry.step_at(rate)) for entry in found))
+        FigureRow(f"A step at {rate_text(rate)}", tuple(_both_ways(entry.step_at(rate)) for entry in found))
         for rate in bandwidths(found)
     ]
-    coding = Line("Encoding and decoding, a step", tuple(seconds_text(payoff.get("coding")) for payoff in payoffs))
-    below = Line("Pays on links below", tuple(_pays_below(payoff) for payoff in payoffs))
+    coding = FigureRow("Encoding and decoding, a step", tuple(seconds_text(payoff.get("coding")) for payoff in payoffs))
+    below = FigureRow("Pays on links below", tuple(_pays_below(payoff) for payoff in payoffs))
     return [("Compression (a model)", [coding, *steps, below])]
 
 
@@ -300,7 +300,7 @@ def _compression_verdict(entry: Entry) -> str:
     )
 
 
-def _line(
+def _figure_row(
     found: Sequence[Entry],
     name: str,
     text: Callable[[float | None], str],
@@ -308,36 +308,36 @@ def _line(
     part: str | None = None,
     *,
     lowest: bool = False,
-) -> Line:
+) -> FigureRow:
     best = _best(found, lambda entry: entry.figure(key, part), across=True) if lowest else frozenset[int]()
-    return Line(name, tuple(text(entry.figure(key, part)) for entry in found), best)
+    return FigureRow(name, tuple(text(entry.figure(key, part)) for entry in found), best)
 
 
-def _result(found: Sequence[Entry], target: Target) -> list[Line]:
-    result = [Line("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True))]
+def _result(found: Sequence[Entry], target: Target) -> list[FigureRow]:
+    result = [FigureRow("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True))]
     if graded(found):
         accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
         best = _best(found, lambda e: _negative(e.figure("accuracy")), across=True)
-        result.append(Line("Test accuracy", accuracies, best))
-        result.append(_line(found, "Best test accuracy", percent_text, "best_accuracy"))
+        result.append(FigureRow("Test accuracy", accuracies, best))
+        result.append(_figure_row(found, "Best test accuracy", percent_text, "best_accuracy"))
     if timed(found, target):
         reached = tuple(seconds_text(entry.reached) for entry in found)
-        result.append(Line(f"Time to {target.short}", reached, _best(found, lambda entry: entry.reached)))
-        result.append(Line("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)))
+        result.append(FigureRow(f"Time to {target.short}", reached, _best(found, lambda entry: entry.reached)))
+        result.append(FigureRow("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)))
     return result
 
 
-def _work(found: Sequence[Entry]) -> list[Line]:
+def _work(found: Sequence[Entry]) -> list[FigureRow]:
     speeds = tuple(count_text(_speed(entry)) for entry in found)
     return [
-        Line("Kind of time", tuple(entry.time for entry in found)),
-        _line(found, "Whole run", seconds_text, "seconds"),
-        _line(found, "Evaluations, in real time", seconds_text, "evaluation_seconds"),
-        _line(found, "Workers", count_text, "workers"),
-        _line(found, "Mini-batches per worker", count_text, "steps"),
-        _line(found, "Learning rate", number_text, "lr"),
-        _line(found, "Samples", count_text, "samples"),
-        Line("Samples per second", speeds, _best(found, lambda entry: _negative(_speed(entry)))),
+        FigureRow("Kind of time", tuple(entry.time for entry in found)),
+        _figure_row(found, "Whole run", seconds_text, "seconds"),
+        _figure_row(found, "Evaluations, in real time", seconds_text, "evaluation_seconds"),
+        _figure_row(found, "Workers", count_text, "workers"),
+        _figure_row(found, "Mini-batches per worker", count_text, "steps"),
+        _figure_row(found, "Learning rate", number_text, "lr"),
+        _figure_row(found, "Samples", count_text, "samples"),
+        FigureRow("Samples per second", speeds, _best(found, lambda entry: _negative(_speed(entry)))),
     ]
 
 

@@ -102,7 +102,7 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         rates=comparison.bandwidths(found),
         pays=comparison.compression_verdicts(found),
         costs=_COSTS,
-        groups=comparison.lines(found, target=target),
+        groups=comparison.figure_rows(found, target=target),
         origins=[_origin(entry) for entry in found],
     )
 

@@ -1,37 +1,15 @@
-"""What a run counts, and the figures that are made of it.
-
-Each kind of total can be kept per worker or per shard and merged at the end: merging is addition, so the
-order does not matter.
-"""
+"""Staleness and shares of time of a run, and the time to a target."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dure.core.target import Target
 
 Activity = Literal["compute", "communicate", "wait"]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals of one worker, one shard, or one run. Bytes include what the runtime adds (headers)."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    messages: int = 0
-    updates_applied: int = 0
-    updates_refused: int = 0
-
-    def merge(self, other: Counters) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(slots=True)

@@ -17,11 +17,6 @@ from dure.report.comparison import Entry, bytes_text, loss_text, mean_text, perc
 from dure.report.values import RunRecord
 
 
-def print_table(runs: Sequence[RunRecord], *, console: Console, target: Target = Target()) -> None:
-    """Print the comparison of `runs` to `console`, with the time to `target`."""
-    console.print(FittedComparison(runs, target))
-
-
 @dataclass(frozen=True, slots=True)
 class FittedComparison:
     """The comparison of `runs`, for rich to print: several tables where the terminal is narrow, no cell cut."""

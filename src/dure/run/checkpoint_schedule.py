@@ -23,8 +23,8 @@ from dure.run.checkpoint_round import CheckpointRound
 if TYPE_CHECKING:
     from dure.run.checkpoint import Part
     from dure.run.commands import Commands
-    from dure.run.progress import Progress
-    from dure.run.roster import Roster
+    from dure.run.progress import RunProgress
+    from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
     from dure.runtime.process.node import ProcessNode
 
@@ -51,9 +51,9 @@ class CheckpointSchedule:
         self,
         setup: Setup,
         node: ProcessNode,
-        roster: Roster,
+        roster: ProcessRoster,
         *,
-        progress: Progress,
+        progress: RunProgress,
         commands: Commands,
         folder: Path | None,
         part: Callable[[], Part],

@@ -11,7 +11,7 @@ from dure.errors import RemoteError
 
 if TYPE_CHECKING:
     from dure.core.node import Operation, Reply
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.runtime.process.node import ProcessNode
 
 
@@ -22,7 +22,7 @@ class Commands:
     the driver notices that failure by the connection.
     """
 
-    def __init__(self, node: ProcessNode, roster: Roster, registered: Operation[None]) -> None:
+    def __init__(self, node: ProcessNode, roster: ProcessRoster, registered: Operation[None]) -> None:
         self._node = node
         self._roster = roster
         self._registered = registered

@@ -52,11 +52,11 @@ from dure.run.launcher import Launcher
 from dure.run.liveness import LivenessLimits, LivenessMonitor
 from dure.run.outcome import Outcome
 from dure.run.process import COUNTED, FaultSettings
-from dure.run.progress import Progress
+from dure.run.progress import RunProgress
 from dure.run.registration import Registration
 from dure.run.restart_policy import RestartPolicy
 from dure.run.results import Delivered, Results, merged_buffers
-from dure.run.roster import Roster
+from dure.run.roster import ProcessRoster
 from dure.run.supervisor import Supervisor
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
@@ -114,10 +114,10 @@ class Driver:
     def _compose(self) -> None:
         """Make the parts that share the roster."""
         setup, node = self.setup, self.node
-        self.roster = roster = Roster(setup.deployment, self.fault_settings.absent)
+        self.roster = roster = ProcessRoster(setup.deployment, self.fault_settings.absent)
         self.registration = Registration(node, roster, lambda: node.begin(self.progress.totals.seconds))
         self.commands = commands = Commands(node, roster, self.registration.registered)
-        self.progress = progress = Progress(setup, roster)
+        self.progress = progress = RunProgress(setup, roster)
         self.history = History(setup, self.callbacks, progress, node.now)
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}

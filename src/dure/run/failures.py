@@ -23,7 +23,7 @@ from dure.run.restart_policy import LIMIT
 if TYPE_CHECKING:
     from dure.run.launcher import Launcher
     from dure.run.restart_policy import RestartPolicy
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.runtime.process.node import ProcessLoop
 
 EXPLAIN_SECONDS = 3.0
@@ -46,7 +46,7 @@ class FailureTracker:
         strategy: str,
         deployment: Deployment,
         *,
-        roster: Roster,
+        roster: ProcessRoster,
         folder: Path | None,
     ) -> None:
         self.causes: dict[str, str] = {}

@@ -14,7 +14,7 @@ from dure.run.gathering import Gathering
 from dure.run.snapshot_evaluator import Snapshot, SnapshotEvaluator
 
 if TYPE_CHECKING:
-    from dure.run.progress import Progress
+    from dure.run.progress import RunProgress
     from dure.run.setup import Setup
     from dure.run.virtual import Callbacks, Row
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class History:
     """Makes the rows of a run. The snapshots of `evaluating_worker` count; `now` gives the seconds of the run."""
 
-    def __init__(self, setup: Setup, callbacks: Callbacks, progress: Progress, now: Callable[[], float]) -> None:
+    def __init__(self, setup: Setup, callbacks: Callbacks, progress: RunProgress, now: Callable[[], float]) -> None:
         self.rows: list[Row] = []
         self.spans: list[Span] = []
         self.evaluating_worker = ""

@@ -9,20 +9,20 @@ from dure.core.deployment import NodeId
 from dure.run.outcome import Totals
 
 if TYPE_CHECKING:
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
 
 TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 
 
-class Progress:
+class RunProgress:
     """The last report of each worker, and the totals of the run.
 
     `at` is the last step boundary that a worker has reported. `totals` counts workers that have finished or failed;
     `reports` are those of the others. `refused_of_failed` are updates that failed workers had refused before.
     """
 
-    def __init__(self, setup: Setup, roster: Roster) -> None:
+    def __init__(self, setup: Setup, roster: ProcessRoster) -> None:
         self.totals = Totals()
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}

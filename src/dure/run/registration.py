@@ -9,7 +9,7 @@ from dure.errors import DureError
 
 if TYPE_CHECKING:
     from dure.core.node import Operation
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.runtime.process.node import ProcessNode
 
 START_SECONDS = 120.0
@@ -22,7 +22,7 @@ class Registration:
     `begin` is called before the first process begins.
     """
 
-    def __init__(self, node: ProcessNode, roster: Roster, begin: Callable[[], None]) -> None:
+    def __init__(self, node: ProcessNode, roster: ProcessRoster, begin: Callable[[], None]) -> None:
         self.registered: Operation[None] = node.promise("all processes to register")
         self.begun: Operation[None] = node.promise("all processes to be ready")
         self._node = node

@@ -20,7 +20,7 @@ from dure.core.node import Address
 if TYPE_CHECKING:
     from dure.run.commands import Commands
     from dure.run.outcome import Totals
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
     from dure.runtime.process.node import ProcessNode
 
@@ -85,7 +85,7 @@ class Results:
     `delivered` are the models of workers that have finished, `statuses` and `clock` the last reports of the servers.
     """
 
-    def __init__(self, setup: Setup, node: ProcessNode, roster: Roster, commands: Commands) -> None:
+    def __init__(self, setup: Setup, node: ProcessNode, roster: ProcessRoster, commands: Commands) -> None:
         self.delivered: dict[str, Delivered] = {}
         self.statuses: dict[str, Mapping[str, Any]] = {}
         self.clock: Mapping[str, Any] = {}

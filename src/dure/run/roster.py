@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dure.core.deployment import Deployment
 
 
-class Roster:
+class ProcessRoster:
     """The names of a run's processes by state. Workers of the ranks `absent` are not waited for at the start.
 
     `evicted` and `failed` hold a reason for each name, `finished` a worker's last report, `places` host and port,

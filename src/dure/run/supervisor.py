@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dure.run.failures import FailureTracker
     from dure.run.launcher import Launcher
     from dure.run.liveness import LivenessMonitor
-    from dure.run.progress import Progress
+    from dure.run.progress import RunProgress
     from dure.run.restart_policy import RestartPolicy
-    from dure.run.roster import Roster
+    from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
     from dure.runtime.wire import Loss
 
@@ -47,8 +47,8 @@ class Supervisor:
 
     setup: Setup
     launcher: Launcher
-    roster: Roster
-    progress: Progress
+    roster: ProcessRoster
+    progress: RunProgress
     commands: Commands
     failures: FailureTracker
     restarts: RestartPolicy

@@ -54,17 +54,17 @@ def _constant(truth: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 LIES: Mapping[str, Lie] = {"random": _random, "inverted": _inverted, "constant": _constant}
 
 
-class Rule(NamedTuple):
+class Aggregation(NamedTuple):
     """How gradients become one, and the learning rate that this wants."""
 
     codec: str
     lr: float
 
 
-RULES: Mapping[str, Rule] = {
-    "mean": Rule("fp32", 0.1),
-    "majority": Rule("sign", 0.003),
-    "IT vote": Rule("it-sign", 0.003),
+RULES: Mapping[str, Aggregation] = {
+    "mean": Aggregation("fp32", 0.1),
+    "majority": Aggregation("sign", 0.003),
+    "IT vote": Aggregation("it-sign", 0.003),
 }
 
 
@@ -128,7 +128,7 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
-def accuracy(lie: str, liars: int, rule: Rule, *, rounds: int, seed: int = 0) -> float:
+def accuracy(lie: str, liars: int, rule: Aggregation, *, rounds: int, seed: int = 0) -> float:
     """Test accuracy of one run; NaN if it diverges."""
     from dure.run.train import train
 

@@ -41,7 +41,7 @@ MODES: Mapping[int, int] = {1: 0, 2: 9, 3: 12, 4: 14}
 EVALUATIONS = 12
 
 
-class Method(NamedTuple):
+class Contender(NamedTuple):
     """How gradients become one, and the learning rate, by data set, that this wants: a sign is no small number."""
 
     codec: str
@@ -50,11 +50,11 @@ class Method(NamedTuple):
 
 _OF_SIGNS = {"mnist": 1e-3, "cifar10": 1e-3}
 
-METHODS: Mapping[str, Method] = {
-    "SGD": Method("fp32", {"mnist": 0.5, "cifar10": 0.1}),
-    "signSGD-MV": Method("sign:zeros=random", _OF_SIGNS),
-    "IT-signSGD (paper)": Method("it-sign:granularity=coordinate,zeros=random", _OF_SIGNS),
-    "IT-signSGD": Method("it-sign", _OF_SIGNS),
+METHODS: Mapping[str, Contender] = {
+    "SGD": Contender("fp32", {"mnist": 0.5, "cifar10": 0.1}),
+    "signSGD-MV": Contender("sign:zeros=random", _OF_SIGNS),
+    "IT-signSGD (paper)": Contender("it-sign:granularity=coordinate,zeros=random", _OF_SIGNS),
+    "IT-signSGD": Contender("it-sign", _OF_SIGNS),
 }
 
 

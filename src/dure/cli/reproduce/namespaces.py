@@ -47,7 +47,7 @@ FAREWELL_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ExitedProcess:
     """How a program on one host ended: its exit status and what it wrote."""
 
     status: int
@@ -104,7 +104,9 @@ class Hosts:
     bandwidth: float
     congestion: str
 
-    def run(self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None) -> list[Done]:
+    def run(
+        self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None
+    ) -> list[ExitedProcess]:
         """`command` once on each host, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
         Once one has failed the others have a little time to notice, and after `seconds` all are ended.
@@ -159,9 +161,9 @@ class Program:
         self._process.kill()
         self._process.wait(COMMAND_SECONDS)
 
-    def done(self) -> Done:
+    def done(self) -> ExitedProcess:
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._paths)
-        return Done(self._process.returncode, out, err)
+        return ExitedProcess(self._process.returncode, out, err)
 
 
 def _wait(programs: Sequence[Program], seconds: float) -> bool:
@@ -252,7 +254,7 @@ def _do(*command: str) -> str:
     return done.stdout
 
 
-def _complain(done: Sequence[Done], late: bool, seconds: float) -> None:
+def _complain(done: Sequence[ExitedProcess], late: bool, seconds: float) -> None:
     if late:
         raise DureError(f"the hosts' programs had not ended after {seconds:g} s.")
     for rank, each in enumerate(done):
