@@ -10,7 +10,8 @@
 | `connection` | one connection |
 | `shared_memory` | bulk that stays in memory which both processes map |
 | `unix_socket` | Unix sockets between processes of one machine |
-| `inbound`, `outbound` | the host's end of a connection, the caller's end |
+| `handshake` | both ends of a new connection: proofs, identities, admission |
+| `inbound`, `outbound` | the host's end of an open connection, the caller's end |
 | `wire` | `Wire`: all connections of a process |
 | `values` | identities, requests, losses, traffic, limits |
 """

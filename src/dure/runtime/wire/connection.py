@@ -67,11 +67,9 @@ class Shared:
 
 
 class Side(Protocol):
-    """The end of a connection that handles its frames: `Inbound` or `Outbound`."""
+    """The end of a connection that handles its frames: a handshake, then an `Inbound` or `Outbound`."""
 
     def frame(self, frame: Frame) -> None: ...
-
-    def connected(self) -> None: ...
 
     def ended(self, error: RemoteError, finished: bool) -> None: ...
 
@@ -254,7 +252,6 @@ class Connection:
             self.end(PeerLost(os.strerror(code)))
             return
         self._connecting = False
-        self.side.connected()
         self._write()
         if not self.closed:
             self._watch()

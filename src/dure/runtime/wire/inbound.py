@@ -1,28 +1,19 @@
-"""The host's end of a connection: admission of callers, and requests until the owner gets them.
-
-accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ── HELLO ──► being admitted ── WELCOME ──► open ──► ended
-                             │ no key, deadline, garbage               │ refused            │ lost, evicted, GOODBYE
-                             ▼                                         ▼                    ▼
-"""
+"""The host's end of an open connection: requests until the owner gets them, and their answers."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind
-from dure.runtime.wire.proof import NONCE_NBYTES, Prover
 from dure.runtime.wire.staging import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.unix_socket import has_memory
 from dure.runtime.wire.values import Identity, Loss, WireLimits
-
-if TYPE_CHECKING:
-    import socket
 
 _LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory
 _LONGEST_LOOK_SECONDS = 1.0
@@ -34,16 +25,19 @@ class Callers:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.open: dict[str, Inbound] = {}
-        self.greeting: OrderedDict[Inbound, None] = OrderedDict()
+        self.greeting: OrderedDict[Connection, None] = OrderedDict()  # whose handshake is not done
         self._line: deque[Inbound] = deque()
         self._fence: dict[str, int] = {}
         self._looking = False
 
-    def came(self, inbound: Inbound) -> None:
-        self.greeting[inbound] = None
+    def came(self, connection: Connection) -> None:
+        self.greeting[connection] = None
         if len(self.greeting) > self.shared.limits.handshakes:
             oldest = next(iter(self.greeting))
-            oldest.connection.end(PeerLost("too many connections were half-open"))
+            oldest.end(PeerLost("too many connections were half-open"))
+
+    def gone(self, connection: Connection) -> None:
+        self.greeting.pop(connection, None)
 
     def objection(self, caller: Identity) -> str | None:
         """The reason of the wire itself to refuse `caller`; None if it has none."""
@@ -65,7 +59,6 @@ class Callers:
         return None
 
     def enter(self, inbound: Inbound) -> None:
-        self.greeting.pop(inbound, None)
         name = inbound.caller.name
         there = self.open.get(name)
         if there is not None:
@@ -74,7 +67,6 @@ class Callers:
         self.open[name] = inbound
 
     def leave(self, inbound: Inbound) -> None:
-        self.greeting.pop(inbound, None)
         if self.open.get(inbound.caller.name) is inbound:
             del self.open[inbound.caller.name]
 
@@ -161,42 +153,29 @@ class Stall:
 
 
 class Inbound:
-    """The host's end of one connection: admits the caller, receives its requests, sends the answers."""
+    """The host's end of an open connection: receives the requests of `caller` and sends the answers."""
 
-    def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
+    def __init__(self, shared: Shared, callers: Callers, connection: Connection, caller: Identity) -> None:
         self.shared = shared
         self.callers = callers
-        self.caller = Identity(shared.identity.job, "somebody")
-        self.admitted = False
+        self.connection = connection
+        self.caller = caller
         self.fenced = False
         self.wanted: Sequence[TensorSpec] = ()
         self.waiting: Frame | None = None  # a request with lent tensors that waits until they can be mapped
         self.answers: dict[int, Answer] = {}
         self.copied: dict[int, Callable[[], None]] = {}  # releases of lent replies that the caller copies
         self.lent: dict[int, Callable[[], None]] = {}  # releases of lent replies that the caller keeps reading
-        self._prover = Prover(shared.credentials.key, calling=False)
         self.share = Share()
         self._lease: Lease | None = None
         self._stalled = Stall(shared.limits)
         self._dropping = False
         self._full = False
         self._ended = False
-        self.connection = Connection(shared, sock, self)
-        callers.came(self)
-        self._deadline = shared.reactor.timers.after(shared.limits.handshake_seconds, self._too_late)
-        self.connection.send(Kind.CHALLENGE, self._prover.mine)
-
-    def connected(self) -> None:
-        """Do nothing: an accepted socket is connected from the start."""
+        connection.side = self
 
     def frame(self, frame: Frame) -> None:
         header = frame.header
-        if not self.connection.proven:
-            self._proved(frame)
-            return
-        if not self.admitted:
-            self._greeted(frame)
-            return
         if (header.rank, header.incarnation) != (self.caller.rank, self.caller.incarnation):
             raise DamagedFrame(
                 f"a frame of rank {header.rank}, incarnation {header.incarnation} from {self.caller.name}."
@@ -233,16 +212,14 @@ class Inbound:
         if self._ended:
             return
         self._ended = True
-        self.shared.reactor.timers.cancel(self._deadline)
         self.callers.leave(self)
         self._take_back(finished=finished)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
             self.callers.room_freed()
-        if self.admitted:
-            loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
-            self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
+        loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
+        self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
     def _take_back(self, *, finished: bool) -> None:
         """Release lent replies, except for memory that a running caller may still read: it is never used again."""
@@ -259,48 +236,6 @@ class Inbound:
         self.answers.pop(request, None)
         if self._full and len(self.answers) < self.shared.limits.outstanding:
             self._full = False
-            self.connection.resume()
-
-    def _too_late(self) -> None:
-        self.connection.end(PeerLost(f"it did not introduce itself within {self.shared.limits.handshake_seconds} s"))
-
-    def _proved(self, frame: Frame) -> None:
-        nonce, proof = frame.raw[:NONCE_NBYTES], frame.raw[NONCE_NBYTES:]
-        if frame.header.kind is not Kind.PROOF or not self._prover.meet(nonce):
-            raise DamagedFrame(f"a {frame.header.kind.name} before the proof that its sender has the key.")
-        if not self._prover.accepts(proof):
-            raise Refused("a caller came without the key of this run.")
-        self.connection.send(Kind.PROOF, self._prover.proof)
-        self.connection.prove(self._prover.seals())
-
-    def _greeted(self, frame: Frame) -> None:
-        if frame.header.kind is not Kind.HELLO:
-            raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
-        self.caller = Identity.from_meta(frame.meta)
-        self.connection.lends = self.connection.neighbor is not None and frame.meta.get("maps") is True
-        self.connection.trusted = self.connection.trusted and frame.meta.get("trusts") is True
-        self.shared.reactor.timers.cancel(self._deadline)
-        self.connection.pause()
-        self.shared.reactor.events.append(self._admit)
-
-    def _admit(self) -> None:
-        """Admit the caller, or refuse it with the reason. Runs on the owner's thread."""
-        if self._ended:
-            return
-        reason = self.callers.objection(self.caller) or self.shared.host.admit(self.caller)
-        with self.shared.reactor.lock:
-            if reason is not None:
-                self.shared.refused += 1
-                self.connection.refuse(Refused(reason))
-                return
-            self.callers.enter(self)
-            self.admitted = True
-            self.connection.count_with(self.caller.name)
-            self.connection.open_up()
-            about_connection = {"maps": self.connection.neighbor is not None, "trusts": self.connection.trusted}
-            self.connection.send(Kind.WELCOME, self.shared.identity.to_meta() | about_connection)
-            if self.connection.trusted:
-                self.connection.trust()
             self.connection.resume()
 
     def _announced(self, frame: Frame) -> None:

@@ -1,21 +1,17 @@
-"""The caller's end of a connection: calls, their answers, and their cancellation."""
+"""The caller's end of an open connection: calls, their answers, and their cancellation."""
 
 from __future__ import annotations
 
-import errno
 import itertools
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Reply, TensorSpec
-from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
+from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
-from dure.runtime.wire.proof import Prover
 from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
-from dure.runtime.wire.unix_socket import connect_unix, is_loopback
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
@@ -27,9 +23,6 @@ if TYPE_CHECKING:
 _KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 """Errors that keep their class on the way to the caller; every other error becomes a `RemoteError`."""
-
-
-_SAME_KEY = "Give all processes of a run the same key, and each the address of its own run's processes."
 
 
 class Pending:
@@ -67,23 +60,21 @@ class Pending:
 
 
 class Outbound:
-    """The caller's end of one connection: sends calls to a host and receives its answers."""
+    """The caller's end of an open connection: sends calls to `host` and receives its answers."""
 
-    def __init__(self, shared: Shared, name: str, address: tuple[str, int]) -> None:
+    def __init__(self, shared: Shared, host: Identity, connection: Connection) -> None:
         self.shared = shared
-        self.name = name
-        self.host: Identity | None = None
+        self.host = host
+        self.name = host.name
+        self.connection = connection
         self.error: RemoteError | None = None
         self.calls: dict[int, Pending] = {}
-        self.on_open: Callable[[], None] = _nothing  # called for the owner once `host` or `error` is set
         self._numbers = itertools.count(1)
         self._abandoned: dict[int, int] = {}  # bytes of the reply of each cancelled call, by number
         self._rooms: dict[int, Lease] = {}  # memory in which the host reads the tensors of each request
         self._receiving: Pending | None = None
         self._dropping = False
-        self._prover = Prover(shared.credentials.key, calling=True)
-        self._challenged = False
-        self.connection = Connection(shared, _begin(address), self, connecting=True)
+        connection.side = self
 
     def request(self, request: Request, on_done: OnDone) -> Pending:
         """Send a call. Raises `TypeError` or `ValueError` if its fields or tensors cannot be sent."""
@@ -164,19 +155,12 @@ class Outbound:
             else:
                 self._settled(pending.number)
 
-    def connected(self) -> None:
-        """Do nothing: the host sends the first frame."""
-
     def frame(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if not self.connection.proven:
-            self._proved(frame)
-        elif kind is Kind.REFUSAL:
-            self.connection.end(self._told(frame.meta))
+        if kind is Kind.REFUSAL:
+            self.connection.end(error_told(frame.meta))
         elif kind is Kind.GOODBYE:
             self.connection.end(PeerLost("it has finished"), finished=True)
-        elif self.host is None:
-            self._greeted(frame)
         elif kind is Kind.REPLY and not frame.complete:
             self._announced(frame)
         elif kind is Kind.REPLY:
@@ -190,8 +174,6 @@ class Outbound:
         if self.error is not None:
             return
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
-        if kind is PeerLost and self._challenged and self.host is None and not finished:
-            kind = GreetingLost
         self.error = kind(f"{self.name} is gone: {error}")
         self._receiving = None
         for room in self._rooms.values():
@@ -199,55 +181,14 @@ class Outbound:
         self._rooms.clear()
         for pending in list(self.calls.values()):
             self.finish(pending, kind(f"{self.name} is gone before {_shown(pending)} was answered: {error}"))
-        if self.host is not None:
-            loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
-            self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
-        else:
-            self.shared.reactor.events.append(self.on_open)
+        loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
+        self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
     def _too_late(self, pending: Pending) -> None:
         self.give_up(pending)
         error = CallTimeout(f"{self.name} did not answer {_shown(pending)} within {pending.request.timeout} s.")
         pending.timer = None
         self.finish(pending, error)
-
-    def _greeted(self, frame: Frame) -> None:
-        if frame.header.kind is Kind.WELCOME:
-            host = Identity.from_meta(frame.meta)
-            if host.name != self.name:
-                raise Refused(f"{self.name} was expected at this address, {host.name} answered: correct the addresses.")
-            self.host = host
-            self.connection.lends = self.connection.neighbor is not None and frame.meta.get("maps") is True
-            if self.connection.trusted and frame.meta.get("trusts") is True:
-                self.connection.trust()
-            self.connection.count_with(self.name)
-            self.connection.open_up()
-            self.shared.reactor.events.append(self.on_open)
-        else:
-            raise DamagedFrame(f"a {frame.header.kind.name} before the WELCOME.")
-
-    def _proved(self, frame: Frame) -> None:
-        """Answer the host's nonce, check its proof, and then send the own identity."""
-        kind = frame.header.kind
-        if kind is Kind.REFUSAL:
-            self.connection.end(Refused(f"{self.name} did not take this process's key. {_SAME_KEY}"))
-        elif kind is Kind.GOODBYE:
-            self.connection.end(PeerLost("it has finished"), finished=True)
-        elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
-            self._challenged = True  # so the listening process is a wire
-            self.connection.send(Kind.PROOF, self._prover.mine + self._prover.proof)
-        elif kind is not Kind.PROOF or not self._challenged:
-            raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
-        elif not self._prover.accepts(frame.raw):
-            raise Refused(f"the process at its address does not have the key of this run. {_SAME_KEY}")
-        else:
-            self.connection.prove(self._prover.seals())
-            about_connection = {"maps": self.connection.neighbor is not None, "trusts": self.connection.trusted}
-            self.connection.send(Kind.HELLO, self.shared.identity.to_meta() | about_connection)
-
-    def _told(self, meta: dict[str, Any]) -> RemoteError:
-        kind = _ERRORS.get(str(meta.get("error")), RemoteError)
-        return kind(str(meta.get("message")))
 
     def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
         """The error if the reply does not fit `into`; None if it does."""
@@ -338,30 +279,14 @@ class Outbound:
         pending = self.calls.get(number)
         if pending is None:
             raise DamagedFrame(f"an error for request {number}, which was not made.")
-        error = self._told(frame.meta)
+        error = error_told(frame.meta)
         self.finish(pending, type(error)(f"{self.name}, {_shown(pending)}: {error}"))
 
 
-def _nothing() -> None:
-    return None
-
-
-def _begin(address: tuple[str, int]) -> socket.socket:
-    """Start to connect a socket to `address`. Raises `PeerLost` if that fails at once."""
-    near = connect_unix(address[1]) if is_loopback(address[0]) else None
-    if near is not None:
-        return near
-    try:
-        family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {error.strerror}") from None
-    sock.setblocking(False)
-    code = sock.connect_ex(resolved)
-    if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-        sock.close()
-        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {errno.errorcode.get(code, code)}")
-    return sock
+def error_told(meta: Mapping[str, Any]) -> RemoteError:
+    """The error that a frame of the host describes."""
+    kind = _ERRORS.get(str(meta.get("error")), RemoteError)
+    return kind(str(meta.get("message")))
 
 
 def _shown(pending: Pending) -> str:

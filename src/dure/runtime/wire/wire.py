@@ -25,7 +25,8 @@ import torch
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.connection import Shared
 from dure.runtime.wire.credentials import Credentials
-from dure.runtime.wire.inbound import Callers, Inbound
+from dure.runtime.wire.handshake import CallerHandshake, HostHandshake
+from dure.runtime.wire.inbound import Callers
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.reactor import Reactor
 from dure.runtime.wire.unix_socket import IS_LINUX, is_loopback, is_mine, listen_unix
@@ -122,19 +123,19 @@ class Wire:
         """
         deadline = time.monotonic() + timeout
         with self._reactor.lock:
-            outbound = Outbound(self._shared, name, (host, port))
-        while outbound.host is None and outbound.error is None:
+            handshake = CallerHandshake(self._shared, name, (host, port))
+        while handshake.outbound is None and handshake.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                outbound.connection.end(PeerLost("no welcome in time"))
+                handshake.connection.end(PeerLost("no welcome in time"))
                 raise CallTimeout(f"{name} at {host}:{port} did not welcome us within {timeout} s.")
             self.poll(left)
-        if outbound.error is not None:
-            outbound.connection.end(outbound.error)
-            raise outbound.error
-        assert outbound.host is not None
-        self._add(outbound)
-        return outbound.host
+        if handshake.error is not None:
+            handshake.connection.end(handshake.error)
+            raise handshake.error
+        assert handshake.outbound is not None
+        self._add(handshake.outbound)
+        return handshake.outbound.host
 
     def open(
         self, name: str, host: str, port: int, on_open: Callable[[RemoteError | None], None], timeout: float = 10.0
@@ -143,14 +144,14 @@ class Wire:
 
         def opened() -> None:
             self._reactor.timers.cancel(timer)
-            if outbound.host is not None and outbound.error is None:
-                self._add(outbound)
-            on_open(outbound.error)
+            if handshake.outbound is not None and handshake.error is None:
+                self._add(handshake.outbound)
+            on_open(handshake.error)
 
         with self._reactor.lock:
-            outbound = Outbound(self._shared, name, (host, port))
-            outbound.on_open = opened
-            timer = self._reactor.timers.after(timeout, lambda: outbound.connection.end(PeerLost("no welcome in time")))
+            handshake = CallerHandshake(self._shared, name, (host, port), opened)
+            late = PeerLost("no welcome in time")
+            timer = self._reactor.timers.after(timeout, lambda: handshake.connection.end(late))
 
     def _add(self, outbound: Outbound) -> None:
         old = self._hosts.get(outbound.name)
@@ -197,7 +198,7 @@ class Wire:
     def connected(self, peer: str) -> bool:
         """Whether `peer` can be called."""
         outbound = self._hosts.get(peer)
-        return outbound is not None and outbound.host is not None and outbound.error is None
+        return outbound is not None and outbound.error is None
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
         """Close the connection of a caller, and admit it again only as a later incarnation.
@@ -290,7 +291,7 @@ class _Listener:
             if self._is_unix and not is_mine(sock):
                 sock.close()
             else:
-                Inbound(self._shared, self._callers, sock)
+                HostHandshake(self._shared, self._callers, sock)
 
     def close(self) -> None:
         self._shared.reactor.watch(self._sock, 0, self)
