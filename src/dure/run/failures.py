@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dure.run.launcher import Launcher
     from dure.run.restart_policy import RestartPolicy
     from dure.run.roster import ProcessRoster
-    from dure.runtime.process.node import ProcessLoop
+    from dure.runtime.process.loop import ProcessLoop
 
 EXPLAIN_SECONDS = 3.0
 """Seconds to wait until the launcher knows an exit status: it needs milliseconds, unless the machine is busy."""

@@ -6,8 +6,6 @@ helper thread continues transfers; the loop handles their results when the compu
 
 from __future__ import annotations
 
-import heapq
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -20,18 +18,19 @@ from dure.core.node import (
     Address,
     Apply,
     Call,
-    Loop,
     Operation,
     Reply,
     Service,
     Task,
     TensorSpec,
     Work,
-    nothing,
 )
 from dure.core.protocol import COUNT, Method, check
-from dure.errors import DureError, GreetingLost, Refused, RemoteError
+from dure.errors import DureError, Refused, RemoteError
 from dure.job.gradient import GradientWork
+from dure.runtime.process.connector import Connector
+from dure.runtime.process.dispatcher import Dispatcher
+from dure.runtime.process.loop import ProcessLoop
 from dure.runtime.wire import Credentials, Identity, Loss, Request, Respond, Wire, WireLimits
 
 if TYPE_CHECKING:
@@ -42,71 +41,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-log = logging.getLogger("dure")
-
 CALL_SECONDS = 300.0
 """Default time limit of a call: long enough for a wait at a barrier."""
 
-CONNECT_SECONDS = 20.0
-
-GREETING_SECONDS = 120.0
-"""Time for which a lost greeting is repeated: as long as a run may take to start."""
-
-AGAIN_SECONDS = 0.1
-"""Pause between two greetings."""
-
 SHORT_NBYTES = 1 << 20
 """Memory work on fewer bytes ends before a helper thread would be awake, so none is used."""
-
-IDLE_SECONDS = 1.0
-"""Longest sleep of the loop between two checks."""
-
-
-class ProcessLoop(Loop):
-    """The event loop of a process: runs tasks, and sleeps in the wire until a message, a timer or a lost connection.
-
-    `waiting` is true while the loop sleeps. `check` is called at least once a second of a wait; an exception that it
-    raises ends the wait.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wire: Wire
-        self.waiting = False
-        self.check: Callable[[], None] = nothing
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
-
-    def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
-
-    def yield_once(self) -> Operation[None]:
-        """Yield once: resolves after all ready tasks and the transport have run. For busy-waiting code."""
-        operation: Operation[None] = Operation(self, "its turn")
-        self.after(0.0, operation.resolve)
-        return operation
-
-    def run_until(self, operation: Operation[T]) -> T:
-        """Run the loop until `operation` is done. Return its value."""
-        while True:
-            self.run_ready()
-            if operation.done:
-                return operation.result()
-            self.turn(IDLE_SECONDS)
-            self.check()
-
-    def turn(self, longest: float) -> None:
-        """Run one round: wait at most `longest` seconds for the wire or a timer, then run what is due."""
-        if self._timers:
-            longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
-        self.waiting = True
-        self.wire.poll(0.0 if self.ready else longest)
-        self.waiting = False
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
-        self.run_ready()
 
 
 class ProcessNode:
@@ -135,12 +74,13 @@ class ProcessNode:
         self.gradient_engine = gradient_engine
         self.services: dict[str, Service] = {}
         self.directory: dict[str, tuple[str, int]] = {}
-        self._connecting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], Group] | None = None
         self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
         self.loop.wire = self.wire
+        self.dispatcher = Dispatcher(self.name, self.loop, self.services)
+        self._connector = Connector(self.name, self.loop, self.directory)
         self._outbox = Outbox(self)
         self.serve("outbox", self._outbox)
         self._began = time.monotonic()
@@ -184,7 +124,7 @@ class ProcessNode:
     ) -> Operation[Reply]:
         operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
         if service.node == self.name:
-            self._call_myself(operation, service.service, Call(self.name, method, fields, tensors), into)
+            self.dispatcher.call_own(operation, service.service, Call(self.name, method, fields, tensors), into)
             return operation
 
         def done(answer: Reply | RemoteError) -> None:
@@ -201,7 +141,7 @@ class ProcessNode:
             elif not operation.done:
                 operation.on_cancel = self.wire.call(service.node, request, done).cancel
 
-        self._when_connected(service.node, start)
+        self._connector.when_connected(service.node, start)
         return operation
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
@@ -250,109 +190,6 @@ class ProcessNode:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return self.wire.borrows(peer, nbytes)
 
-    # ---- connections and handling of calls
-
-    def _when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
-        """Call `start` once `peer` is connected, or with the error if it cannot be: at once, or from the loop.
-
-        This method runs no other task: code without `await` stays atomic, and calls leave in the order of their start.
-        """
-        if self.wire.connected(peer):
-            start(None)
-        elif peer in self._connecting:
-            self._connecting[peer].append(start)
-        elif peer not in self.directory:
-            known = ", ".join(self.directory) or "nobody"
-            start(RemoteError(f"{self.name} does not know where {peer} is; it knows {known}."))
-        else:
-            self._connecting[peer] = [start]
-            self._connect(peer, time.monotonic() + GREETING_SECONDS)
-
-    def _connect(self, peer: str, deadline: float) -> None:
-        """Connect to `peer`; repeat a lost greeting until the `deadline`.
-
-        A greeting is lost if one of both processes is stopped for longer than a host waits for a greeting.
-        """
-
-        def opened(error: RemoteError | None) -> None:
-            if isinstance(error, GreetingLost) and time.monotonic() < deadline:
-                self.loop.after(AGAIN_SECONDS, lambda: self._connect(peer, deadline))
-            else:
-                self._opened(peer, error)
-
-        try:
-            self.wire.open(peer, *self.directory[peer], opened, CONNECT_SECONDS)
-        except RemoteError as error:
-            opened(error)
-
-    def _opened(self, peer: str, error: RemoteError | None) -> None:
-        for start in self._connecting.pop(peer):
-            start(error)
-
-    def _call_myself(
-        self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor] | None
-    ) -> None:
-        def answered(answer: Reply | RemoteError) -> None:
-            if isinstance(answer, RemoteError):
-                operation.fail(answer)
-                return
-            if into is not None:
-                for destination, tensor in zip(into, answer.tensors, strict=True):
-                    destination[: tensor.numel()].copy_(tensor)
-                answer.release()
-            operation.resolve(answer)
-
-        self.handle(service, call, answered)
-
-    def handle(
-        self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
-    ) -> None:
-        """Answer `call` by a service of this node, at once or later.
-
-        An error in the handler of an `isolated` call fails that call but not this process.
-        """
-        try:
-            answer = self.services[service].handle(call)
-        except RemoteError as error:
-            respond(error)
-            return
-        except DureError as error:
-            respond(Refused(str(error)))
-            return
-        except Exception as error:
-            if not isolated:
-                raise
-            respond(self.failed(service, call, error))
-            return
-        if isinstance(answer, Reply):
-            respond(answer)
-            return
-        later: Operation[Reply] = (
-            answer if isinstance(answer, Operation) else self.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
-        )
-
-        def done() -> None:
-            try:
-                reply = later.result()
-            except RemoteError as error:
-                respond(error)
-            except DureError as error:
-                respond(Refused(str(error)))
-            except Exception as error:
-                if not isolated:
-                    raise
-                respond(self.failed(service, call, error))
-            else:
-                respond(reply)
-
-        later.when_done(done)
-
-    def failed(self, service: str, call: Call, error: Exception) -> Refused:
-        """Log the `error` of a handler. Return the answer for the caller."""
-        place = f"{call.method} of {service} at {self.name}"
-        log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
-        return Refused(f"{place} has failed with {type(error).__name__}: {error}")
-
 
 class Hosting:
     """The wire's callbacks of a node: admission of callers, requests, and lost connections."""
@@ -380,9 +217,9 @@ class Hosting:
             respond(error)
             return
         except Exception as error:  # noqa: BLE001  (a defect of the check: logged, and answered)
-            respond(self._node.failed(service, call, error))
+            respond(self._node.dispatcher.failed(service, call, error))
             return
-        self._node.handle(service, call, respond, isolated=True)
+        self._node.dispatcher.handle(service, call, respond, isolated=True)
 
     def lost(self, loss: Loss) -> None:
         node = self._node
