@@ -47,7 +47,9 @@ QUICK := tests/test_tree.py tests/run/test_strategy.py tests/job/test_optimizer.
 quick: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak" -k "not golden_output" $(QUICK)
 
+# the stub of the package, then every file
 format: setup
+	$(BIN)/python tests/support/public_names.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support import public_names
 
 import dure
 from dure.core.catalogue import load
@@ -199,14 +200,11 @@ def test_a_folder_imports_nothing(axis):
 
 
 def test_type_checkers_see_every_public_name():
-    blocks = [node for node in tree(SOURCE / "__init__.py").body if isinstance(node, ast.If)]
-    (block,) = [node for node in blocks if dotted(node.test) == "TYPE_CHECKING"]
-    seen = [(node.module, alias.name, alias.asname) for node in block.body for alias in node.names]
-    assert {public for _, _, public in seen} == set(dure.__all__)
-    for module, name, public in seen:
-        assert name == public
+    assert public_names.STUB.read_text(encoding="utf-8") == public_names.stub(), "run `make format`"
+    assert dure.__all__ == sorted(dure._HOMES)
+    for public, module in dure._HOMES.items():
         found = getattr(dure, public)
-        assert (found.__module__, found.__qualname__) == (module, name)
+        assert (found.__module__, found.__qualname__) == (module, public)
 
 
 @pytest.mark.parametrize("axis", AXES)
