@@ -1,9 +1,17 @@
-"""What goes on the wire? One line per member; the class describes the rest (`core.catalogue`).
+"""The codec axis: what goes on the wire. One line per member; its class states the rest (`core.catalogue`).
 
-`WRAPPERS` join a codec by `+`, as in `sign:scaled=true+ef`.
+A wrapper joins a codec by `+`, as in `sign:scaled=true+ef`.
 
-`base` says what a codec is, `coder` what it is made of, `exchange` how messages of several members become one,
-`vote` how signs do, `residual` what coders keep; `bits` and `gaps` pack, in `blocks`.
+    base        `Codec`, the interface of a member; `Vote`
+    coder       `Coder`, which encodes and decodes one slice; `SliceLayout`
+    cast        the coder of fp32, fp16 and bf16
+    residual    the coders of the wrappers: error feedback and momentum
+    exchange    the rounds in which the messages of all members become one message
+    vote        majority and weighted votes on signs
+    bits, gaps  packing of bits, and of positions
+    blocks      block-wise work that stays in the cache
+    cost        the cost of a codec in virtual time
+    timing      the measurement of that cost
 """
 
 __all__ = ["CATALOGUE", "WRAPPERS"]

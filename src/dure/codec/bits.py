@@ -1,7 +1,6 @@
-"""Bits in bytes: element i of a vector is bit i % 8, counted from the lowest, of byte i // 8; what is left over is 0.
+"""Packing of booleans: element i of a vector is bit i % 8 (from the lowest) of byte i // 8; spare bits are 0.
 
-On the CPU everything goes in blocks that stay in the cache; on other devices the same bytes come from PyTorch's
-operations.
+On the CPU, NumPy works in blocks that stay in the cache. On other devices, PyTorch's operations give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dure.codec.blocks import BLOCK, blocks, no_number, require_finite
+from dure.codec.blocks import BLOCK, blocks, not_finite, require_finite
 
 WORDS = 1 << 12
-"""Words of 64 elements that are counted at a time."""
+"""Words of 64 elements per block of `at_least`."""
 
 
 def nbytes(numel: int) -> int:
-    """Bytes that hold a bit for each of `numel` elements.
+    """The number of bytes for one bit of each of `numel` elements.
 
     >>> [nbytes(numel) for numel in (0, 1, 8, 9)]
     [0, 1, 1, 2]
@@ -29,7 +28,7 @@ def nbytes(numel: int) -> int:
 
 
 def pack_signs(values: torch.Tensor, *, look: bool = False) -> torch.Tensor:
-    """Whether each element of a flat tensor is at least 0 (so both zeros are), as `nbytes` bytes; `look` as in `pack`.
+    """Pack whether each element of a flat tensor is at least 0 (both zeros are). `look` as in `pack`.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0])).tolist()
     [5]
@@ -38,9 +37,9 @@ def pack_signs(values: torch.Tensor, *, look: bool = False) -> torch.Tensor:
 
 
 def pack(values: torch.Tensor, compare: Sequence[np.ufunc], *, look: bool = False) -> list[torch.Tensor]:
-    """Whether each element of a flat tensor compares so with 0, as `nbytes` bytes for each of the comparisons.
+    """Pack the result of each comparison of a flat tensor with 0: one uint8 tensor of `nbytes` per comparison.
 
-    Raises `DivergedError` for NaN and infinity if it is to `look`.
+    With `look`, raises `DivergedError` for NaN and infinity.
     """
     if values.device.type != "cpu":
         if look:
@@ -53,14 +52,14 @@ def pack(values: torch.Tensor, compare: Sequence[np.ufunc], *, look: bool = Fals
         block, place = source[where], slice(where.start // 8, nbytes(where.stop))
         mask = masks[: block.size]
         if look and not np.isfinite(block, out=mask).all():
-            raise no_number()
+            raise not_finite()
         for target, each in zip(packed, compare, strict=True):
             target[place] = np.packbits(each(block, 0, out=mask), bitorder="little")
     return [torch.from_numpy(each) for each in packed]
 
 
 def positive_into(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to the bools `out` whether each element is at least 0."""
+    """Write whether each element is at least 0 to the bool tensor `out`."""
     if values.device.type != "cpu":
         out.copy_(values >= 0)
     else:
@@ -68,28 +67,28 @@ def positive_into(values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """The elements of a flat tensor of bools, as `nbytes` bytes."""
+    """Pack a flat tensor of bools into `nbytes` bytes."""
     if mask.device.type != "cpu":
         return _pack_by_operations(mask)
     return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def unpack(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """The first `numel` bits as bools."""
+    """Unpack the first `numel` bits to a tensor of bools."""
     if packed.device.type != "cpu":
         return _unpack_by_operations(packed, numel)
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
 
 
 def unpack_into(packed: torch.Tensor, out: torch.Tensor, low: float, high: float) -> None:
-    """Write `high` to the flat `out` where a bit is set and `low` where not."""
+    """Write `high` to each element of the flat `out` whose bit is set, and `low` to the others."""
     if packed.device.type != "cpu":
         out.copy_(torch.where(_unpack_by_operations(packed, out.numel()), high, low))
         return
     target = out.numpy()
     table = _table(float(low), float(high), target.dtype.str)
     whole = target.size // 8
-    # Every index is one of a byte's 256: "clip" only spares the check.
+    # A byte is always a valid index of the 256 rows; mode="clip" skips NumPy's check of it.
     np.take(table, packed.numpy()[:whole], axis=0, out=target[: whole * 8].reshape(whole, 8), mode="clip")
     if target.size % 8:
         target[whole * 8 :] = table[packed[whole]][: target.size % 8]
@@ -97,16 +96,16 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, low: float, high: float
 
 @lru_cache(maxsize=64)
 def _table(low: float, high: float, dtype: str) -> NDArray[np.floating]:
-    """The eight values that each byte stands for."""
+    """The eight values of each byte: (256, 8)."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, high, low).astype(dtype)
 
 
 def at_least(messages: Sequence[torch.Tensor], threshold: int) -> torch.Tensor:
-    """For each bit, whether at least `threshold` of the messages have it set; nothing is unpacked.
+    """For each element, whether at least `threshold` of the packed messages have its bit set, packed again.
 
-    The messages are added up in binary, a word of 64 elements at a time: plane p of the count holds its bit p. Then the
-    count is compared with the threshold from the highest plane on.
+    The messages stay packed. Bitwise operations on words of 64 elements count the set bits in binary: plane p holds bit
+    p of every count. The counts are then compared with the threshold from the highest plane down.
 
     >>> votes = [pack_signs(torch.tensor(each)) for each in ([1.0, 1.0, -1.0], [1.0, -1.0, -1.0], [1.0, 1.0, 1.0])]
     >>> unpack(at_least(votes, 2), 3).tolist()
@@ -136,9 +135,10 @@ def _words(packed: NDArray[np.uint8], words: int) -> Words:
 
 
 def _count(sources: Sequence[Words]) -> list[Words]:
-    """The sum of the sources' bits at each place, as planes from the lowest on.
+    """The number of set bits at each position, as planes from the lowest to the highest.
 
-    Three words of one plane make a sum that stays and a carry that goes up, until one word is left in each.
+    A full adder replaces three words of a plane by their sum in it and a carry in the next plane, until each plane has
+    one word.
     """
     planes: list[Words] = []
     level = list(sources)
@@ -159,11 +159,11 @@ def _count(sources: Sequence[Words]) -> list[Words]:
 
 
 def _reaches(planes: Sequence[Words], threshold: int) -> Words:
-    """Where the number in `planes` is at least `threshold`."""
-    nobody = np.zeros_like(planes[0])
+    """The positions at which the count in `planes` is at least `threshold`."""
+    none = np.zeros_like(planes[0])
     if threshold >> len(planes):
-        return nobody
-    above, equal = nobody, ~nobody
+        return none
+    above, equal = none, ~none
     for place in reversed(range(len(planes))):
         plane = planes[place]
         if threshold >> place & 1:
@@ -174,7 +174,7 @@ def _reaches(planes: Sequence[Words], threshold: int) -> Words:
     return above | equal
 
 
-# ---- on other devices than the CPU
+# ---- other devices than the CPU
 
 
 def _pack_by_operations(mask: torch.Tensor) -> torch.Tensor:

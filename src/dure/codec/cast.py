@@ -1,4 +1,4 @@
-"""Elements of another floating-point type."""
+"""The coder of fp32, fp16 and bf16: elements rounded to a floating-point type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dure.errors import DamagedMessage
 
 
 class CastCoder(DenseCoder):
-    """Each element as the nearest of `dtype`; what is too large becomes the largest."""
+    """Encodes each element as the nearest number of `dtype`; numbers beyond its range become its largest number."""
 
     looks = True
 
@@ -26,7 +26,7 @@ class CastCoder(DenseCoder):
         cast = empty(self.numel, values, self.dtype)
         for where in blocks(values):
             cast[where] = values[where]
-            if not is_finite(cast[where]):  # it was none, or it is too large now
+            if not is_finite(cast[where]):  # not finite before, or beyond the range of `dtype`
                 require_finite(values[where])
                 most = torch.finfo(self.dtype).max
                 cast[where] = values[where].clamp(-most, most)
@@ -36,7 +36,7 @@ class CastCoder(DenseCoder):
         self._check_length(message, self.most_bytes)
         values = viewed(message, self.dtype)
         if not all_finite(values):
-            raise DamagedMessage("a value that is no number.")
+            raise DamagedMessage("a value that is not finite.")
         return values
 
     def _write(self, parts: torch.Tensor, where: slice, out: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
-"""What turns flat slices into messages: the coder that a codec makes for one slice of one worker.
+"""Coders, which turn flat slices into messages. A codec makes a coder for each slice of each worker.
 
     values (float32, flat)  -- encode -->  message (uint8, flat)  -- decode, accumulate -->  values
 
-A codec is a choice (`Sign()`), without state; its coder is bound to a slice, and may keep a residual. Sender and
-receiver each make one for the same slice, so a message says nothing of what both know: its length is bounded by
-`most_bytes`, and whatever it says is checked before it is used.
+A codec is a choice without state (`Sign()`). Its coder is bound to one slice and may keep a residual. Sender and
+receiver each make a coder for the same slice, so a message does not repeat the layout. `most_bytes` bounds its length,
+and a receiver checks its content before use.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dure.codec.blocks import blocks, require_finite
+from dure.core.prefixes import under_prefix, with_prefix
 from dure.core.ranges import ShapedSlice
 from dure.errors import DamagedMessage
 
 
 class SliceLayout(NamedTuple):
-    """A slice of `numel` elements, and where in it columns begin.
+    """A slice of `numel` elements, with the borders of the columns in it.
 
-    A column is what feeds one output of a layer: one row of PyTorch's weight, contiguous in memory. `bounds` are the
-    borders of all of them, 0 and `numel` included; `is_column[i]` is false where what lies between bounds i and i + 1
-    is no matrix (a bias, a scale).
+    A column is the weights of one output of a layer: a row of PyTorch's weight, contiguous in memory. `bounds` are the
+    borders of all columns, 0 and `numel` included. `is_column[i]` is false where the elements between bounds i and
+    i + 1 belong to no matrix (a bias, a scale).
     """
 
     numel: int
@@ -34,12 +35,12 @@ class SliceLayout(NamedTuple):
 
     @classmethod
     def plain(cls, numel: int) -> SliceLayout:
-        """One column."""
+        """The layout of a slice that is one column."""
         return cls(numel, (0, numel), (True,)) if numel else cls(0, (0,), ())
 
     @classmethod
     def of(cls, layers: Sequence[ShapedSlice], ranges: Sequence[tuple[int, int]]) -> SliceLayout:
-        """The slice that consists of `ranges` of the flat parameters: a column that is cut counts as two."""
+        """The layout of the `ranges` of the flat parameters, one after another. A cut column counts as two."""
         bounds, is_column, position = [0], [], 0
         for start, stop in ranges:
             for layer in layers:
@@ -59,8 +60,8 @@ class SliceLayout(NamedTuple):
 class Coder(ABC):
     """Encodes and decodes the `numel` elements of a slice.
 
-    `most_bytes` bounds a message. A decoder raises `DamagedMessage` for what no encoder would have sent, and writes
-    nothing then. `looks` says that `_encode` refuses NaN and infinity itself, as it comes by.
+    `most_bytes` bounds the length of a message. Decoding raises `DamagedMessage` for a message that `encode` cannot
+    give, and then writes nothing. `looks`: `_encode` itself refuses NaN and infinity, in a pass that it needs anyway.
     """
 
     looks: ClassVar[bool] = False
@@ -73,9 +74,9 @@ class Coder(ABC):
     def most_bytes(self) -> int: ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The message for `values` (flat, of `numel` elements, left as they are).
+        """Encode `values` (flat, `numel` elements, not changed) to a message (uint8, flat).
 
-        Raises `DivergedError` for NaN or infinity: what a coder makes of them looks like an ordinary message.
+        Raises `DivergedError` for NaN or infinity, since a receiver could not tell their message from an ordinary one.
         """
         values = values.contiguous()
         if not self.looks:
@@ -96,19 +97,19 @@ class Coder(ABC):
         out.add_(values, alpha=weight)
 
     def verdict(self, values: torch.Tensor) -> torch.Tensor:
-        """The message for what others have come to: as `encode`, but for momentum, which senders have applied."""
+        """Encode a combined result. As `encode`, but without momentum, which the senders have applied already."""
         return self.encode(values)
 
     def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
-        """The signs in a message, if a bit for each is all that it has; None where it has more."""
+        """The packed signs of a message that consists of them alone; None for any other message."""
         return None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What survives a restart."""
+        """The tensors that a checkpoint keeps."""
         return {}
 
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  (most have nothing to take up)
-        """Take up a `state`."""
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  (most coders have no state)
+        """Continue from a `state`."""
 
     def _check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:
         most = least if most is None else most
@@ -119,15 +120,15 @@ class Coder(ABC):
 
 
 class DenseCoder(Coder):
-    """A coder of messages that say something of every element, so that any block of them can be decoded alone."""
+    """A coder whose messages hold every element, so that each block can be decoded alone."""
 
     @abstractmethod
     def _open(self, message: torch.Tensor) -> Any:
-        """The parts of a message, once it is known to be a good one. Raises `DamagedMessage`."""
+        """Check a message and return its parts. Raises `DamagedMessage`."""
 
     @abstractmethod
     def _write(self, parts: Any, where: slice, out: torch.Tensor) -> None:
-        """Write the elements `where` of a message to `out`."""
+        """Decode the elements `where` to `out`."""
 
     def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
         return blocks(out)
@@ -148,13 +149,11 @@ class DenseCoder(Coder):
 
 
 def states(coders: Sequence[Coder]) -> dict[str, torch.Tensor]:
-    """What several coders keep, by their number and its name."""
-    return {f"{i} {name}": value for i, coder in enumerate(coders) for name, value in coder.state().items()}
+    """The states of several coders in one mapping: "1 residual" is the residual of coder 1."""
+    return {key: kept for i, coder in enumerate(coders) for key, kept in with_prefix(f"{i} ", coder.state()).items()}
 
 
 def restore(coders: Sequence[Coder], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take up their `states`."""
+    """Restore several coders from their `states`."""
     for i, coder in enumerate(coders):
-        coder.restore(
-            {name.removeprefix(f"{i} "): value for name, value in tensors.items() if name.startswith(f"{i} ")}
-        )
+        coder.restore(under_prefix(f"{i} ", tensors))

@@ -1,13 +1,13 @@
-"""One round in which every member's values become what all of them are given, as codecs allow it.
+"""Compressed all-reduce: one round that combines the values of K members to the same result at all of them.
 
-    stripes    the vector is cut into as many stripes as there are members. Each encodes every stripe for its owner; the
-               owner combines what came, encodes that, and everybody decodes it: the owner too, so that all have the
-               same. Each member sends 2 (K - 1) / K messages of the vector, as in a ring, and no sum is ever cut.
-    gather     everybody sends its message to everybody, who adds them up: for messages that cannot be made smaller
-               again once they are summed, K - 1 times a message.
+    stripes    The vector is cut into K stripes, one owned by each member. A member encodes every stripe for its owner.
+               The owner combines the K messages of its stripe and encodes the result; all members decode it, the owner
+               too, so that results are equal. A member sends 2 (K - 1) / K messages of the vector, as in a ring.
+    gather     Every member sends its message to every other, and adds all of them up: K - 1 messages of the vector. For
+               messages whose sum cannot be encoded as small again.
 
-What combines is the mean, in rank order, or the codec's vote. Where the codec keeps a residual, so do owners: what is
-lost when the combined values are encoded again comes later (Seide et al. 2014, "two-stage error feedback").
+The combination is the mean in rank order, or the codec's vote. If the codec keeps a residual, owners keep one too, for
+the error of encoding the combined values (Seide et al. 2014, "two-stage error feedback").
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dure.codec.base import Codec, Vote
+from dure.codec.base import Codec
 from dure.codec.coder import Coder, SliceLayout, restore, states
 from dure.core.node import CodecWork
+from dure.core.prefixes import under_prefix, with_prefix
 
 
 class Owner:
-    """What the owner of a slice does with everybody's messages for it."""
+    """Combines all members' messages for the stripe that a member owns."""
 
     def __init__(self, codec: Codec, layout: SliceLayout) -> None:
         self._coder = codec.coder(layout)
@@ -34,9 +35,9 @@ class Owner:
         return self._again.numel
 
     def combine(self, messages: Mapping[int, torch.Tensor], weights: Mapping[int, float] | None = None) -> torch.Tensor:
-        """The message for everybody, from those of each member; `weights` are shares of a mean, equal if None.
+        """The message of the combined values, from the messages by member.
 
-        Raises `DamagedMessage` for what a member cannot have sent.
+        `weights` are the members' shares of the mean; None means equal shares. Raises `DamagedMessage`.
         """
         if self._vote is not None:
             return self._vote.decide(messages, self._again)
@@ -47,46 +48,42 @@ class Owner:
         return self._again.verdict(mean)
 
     def codec_works(self, count: int) -> tuple[CodecWork, ...]:
-        """What `combine` does to `count` messages, for virtual time."""
+        """The codec work of `combine` for `count` messages, for virtual time."""
         return combining(self.numel, count, votes=self._vote is not None)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What survives a restart."""
-        return {f"{part} {name}": value for part, each in self._parts.items() for name, value in each.state().items()}
+        """The tensors that a checkpoint keeps."""
+        kept = with_prefix("again ", self._again.state())
+        return kept if self._vote is None else kept | with_prefix("vote ", self._vote.state())
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up a `state`."""
-        for part, each in self._parts.items():
-            own = f"{part} "
-            each.restore({name.removeprefix(own): kept for name, kept in state.items() if name.startswith(own)})
-
-    @property
-    def _parts(self) -> dict[str, Vote | Coder]:
-        """What remembers: the vote, how reliable voters are; the coder, what its verdicts have lost."""
-        return {"again": self._again} if self._vote is None else {"again": self._again, "vote": self._vote}
+        """Continue from a `state`."""
+        self._again.restore(under_prefix("again ", state))
+        if self._vote is not None:
+            self._vote.restore(under_prefix("vote ", state))
 
 
 def combining(numel: int, count: int, *, votes: bool) -> tuple[CodecWork, ...]:
-    """What an owner of `numel` values does to `count` messages for them: one vote, or a mean that is encoded again."""
+    """The codec work of an owner of `numel` values for `count` messages: one vote, or a mean that is encoded again."""
     if votes:
         return (CodecWork("combine", count * numel),)
     return CodecWork("combine", numel, count), CodecWork("encode", numel)
 
 
 def tallying(numel: int, count: int) -> tuple[CodecWork, ...]:
-    """What a server of `numel` values, which votes, does to `count` updates that it has decoded."""
+    """The codec work of a server of `numel` values for a vote on `count` decoded updates."""
     return *combining(numel, count, votes=True), CodecWork("decode", numel)
 
 
 def memory(coders: Sequence[Coder], owner: Owner) -> dict[str, torch.Tensor]:
-    """What survives a restart of a member that encodes with `coders` and is an `owner`, by name."""
-    return states(coders) | {f"owner {name}": value for name, value in owner.state().items()}
+    """The tensors that a checkpoint keeps of a member: those of its `coders` and of the `owner`."""
+    return states(coders) | with_prefix("owner ", owner.state())
 
 
 def remember(coders: Sequence[Coder], owner: Owner, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take up their `memory`."""
+    """Restore `coders` and `owner` from their `memory`."""
     restore(coders, tensors)
-    owner.restore({name.removeprefix("owner "): kept for name, kept in tensors.items() if name.startswith("owner ")})
+    owner.restore(under_prefix("owner ", tensors))
 
 
 def add_up(coder: Coder, messages: Sequence[torch.Tensor], out: torch.Tensor) -> None:

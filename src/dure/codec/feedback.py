@@ -1,9 +1,11 @@
-"""What a codec loses is kept, and added to what comes next (Seide et al. 2014; Stich et al. 2018).
+"""Wrappers of codecs: error feedback (Seide et al. 2014; Stich et al. 2018), and momentum before encoding.
+
+Error feedback keeps the error of a message and adds it to the next values:
 
     p = values + residual;  message = encode(p);  residual = p - decode(message)
 
-so that all that was ever decoded and the residual add up to all that was ever given. Without it the error of a codec
-that always errs to the same side never goes away.
+The sum of all decoded values and the residual is then the sum of all encoded values. Without feedback the error of a
+biased codec never goes away.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 
 JOINED = {"joined": True}
-"""Marks what a wrapper wraps, which in text stands before its `+`."""
+"""Metadata of the field that holds the wrapped codec, which stands before the `+` in a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Codec):
     """Error feedback: what the codec loses of one message is added to the next.
 
-    Votes have none: what they decode to is no estimate of what was encoded.
+    Codecs for votes cannot have it, since a decoded sign is no estimate of the encoded value.
     """
 
     paper: ClassVar[str] = "Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018"
@@ -42,7 +44,7 @@ class ErrorFeedback(Codec):
 
     def __post_init__(self) -> None:
         if self.codec.vote() is not None:
-            raise ValueError("error feedback is for what is averaged, and these are votes. Use sign:scaled=true.")
+            raise ValueError("error feedback is for messages that are averaged, not for votes. Use sign:scaled=true.")
         _require_forgetful(self.codec, "error feedback", "ef")
 
     @property
@@ -57,7 +59,7 @@ class ErrorFeedback(Codec):
 class Momentum(Codec):
     """Momentum before encoding: the codec encodes a moving average. With `sign` it is Signum.
 
-    u = beta u + (1 - beta) values; the message is that of u.
+    u = beta u + (1 - beta) values;  message = encode(u)
     """
 
     paper: ClassVar[str] = "Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018"
@@ -88,9 +90,9 @@ class Momentum(Codec):
 
 
 def _require_forgetful(codec: Codec, what: str, name: str) -> None:
-    """An error that is fed back twice grows without end, as may one of what lags behind."""
+    """Raise `ValueError` for a codec with a residual or an average: with a second one the error can grow without bound."""
     if isinstance(codec.coder(SliceLayout.plain(1)), FeedbackCoder | MomentumCoder):
         raise ValueError(
-            f"{what} is for codecs that remember nothing, and this one keeps a residual or an average already. Leave "
+            f"{what} is for codecs without state, and this one keeps a residual or an average already. Leave "
             f"+{name} out."
         )

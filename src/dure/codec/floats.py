@@ -1,10 +1,10 @@
-"""Every element by itself, in as many bits as one likes: float32, float16, bfloat16, or 8 bits with a scale per block.
+"""Codecs of fewer bits per element: float16, bfloat16, or 8 bits with a scale for each block of 256 elements.
 
-name     bytes                        error of an element
+name     bytes                        error of an element x
 fp32     4 n                          none
-fp16     2 n                          2^-11 of it; beyond 65,504 it is cut there
-bf16     2 n                          2^-8 of it
-int8     n + 4 ceil(n / 256)          half of 1 / 127 of the largest of its 256 neighbors (Dettmers, ICLR 2016)
+fp16     2 n                          |x| 2^-11; beyond 65,504 x is cut to it
+bf16     2 n                          |x| 2^-8
+int8     n + 4 ceil(n / 256)          half of 1 / 127 of the largest magnitude in its block (Dettmers, ICLR 2016)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.errors import DamagedMessage
 
 _NEIGHBORS = 256  # elements that share a scale
 _MOST = torch.finfo(torch.float32).max
-_MOST_SCALE = float(np.nextafter(np.float32(_MOST / 127), np.float32(0)))  # 127 times this is a number
+_MOST_SCALE = float(np.nextafter(np.float32(_MOST / 127), np.float32(0)))  # 127 times this is finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Int8(Codec):
 
 
 class _Int8Coder(DenseCoder):
-    """The largest magnitude of 256 neighbors is 127, zero is zero, and between them steps are equal."""
+    """Encodes each element as an integer of equal steps: 127 steps are the largest magnitude of its block of 256."""
 
     looks = True
 
@@ -84,18 +84,18 @@ class _Int8Coder(DenseCoder):
             found = memory[: scale.numel()]
             _to_steps(padded.view(-1, _NEIGHBORS), scale, found)
             steps[where] = found.view(-1)[: block.numel()]
-            if not is_finite(scale):  # nor is an element
+            if not is_finite(scale):  # then an element is not finite, or beyond float32
                 require_finite(values[where])
                 require_in_float32(values[where])
         message[self.numel :] = scales.view(torch.uint8)
         return message
 
     def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps and scales."""
+        """The steps (int8) and scales (float32) of a message."""
         self._check_length(message, self.most_bytes)
         scales = viewed(message[self.numel :], torch.float32)
         if not all_finite(scales) or bool((scales < 0).any()):
-            raise DamagedMessage("a scale that is no number, or negative.")
+            raise DamagedMessage("a scale that is not finite, or negative.")
         return message[: self.numel].view(torch.int8), scales
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class _Int8Coder(DenseCoder):
 
 
 def _to_steps(values: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor) -> None:
-    """`values` (rows of 256) in steps of their row's `scale`; both are written."""
+    """Write the scale of each row of `values` (rows, 256) to `scale`, and the elements in units of it to `steps`."""
     largest = torch.abs(values, out=steps).amax(dim=1)
     torch.div(largest, 127, out=scale)
     scale[(scale > _MOST_SCALE) & (largest <= _MOST)] = _MOST_SCALE

@@ -1,4 +1,4 @@
-"""The identity: tensors travel as they are."""
+"""fp32: no compression. Tensors are sent as they are."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Where in a vector the sent elements are: gaps between ascending positions, coded near their entropy.
+"""Encoding of ascending positions in a vector: the gaps between them, coded near their entropy.
 
-Where each of n elements is sent with probability rho, gaps are geometric, of about log2(e / rho) bits. A gap is cut
-into its lowest `k` bits, sent as they are, and the quotient above them, coded:
+If each of n elements is sent with probability rho, gaps are geometric and have an entropy of about log2(e / rho) bits.
+The lowest `k` bits of a gap are sent as they are. The quotient above them is coded:
 
-    rice    in unary: `quotient` ones and a zero. Golomb's code for k = log2(ln 2 / rho) (Golomb 1966; Rice 1979)
-    range   by a range coder (`constriction`) under the geometric law, with a smaller k
+    rice    in unary, as `quotient` ones and a zero: Golomb's code for k = log2(ln 2 / rho) (Golomb 1966; Rice 1979)
+    range   by a range coder (`constriction`) for the geometric distribution, with a smaller k
 
     header       count (4 bytes), k (1), escapes (3)
     body         low bits, k for each gap | escaped quotients, 4 bytes each | quotients
 
-The law follows from count and n by sums and products of floats, which are the same on all machines; logarithms and
-powers are not.
+Sender and receiver must compute the same distribution. It follows from count and n by sums and products of floats,
+which are equal on all machines; logarithms and powers are not.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Bytes = NDArray[np.uint8]
 Coding = Literal["rice", "range"]
 
 HEADER = 8
-"""Bytes."""
+"""Bytes of the header."""
 
 _ESCAPE = 255
-"""The largest symbol of the range coder; it stands for every quotient from it on."""
+"""The largest symbol of the range coder. It stands for every quotient of at least this size."""
 
 _FINENESS = 16
-"""How many quotients the range coder has for a gap of mean length: what is below them is taken as uniform."""
+"""Quotients of the range coder per gap of mean length. The bits below a quotient are treated as uniform."""
 
 
 def most_bytes(numel: int, most: int) -> int:
-    """Bytes of the longest message for at most `most` of `numel` elements."""
+    """The bytes of the longest encoding of at most `most` positions out of `numel`."""
     return HEADER + 9 * most + numel // 8 + 64
 
 
 def encode(positions: Integers, numel: int, coding: Coding) -> Bytes:
-    """`positions`, ascending and each once, out of `numel`."""
+    """Encode `positions`, ascending without repetition and below `numel`."""
     count = positions.size
     low_bits = _low_bits(count, numel, coding)
     gaps = np.diff(positions, prepend=-1) - 1
@@ -59,7 +59,7 @@ def encode(positions: Integers, numel: int, coding: Coding) -> Bytes:
 
 
 def decode(message: Bytes, numel: int, coding: Coding) -> Integers:
-    """The positions. Raises `DamagedMessage` for what `encode` does not make."""
+    """Decode positions below `numel`. Raises `DamagedMessage` for bytes that `encode` cannot give."""
     if message.size < HEADER:
         raise DamagedMessage(f"{message.size} bytes of positions; a header has {HEADER}.")
     count, rest = struct.unpack("<II", message[:HEADER].tobytes())
@@ -85,9 +85,9 @@ def decode(message: Bytes, numel: int, coding: Coding) -> Integers:
 
 
 def _low_bits(count: int, numel: int, coding: Coding) -> int:
-    """The largest k with 2^k at most ln 2 / rho, rounded, or that over the fineness of the range coder.
+    """The number k of low bits: for "rice" log2(ln 2 / rho) to the nearest integer, for "range" log2(1 / (16 rho)).
 
-    In whole numbers: 710 / 1024 is just above ln 2, and a factor of 1.414 rounds the logarithm.
+    In integer arithmetic: 710 / 1024 is just above ln 2, and the factor 1.414 rounds the logarithm to the nearest.
     """
     if not count:
         return 0
@@ -136,7 +136,7 @@ def _count_ones(packed: Bytes, count: int) -> Integers:
 
 
 def _model(count: int, numel: int, low_bits: int) -> Any:
-    """The geometric law of quotients, what is above the escape gathered there."""
+    """The geometric distribution of quotients; the escape symbol has the probability of all larger ones."""
     import constriction
 
     ratio = 1.0 - count / numel
@@ -174,7 +174,7 @@ def _range_decode(coded: Bytes, count: int, numel: int, low_bits: int) -> Intege
 
 
 def _put_escapes(quotients: Integers, escapes: Bytes) -> None:
-    """Write what was too large for a symbol in its place."""
+    """Replace the escape symbols in `quotients` by the values that were sent separately."""
     places = np.flatnonzero(quotients == _ESCAPE)
     values = np.frombuffer(escapes.tobytes(), "<u4").astype(np.int64)
     if places.size != values.size or (values < _ESCAPE).any():

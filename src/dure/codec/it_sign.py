@@ -1,11 +1,14 @@
-"""Signs that are voted on by how reliable each worker has been: IT-signSGD, or signSGD-FV.
+"""Signs for a vote that is weighted by the reliability of each worker: IT-signSGD, also called signSGD-FV.
 
 Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
 
-    default         a weight per worker, of its last ten rounds or so; zeros abstain: the messages are ternary
-    as in the paper, a weight per worker and coordinate, of all rounds, and one bit each:
-                    it-sign:granularity=coordinate,zeros=random
-    error rate      p = (n + 1) / (t + 2) for n disagreements in t rounds; n / t in the paper
+    | in the paper                                      | here                                                        |
+    |---------------------------------------------------|-------------------------------------------------------------|
+    | a weight per worker and coordinate, of all rounds | a weight per worker, of about its last ten rounds;          |
+    |                                                   | `granularity=coordinate` for the paper's weights            |
+    | one bit per element                               | ternary messages, in which zeros abstain;                   |
+    |                                                   | `zeros=random` for one bit                                  |
+    | p = n / t for n disagreements in t rounds         | p = (n + 1) / (t + 2)                                       |
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dure.core.parameter import parameter
 class ITSign(Codec):
     """The sign of every element, for a vote weighted by how reliable each worker has been.
 
-    `vote.LogLikelihood` is that vote.
+    The vote is `vote.LogLikelihood`.
     """
 
     paper: ClassVar[str] = "Park, Poor and Lee, SignSGD with Federated Voting, 2024, arXiv 2403.16372"

@@ -4,8 +4,8 @@
 
     message      bits of the columns' elements | low and high of each column, float32 | all other elements, float32
 
-A column is what feeds one output of a layer; biases and other small tensors travel as they are. Sums of columns are
-kept, so what is lost is the shape within a column. The error is fed back; `feedback=false` shows what happens if not.
+A column is the weights of one output of a layer. Biases and other tensors that are no matrix are sent as float32. The
+sum of a column is exact; only the differences within it are lost. The error is fed back, unless `feedback=false`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class OneBit(Codec):
 
 
 class _Piece(NamedTuple):
-    """Whole columns of equal width, or (`width` 0) elements of none; as many as stay in the cache, at least one.
+    """A block of the slice: complete columns of equal width, or (`width` 0) elements outside of columns.
 
-    `bit` is the place of its first element among those of columns, `first` the number of its first column; where it has
-    no columns, `first` is the place of its first element among those of none.
+    It has at least one column, and no more than stay in the cache. `bit` is the index of its first element among all
+    elements of columns, `first` the index of its first column. For `width` 0, `first` is the index of its first element
+    among all elements outside of columns.
     """
 
     where: slice
@@ -56,18 +57,18 @@ class _Piece(NamedTuple):
 
     @property
     def columns(self) -> slice:
-        """Which of all columns."""
+        """The range of its columns among all columns."""
         return slice(self.first, self.first + self.numel // self.width)
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of its elements."""
         stop: int = self.where.stop
         return stop - int(self.where.start)
 
 
 class _TwoMeansCoder(DenseCoder):
-    """The mean of a column's elements of at least 0, or of the others, for each of them."""
+    """Encodes each element of a column as the mean of the column's elements of its sign."""
 
     looks = True
 
@@ -102,18 +103,18 @@ class _TwoMeansCoder(DenseCoder):
             bits.positive_into(block, mask)
             half = halves[: block.numel()]
             means = _means(block, mask.view(-1, piece.width), half)
-            if not (all_finite(means[0]) and all_finite(means[1])):  # a sum of floats overflows, a mean does not
+            if not (all_finite(means[0]) and all_finite(means[1])):  # the sum overflowed in float32
                 means = _means(block.double(), mask.view(-1, piece.width), half.double())
             low[piece.columns], high[piece.columns] = means
         floats = torch.cat([low, high, plain]).view(torch.uint8)
         return torch.cat([bits.pack_mask(positive), floats])
 
     def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed bits and floats."""
+        """The packed bits and the floats of a message."""
         self._check_length(message, self.most_bytes)
         floats = viewed(message[self._packed :], torch.float32)
         if not all_finite(floats):
-            raise DamagedMessage("a mean or a value that is no number.")
+            raise DamagedMessage("a mean or a value that is not finite.")
         return message[: self._packed], floats
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
@@ -128,7 +129,9 @@ class _TwoMeansCoder(DenseCoder):
         chosen = masks[skip : skip + numel]
         low = floats[: self._columns][piece.columns].view(torch.int32).unsqueeze(1)
         high = floats[self._columns : 2 * self._columns][piece.columns].view(torch.int32).unsqueeze(1)
-        chosen.view(-1, piece.width).bitwise_and_(low ^ high).bitwise_xor_(low)  # high where a mask is all ones
+        chosen.view(-1, piece.width).bitwise_and_(low ^ high).bitwise_xor_(
+            low
+        )  # selects high where all bits of the mask are set, else low
         out.copy_(chosen.view(torch.float32))
 
 
@@ -148,7 +151,7 @@ def _pieces(layout: SliceLayout) -> Iterator[_Piece]:
 
 
 def _means(block: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row's elements below 0, and of the others (`mask`); `half` is memory for as many elements."""
+    """The means of each row's elements below 0, and of its others (`mask`). `half` is scratch memory like `block`."""
     num_rows, width = mask.shape
     count = _count(mask)
     lengths = torch.full((num_rows,), width, device=block.device)
@@ -158,7 +161,7 @@ def _means(block: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple
 
 
 def _count(mask: torch.Tensor) -> torch.Tensor:
-    """How many of each row are true."""
+    """The number of true elements of each row, as floats."""
     if mask.device.type != "cpu":
         return mask.sum(dim=1).float()
     return torch.from_numpy(mask.numpy().view(np.uint8).sum(axis=1, dtype=np.uint32).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Coders that remember: what they lost, or what they were given before."""
+"""Coders with state: a residual (error feedback), or a moving average (momentum)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dure.codec.coder import Coder
 
 
 class FeedbackCoder(Coder):
-    """Encodes with a residual; decodes as `inner` does. The residual is the sender's, and is saved."""
+    """Error feedback: adds the residual before encoding with `inner`. Decodes as `inner`.
+
+    Only the sender has a residual, which checkpoints keep.
+    """
 
     def __init__(self, inner: Coder) -> None:
         super().__init__(inner.numel)
@@ -24,7 +27,7 @@ class FeedbackCoder(Coder):
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         self.residual = values.clone() if self.residual is None else self.residual.add_(values)
-        if not all_finite(self.residual):  # two numbers near the largest of their type
+        if not all_finite(self.residual):  # the sum of two finite numbers overflowed
             most = torch.finfo(values.dtype).max
             self.residual.clamp_(-most, most)
         message = self.inner._encode(self.residual)
@@ -47,7 +50,7 @@ class FeedbackCoder(Coder):
 
 
 class MomentumCoder(Coder):
-    """Encodes the moving average; decodes as `inner` does."""
+    """Momentum: encodes the moving average of the values with `inner`. Decodes as `inner`."""
 
     def __init__(self, inner: Coder, beta: float) -> None:
         super().__init__(inner.numel)

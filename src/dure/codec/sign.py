@@ -1,10 +1,10 @@
 """The sign of every element, a bit each. Bernstein et al., "signSGD", ICML 2018; with a scale, Karimireddy et al. 2019.
 
-    message      ceil(n / 8) bytes: bit i is whether element i is >= 0; then, if scaled, the mean magnitude as float32
-    decoded      +1 or -1, or the mean magnitude with that sign
+    message      ceil(n / 8) bytes: bit i is set if element i is >= 0; with `scaled`, also the mean magnitude (float32)
+    decoded      +1 or -1; with `scaled`, the mean magnitude with that sign
 
-The mean of signs is no estimate of the mean's sign, so unscaled signs are for votes. Scaled, with the error fed back
-("Error Feedback Fixes SignSGD", ICML 2019), they may be averaged.
+The mean of signs is no estimate of the sign of the mean, so unscaled signs are for votes. Scaled signs with error
+feedback may be averaged ("Error Feedback Fixes SignSGD", ICML 2019).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SCALE = 4  # bytes
 class Sign(Codec):
     """The sign of every element, one bit each, for a majority vote; with `scaled`, also the mean magnitude.
 
-    `zeros` are "positive", or of a "random" sign: to call them all positive is a vote for what nobody wants where many
-    elements are exactly zero.
+    An element that is exactly zero counts as "positive", or has a "random" sign (`zeros`). Where many elements are
+    zero, counting them as positive can outvote the workers whose elements are not.
     """
 
     paper: ClassVar[str] = (
@@ -58,7 +58,7 @@ class Sign(Codec):
 
 
 class _SignCoder(DenseCoder):
-    """Signs of a slice, packed."""
+    """Packs the sign of each element into one bit."""
 
     looks = True
 
@@ -80,7 +80,7 @@ class _SignCoder(DenseCoder):
         if not self.scaled:
             return packed
         scale = values.abs().mean(dtype=torch.float32) if self.numel else values.new_zeros((), dtype=torch.float32)
-        if not scale.isfinite():  # the sum overflows, the mean may not
+        if not scale.isfinite():  # the sum overflowed in float32; the mean may not
             require_in_float32(values)
             scale = values.abs().mean(dtype=torch.float64).float()
         return torch.cat([packed, scale.reshape(1).view(torch.uint8)])
@@ -100,7 +100,7 @@ class _SignCoder(DenseCoder):
         return None if self.scaled else self._checked(message)
 
     def _checked(self, message: torch.Tensor) -> torch.Tensor:
-        """The packed signs of a message, if it is one."""
+        """The packed signs of a message. Raises `DamagedMessage`."""
         self._check_length(message, self.most_bytes)
         packed = message[: bits.nbytes(self.numel)]
         if self.numel % 8 and int(packed[-1]) >> self.numel % 8:
@@ -108,7 +108,7 @@ class _SignCoder(DenseCoder):
         return packed
 
     def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Packed signs and their magnitude."""
+        """The packed signs and their magnitude."""
         return self._checked(message), self._scale(message) if self.scaled else 1.0
 
     def _write(self, parts: tuple[torch.Tensor, float], where: slice, out: torch.Tensor) -> None:

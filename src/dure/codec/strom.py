@@ -1,10 +1,10 @@
-"""Only what has grown beyond a threshold is sent, as plus or minus that threshold; the rest waits. Strom 2015.
+"""Threshold quantization: sends plus or minus the threshold for elements that have grown beyond it (Strom 2015).
 
     r = r + values;   for each element with |r| >= threshold:  send its position and sign, r = r -/+ threshold
 
 N. Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015. The residual r is
-error feedback around a quantiser, and written so. At most one threshold per element and message is sent: where values
-stay above it the residual grows without bound, so it must be at least as large as what is typical.
+error feedback around a quantizer, and is implemented so. A message carries at most one threshold per element. If values
+are larger than the threshold for long, the residual grows without bound: choose a threshold above typical values.
 
     message      signs, a bit per sent element | positions (`gaps`)
 """
@@ -30,7 +30,7 @@ from dure.errors import DamagedMessage
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_COUNT = 4  # bytes: how many signs there are
+_COUNT = 4  # bytes of the number of signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Strom(Codec):
 
 
 class _ThresholdCoder(Coder):
-    """Elements of at least `threshold` as plus or minus that; all others as zero."""
+    """Encodes elements of a magnitude of at least `threshold` as plus or minus `threshold`, the others as zero."""
 
     def __init__(self, numel: int, threshold: float, coding: gaps.Coding) -> None:
         super().__init__(numel)
@@ -94,7 +94,7 @@ class _ThresholdCoder(Coder):
         out.index_add_(0, positions, steps, alpha=weight)
 
     def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where, and plus or minus the threshold."""
+        """The positions of a message, and plus or minus the threshold for each. Raises `DamagedMessage`."""
         self._check_length(message, _COUNT + gaps.HEADER, self.most_bytes)
         count = int(message[:_COUNT].clone().view(torch.int32).item())
         begin = _COUNT + bits.nbytes(count)
@@ -109,7 +109,7 @@ class _ThresholdCoder(Coder):
 
 
 def beyond(values: torch.Tensor, threshold: float) -> NDArray[np.int64]:
-    """The positions of elements of a magnitude of at least `threshold`, ascending."""
+    """The ascending positions of the elements whose magnitude is at least `threshold`."""
     if values.device.type != "cpu":
         found: NDArray[np.int64] = torch.nonzero(values.abs() >= threshold).view(-1).cpu().numpy()
         return found

@@ -1,9 +1,9 @@
-"""The sign of every element, where a zero abstains.
+"""Ternary signs for a vote: -1, 0 or 1 for every element, where a zero abstains.
 
     entropy      counts of zeros and of positives, 4 bytes each | the three signs by a range coder, near their entropy
-    planes       a bit for each element that is not zero | a bit for each that is above: 2 bits an element
+    planes       a bit per element that is set if it is not zero | a bit that is set if it is above zero
 
-Where many elements are exactly zero (dead pixels, inactive units), to call them positive is a vote for nothing.
+With `sign`, elements that are exactly zero (dead pixels, inactive units) count as positive and can outvote the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ternary(Codec):
 
 
 class _PlanesCoder(DenseCoder):
-    """Two bits an element."""
+    """Encodes each element in two bits, as two planes of bits."""
 
     looks = True
 
@@ -61,7 +61,7 @@ class _PlanesCoder(DenseCoder):
         return torch.cat(_planes(values))
 
     def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which are not zero, and which are above."""
+        """The packed planes: the elements that are not zero, and the elements above zero."""
         self._check_length(message, self.most_bytes)
         votes, above = message[: bits.nbytes(self.numel)], message[bits.nbytes(self.numel) :]
         if bool((above & ~votes).any()):
@@ -77,15 +77,15 @@ class _PlanesCoder(DenseCoder):
 
 
 def _planes(values: torch.Tensor) -> list[torch.Tensor]:
-    """A bit for each element that is not zero, and a bit for each that is above."""
+    """The packed planes of `values`: the elements that are not zero, and the elements above zero."""
     return bits.pack(values, (np.not_equal, np.greater), look=True)
 
 
 class _EntropyCoder(DenseCoder):
-    """As many bits as the shares of the three signs ask for.
+    """Encodes signs near the entropy of their shares.
 
-    The range coder is handed four signs at a time, as one of 81 symbols: four digits of base 3, the first one the
-    lowest, of 0 for a zero, 1 above and 2 below. Zeros fill the last symbol.
+    A symbol of the range coder stands for four signs: a number of four digits in base 3, the first sign the lowest
+    digit, where 0 is zero, 1 positive and 2 negative. Zeros fill the last symbol.
     """
 
     looks = True
@@ -109,7 +109,7 @@ class _EntropyCoder(DenseCoder):
         return torch.from_numpy(np.concatenate([head, coded])).to(values.device)
 
     def _open(self, message: torch.Tensor) -> NDArray[np.int32]:
-        """The symbols."""
+        """The symbols of a message."""
         import constriction
 
         self._check_length(message, _HEADER, self.most_bytes)
@@ -123,7 +123,7 @@ class _EntropyCoder(DenseCoder):
         coder = constriction.stream.queue.RangeDecoder(np.frombuffer(coded.tobytes(), "<u4").astype(np.uint32))
         symbols: NDArray[np.int32] = coder.decode(self._model(zeros, positives), self._num_symbols)
         if not coder.maybe_exhausted() or self._counts(symbols) != (zeros, positives):
-            raise DamagedMessage("signs that are not those that were counted.")
+            raise DamagedMessage("signs whose counts differ from those in the header.")
         if self.numel % 4 and symbols[-1] >= 3 ** (self.numel % 4):
             raise DamagedMessage("a sign that belongs to no element.")
         return symbols
@@ -138,7 +138,7 @@ class _EntropyCoder(DenseCoder):
         return -(-self.numel // 4)
 
     def _counts(self, symbols: NDArray[np.int32]) -> tuple[int, int]:
-        """Zeros, those apart that fill the last symbol, and positives."""
+        """The numbers of zeros, without those that fill the last symbol, and of positives."""
         seen = np.bincount(symbols, minlength=81)
         zeros, positives = int(seen @ (_SIGNS == 0).sum(axis=1)), int(seen @ (_SIGNS > 0).sum(axis=1))
         return zeros - (-self.numel % 4), positives
@@ -154,11 +154,11 @@ class _EntropyCoder(DenseCoder):
 
 _DIGITS = np.arange(81)[:, None] // 3 ** np.arange(4) % 3
 _SIGNS = np.array([0, 1, -1], np.float32)[_DIGITS]
-"""The four signs that each symbol stands for."""
+"""The four signs of each symbol: (81, 4)."""
 
 
 def _symbols(votes: NDArray[np.uint8], above: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Two symbols for each byte of the planes."""
+    """The symbols of packed planes, two for each byte."""
     symbols = np.empty((votes.size, 2), np.int32)
     np.take(_OF_NIBBLES, votes & 15 | above << 4, out=symbols[:, 0], mode="clip")
     np.take(_OF_NIBBLES, votes >> 4 | above & 240, out=symbols[:, 1], mode="clip")
@@ -166,7 +166,7 @@ def _symbols(votes: NDArray[np.uint8], above: NDArray[np.uint8]) -> NDArray[np.i
 
 
 def _of_nibbles() -> NDArray[np.int32]:
-    """The symbol of four bits of votes, and four bits above them in the byte that say which are above zero."""
+    """The symbol of each byte whose low four bits are a plane of votes, and whose high four bits are of positives."""
     votes, above = (np.arange(256)[:, None] >> np.arange(4) + shift & 1 for shift in (0, 4))
     symbols: NDArray[np.int32] = ((2 * votes - above) @ 3 ** np.arange(4)).astype(np.int32)
     return symbols

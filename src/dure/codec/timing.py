@@ -1,7 +1,7 @@
-"""What a codec takes on this machine: encoding, decoding and combining slices of several sizes, timed.
+"""Measurement of a codec on this machine: seconds of encoding, decoding and combining slices of several sizes.
 
-`codec.cost` says what the operations are, and what lines through these points are for. What a codec takes may
-depend on the values, so a job's are its gradients.
+`codec.cost` defines the operations; a line through the points is the codec's cost. The time may depend on the values,
+so the values of a job are its gradients.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 Points = dict[str, list[tuple[int, float]]]
-"""For "encode", "decode" and "combine": (values, seconds)."""
+"""Points (values, seconds) for each of "encode", "decode" and "combine"."""
 
 Slice = tuple[SliceLayout, Sequence[torch.Tensor]]
-"""Where its columns are, and values to encode, one after another."""
+"""The layout of a slice, and values to encode, one after another."""
 
 MESSAGES = 5
-"""Gradients of a job that are encoded; a vote that is timed has as many voters."""
+"""Gradients of a job that are encoded, and voters of a vote that is timed."""
 
 LARGEST = 1 << 22
-"""Values of the largest slice that is timed: beyond the caches, where a line goes on as it is."""
+"""Values of the largest slice that is timed. It exceeds the caches, and from there on the time is proportional."""
 
 SPREAD = (1, 4, 16, 256, 4096)
-"""How many times smaller than the largest the slices are that a line is drawn through: small ones show its start."""
+"""Factors by which the timed slices are smaller than the largest. The small ones determine the start of the line."""
 
 COLUMN = 1000
-"""Values of a column, where there is no job."""
+"""Values of a column in random slices."""
 
 FEWEST, MOST = 5, 25
 SPENT = 0.1
-"""Seconds after which an operation is not repeated any more, once it has been FEWEST times."""
+"""Seconds after which an operation is not repeated, once it has run FEWEST times."""
 
 
 def timed(codec: Codec, slices: Iterable[Slice]) -> Points:
-    """Seconds of what `codec` does to slices of several sizes: the least of some, as all else on a machine only adds.
+    """Measure the operations of `codec` on slices of several sizes.
 
-    All of their values are encoded before anything is timed: residuals are there then, and memory has been touched.
+    A point has the least seconds of several runs, since other work on the machine only adds time. All values are
+    encoded once before timing starts, so that residuals exist and memory has been touched.
     """
     points: Points = {"encode": [], "decode": [], "combine": []}
     for layout, values in slices:
@@ -65,7 +66,7 @@ def timed(codec: Codec, slices: Iterable[Slice]) -> Points:
 def _works(
     coder: Coder, vote: Vote | None, values: Sequence[torch.Tensor], messages: dict[int, torch.Tensor]
 ) -> Iterator[tuple[str, Sequence[Callable[[], object]]]]:
-    """What is timed of each operation, one after another and over again; of messages the last, as later ones are."""
+    """The calls to time for each operation, to be repeated in turn. They use the last message: it has a residual."""
     out, message = torch.zeros(coder.numel), messages[len(messages) - 1]
     yield "encode", [partial(coder.encode, each) for each in values]
     yield "decode", [partial(coder.decode, message, out)]
@@ -86,7 +87,7 @@ def _least_seconds(works: Sequence[Callable[[], object]]) -> float:
 
 
 def slices_of(job: Job) -> Iterator[Slice]:
-    """Of the job's first gradients, from the front."""
+    """Slices of several sizes of the job's first gradients, from the front of the flat vector."""
     layers, gradient_engine = Replica(job.build(0)).layers, GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     initial = gradient_engine.initial_values(0)
@@ -100,7 +101,7 @@ def slices_of(job: Job) -> Iterator[Slice]:
 
 
 def random_slices(numel: int = LARGEST, messages: int = MESSAGES) -> Iterator[Slice]:
-    """Normally distributed values in columns of COLUMN."""
+    """Slices of several sizes of normally distributed values, in columns of COLUMN."""
     rng = torch.Generator().manual_seed(0)
     for size in sizes(numel):
         bounds = (*range(0, size, COLUMN), size)
@@ -109,5 +110,5 @@ def random_slices(numel: int = LARGEST, messages: int = MESSAGES) -> Iterator[Sl
 
 
 def sizes(numel: int) -> list[int]:
-    """How many values the slices of a model of `numel` have; each once, the largest last."""
+    """The sizes in values of the slices of a model of `numel` values, ascending, without repetition."""
     return sorted({max(1, min(numel, LARGEST) // part) for part in SPREAD})

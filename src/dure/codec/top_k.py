@@ -1,9 +1,9 @@
-"""The largest elements, as they are; the rest is left out, and fed back unless told otherwise.
+"""Top-k sparsification: sends the elements of largest magnitude, with error feedback for the rest by default.
 
     message      positions (`gaps`), preceded by their length | values as float32, in the order of positions
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017: today's point of reference for
-sparse messages.
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, the usual baseline of sparse
+messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
-_LENGTH = 4  # bytes: those of the positions
+_LENGTH = 4  # bytes of the length of the positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TopK(Codec):
 
 
 class _LargestCoder(Coder):
-    """The `count` elements of largest magnitude."""
+    """Encodes the `count` elements of largest magnitude, the others as zero."""
 
     def __init__(self, numel: int, count: int) -> None:
         super().__init__(numel)
@@ -90,14 +90,15 @@ class _LargestCoder(Coder):
             raise DamagedMessage(f"{positions.size} positions where {self.count} are sent.")
         sent = message[_LENGTH + length :].clone().view(torch.float32)
         if not torch.isfinite(sent).all():
-            raise DamagedMessage("a value that is no number.")
+            raise DamagedMessage("a value that is not finite.")
         return torch.from_numpy(positions).to(message.device), sent
 
 
 def largest(values: torch.Tensor, count: int) -> NDArray[np.int64]:
-    """The positions of the `count` elements of largest magnitude, ascending; of equal ones the first.
+    """The ascending positions of the `count` elements of largest magnitude; among equal ones, the first.
 
-    Magnitudes are ordered as their bits are, and NumPy partitions integers several times as fast as PyTorch floats.
+    Magnitudes have the order of their bit patterns, and NumPy partitions integers several times as fast as PyTorch
+    partitions floats.
     """
     if values.device.type != "cpu" or not count:
         found: NDArray[np.int64] = torch.topk(values.abs(), count, sorted=False).indices.sort().values.cpu().numpy()
