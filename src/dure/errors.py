@@ -1,35 +1,36 @@
-"""What dure raises.
+"""The exceptions of dure.
 
 DureError
 ├── UsageError           the request is wrong: exit status 2       (also a ValueError)
 │   ├── StrategyError    a method, its parameters, or a combination that makes no sense
 │   └── ClusterError     a cluster file that describes no cluster
 ├── DataError            a data set is missing or damaged
-├── DeadlockError        nobody can go on; names every rank and what it waits for
-├── DivergedError        the loss is no longer a number
+├── DeadlockError        every node waits for another; names each node and its operation
+├── DivergedError        the loss is NaN or infinity
 │   └── Quarantined      the gradients of one worker hold NaN or infinity, step after step
 ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
 ├── RecordError          a run's record is damaged
-├── DamagedMessage       an encoded update that no encoder would have sent
+├── DamagedMessage       an encoded update that no encoder can give
 ├── ReplicaError         a module's parameters left the flat buffer
 └── RemoteError          a call failed
-    ├── Refused          the host refused it, and said why
-    │   ├── Busy         not now: ask again, or another
-    │   ├── Evicted      this incarnation is over: join again
+    ├── Refused          the callee refused it; the message has the reason
+    │   ├── Busy         the callee is occupied: call again later, or call another node
+    │   ├── Evicted      this incarnation of a worker is over: join again
     │   ├── Superseded   the update comes too late to count
     │   └── WorkOver     no step is left to start
-    ├── PeerLost         the other side is gone
-    ├── CallTimeout      no answer in time
-    └── DamagedFrame     bytes arrived that nobody sent like that
+    ├── PeerLost         the connection to the other node is lost
+    │   └── GreetingLost it was lost before both nodes had identified themselves
+    ├── CallTimeout      no reply in time
+    └── DamagedFrame     bytes differ from the frame that was sent
 """
 
 
 class DureError(Exception):
-    """Root of everything that dure raises on purpose."""
+    """Root of all exceptions that dure raises on purpose."""
 
 
 class UsageError(DureError, ValueError):
-    """The request is wrong; the message says what would be right."""
+    """The request is wrong. The message states a right one."""
 
 
 class StrategyError(UsageError):
@@ -45,15 +46,15 @@ class DataError(DureError):
 
 
 class DeadlockError(DureError):
-    """Nobody can go on. The message names every rank and what it waits for."""
+    """Every node waits for another. The message names each node and the operation that it waits for."""
 
 
 class DivergedError(DureError):
-    """The loss is no longer a number."""
+    """The loss is NaN or infinity."""
 
 
 class Quarantined(DivergedError):
-    """The gradients of several steps in a row hold NaN or infinity: their worker takes no further part."""
+    """The gradients of one worker hold NaN or infinity in several steps in a row; the run excludes the worker."""
 
 
 class CheckpointError(DureError):
@@ -65,7 +66,7 @@ class RecordError(DureError):
 
 
 class DamagedMessage(DureError):
-    """An encoded update that no encoder would have sent. Nothing of it was decoded."""
+    """An encoded update that no encoder can give. No part of it was decoded."""
 
 
 class ReplicaError(DureError):
@@ -77,36 +78,36 @@ class RemoteError(DureError):
 
 
 class Refused(RemoteError):
-    """The host refused the call, and said why."""
+    """The callee refused the call. The message has the reason."""
 
 
 class Busy(Refused):
-    """The host is in the middle of something else. It may be asked again, and another may be asked now."""
+    """The callee is occupied. The caller may call again later, or call another node now."""
 
 
 class Evicted(Refused):
-    """The others went on without this worker. It comes back by joining again, under a new incarnation."""
+    """The run continued without this worker. It may join again under a new incarnation."""
 
 
 class Superseded(Refused):
-    """The policy of admission has no use for this update: what it was computed on is over."""
+    """The admission policy rejects this update, since the step that it belongs to is over."""
 
 
 class WorkOver(Refused):
-    """No step is left that this worker might start."""
+    """No step is left for this worker to start."""
 
 
 class PeerLost(RemoteError):
-    """The other side of a connection is gone."""
+    """The connection to another node is lost."""
 
 
 class GreetingLost(PeerLost):
-    """The other side ended a connection before both knew each other: it may let a new one in."""
+    """A connection was lost before both nodes had identified themselves. A new connection may succeed."""
 
 
 class CallTimeout(RemoteError):
-    """No answer came in time."""
+    """No reply came in time."""
 
 
 class DamagedFrame(RemoteError):
-    """Bytes arrived that are not the frame that was sent. The connection is closed; nothing was delivered."""
+    """The received bytes differ from the frame that was sent. The connection is closed; nothing was delivered."""

@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dure.core import user_code
 from dure.errors import DataError, DureError, UsageError
+from dure.job.data.split import Sampler
 
 
 def broken(folder, text, beside=""):
@@ -49,6 +51,8 @@ def test_what_dure_says_on_purpose_and_what_it_does_wrong_passes():
         raise DataError("as it is")
     with pytest.raises(TypeError), user_code.explain_user_errors("it raised", DureError, only=True):
         user_code.split(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError), user_code.explain_user_errors("it raised", DureError, only=True):
+        Sampler(np.arange(2), "x", seed=0, stream=1).next()  # type: ignore[arg-type]
     with pytest.raises(DureError) as caught, user_code.explain_user_errors("it raised", DureError, only=True):
         sorted([1, "a"])
     assert type(caught.value) is DureError

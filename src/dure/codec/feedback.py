@@ -90,7 +90,7 @@ class Momentum(Codec):
 
 
 def _require_forgetful(codec: Codec, what: str, name: str) -> None:
-    """Raise `ValueError` for a codec with a residual or an average: with a second one the error can grow without bound."""
+    """Raise `ValueError` for a codec with a residual or an average: with two, the error can grow without bound."""
     if isinstance(codec.coder(SliceLayout.plain(1)), FeedbackCoder | MomentumCoder):
         raise ValueError(
             f"{what} is for codecs without state, and this one keeps a residual or an average already. Leave "

@@ -1,1 +1,1 @@
-"""Values and small functions that every other package uses: nodes, names, ranges, costs."""
+"""Values and small functions for all other packages: nodes, names and their texts, ranges, costs."""

@@ -1,11 +1,11 @@
-"""A folder's catalogue: the names of its members, each with the place of its class, "MODULE:CLASS".
+"""Catalogues: the members of an axis by name, each with the place of its class, "MODULE:CLASS".
 
-A name is looked up without importing what it names. Everything else is said by the class, once:
+A lookup of a name does not import the class. The class states everything else:
 
-    docstring                 its first line is the summary
+    docstring                 the summary, in its first line
     paper                     the source, with the first author in front
     fields                    the parameters, described by `core.parameter`
-    traits                    of a method: what is true of it, the topologies it runs over among them
+    traits                    of a method: its properties, such as the topologies that it supports
     joins                     of a remedy or a codec wrapper: the members that it joins
     more_rows                 of a member with more to list than parameters: the place of a function that lists it
 """
@@ -26,7 +26,7 @@ MoreRows = Callable[[Any, int | None], dict[str, Any]]
 
 
 def load(place: str) -> type:
-    """The class at `place`.
+    """Import the class at `place`.
 
     >>> load("fractions:Fraction")
     <class 'fractions.Fraction'>
@@ -38,12 +38,12 @@ def load(place: str) -> type:
 
 
 def place_of(kind: type) -> str:
-    """Where the class `kind` is."""
+    """The place of the class `kind`, "MODULE:CLASS"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def name_of(kind: type, members: Catalogue) -> str:
-    """The name of a class in a catalogue; of any other its file and its name, or its name alone."""
+    """The name of a class in a catalogue. For a class of a user's file FILE.py:NAME, for any other its own name."""
     place = place_of(kind)
     for name, each in members.items():
         if each == place:
@@ -57,12 +57,12 @@ def summary(kind: type) -> str:
 
 
 def paper(kind: type) -> str:
-    """The source of a member; empty for a method of a user's own that names none."""
+    """The source of a member; empty for a user's class that names none."""
     return str(getattr(kind, "paper", ""))
 
 
 def combines(kind: type) -> tuple[str, ...]:
-    """The members that a method runs over, its default first, or that a remedy or a wrapper joins; empty for others."""
+    """The topologies of a method, its default first, or the members that a remedy or a wrapper joins; else empty."""
     found: tuple[str, ...] = getattr(kind, "joins", ()) or getattr(getattr(kind, "traits", None), "topologies", ())
     return found
 

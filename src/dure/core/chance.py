@@ -1,4 +1,4 @@
-"""Random numbers of user code that draws from the global generators of PyTorch, NumPy and Python."""
+"""Seeding of the global generators of PyTorch, NumPy and Python, which user code draws from."""
 
 from __future__ import annotations
 

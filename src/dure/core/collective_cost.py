@@ -1,16 +1,17 @@
-"""What the engine's collectives cost in virtual time: closed forms of its algorithms, not simulated messages.
+"""Cost of the engine's collectives in virtual time: closed forms of its algorithms instead of simulated messages.
 
     kind            algorithm             rounds           bytes that a rank sends (n elements of b bytes, K ranks)
     all_reduce      ring                  2 (K - 1)        2 (K - 1) / K n b
     reduce_scatter  ring                  K - 1            (K - 1) / K n b
-    all_gather      ring                  K - 1            (K - 1) n b, n being what one rank brings
-    broadcast       binomial tree         ceil(log2 K)     n b to each child: the root ceil(log2 K) n b
+    all_gather      ring                  K - 1            (K - 1) n b, where n is the elements of one rank
+    broadcast       binomial tree         ceil(log2 K)     n b to each child; the root sends ceil(log2 K) n b
     barrier         dissemination         ceil(log2 K)     a header per round
 
-The ring cuts a tensor into K chunks whose sizes differ by at most one element, the larger first. A round lasts
-as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), and where
-it adds, gamma for each byte. Chunks travel without headers. Nothing else that uses the cards at that time slows
-a collective, or is slowed by it. Collectives written from sends are simulated messages (`sent_collectives`).
+The ring cuts a tensor into K chunks whose sizes differ by at most one element, the larger chunks first. A round lasts
+as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), plus gamma for
+each byte where the round adds. Chunks have no headers. A collective neither slows other traffic on the same network
+cards nor is slowed by it. Collectives that algorithms build from sends are simulated messages instead
+(`planner.closed_forms`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ HEADER = 64
 """Bytes of a message's header, unless the cluster says otherwise."""
 
 SMALL = 4096
-"""Bytes, the header included, up to which a message queues nowhere and costs no `beta`, unless the cluster says so."""
+"""Bytes with header up to which a message neither queues nor costs `beta`, unless the cluster says otherwise."""
 
 
 class Path(NamedTuple):
-    """Costs of a round between neighbors: seconds, seconds per message, bytes/s, seconds per byte, and bytes."""
+    """Costs of a message between neighbors.
+
+    Seconds: `latency`, and `alpha` per message. Bytes per second: `bandwidth`. Seconds per byte: `beta` for sending,
+    `gamma` for adding. Bytes: `header` and `small`.
+    """
 
     latency: float
     alpha: float
@@ -37,19 +42,19 @@ class Path(NamedTuple):
     small: int = SMALL
 
     def seconds(self, nbytes: int, *, adds: bool = False) -> float:
-        """One message of `nbytes`, alone; its bytes are added to others at the end if `adds`."""
+        """Seconds of a message of `nbytes` in a collective of the engine; `adds`: the receiver adds the bytes up."""
         per_byte = self.beta + 1.0 / self.bandwidth + (self.gamma if adds else 0.0)
         return self.latency + self.alpha + nbytes * per_byte
 
     def message(self, nbytes: int = 0) -> float:
-        """One message of `nbytes` and a header, alone in the network model."""
+        """Seconds of a message of `nbytes` and a header in the network model, without other traffic."""
         wire = nbytes + self.header
         per_byte = 1.0 / self.bandwidth + (self.beta if wire > self.small else 0.0)
         return self.latency + self.alpha + wire * per_byte
 
 
 class Cost(NamedTuple):
-    """Of one collective: its seconds, and the bytes and messages of each rank."""
+    """Cost of one collective: its seconds, and the bytes and messages of each rank."""
 
     seconds: float
     sent: tuple[int, ...]
@@ -58,7 +63,7 @@ class Cost(NamedTuple):
 
 
 def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:
-    """The bytes of the `ranks` chunks of a tensor of `numel` elements.
+    """The sizes in bytes of the `ranks` chunks of a tensor of `numel` elements.
 
     >>> chunk_bytes(10, 4)
     (12, 12, 8, 8)
@@ -68,13 +73,13 @@ def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:
 
 
 def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """The sum at every rank. In round r of the first half, rank i sends chunk i - r (modulo `ranks`).
+    """All-reduce by a ring. In round r of the first half, rank i sends chunk i - r (modulo `ranks`).
 
     >>> ring_all_reduce(10, 4, Path(latency=0.5, alpha=0.0, bandwidth=12.0))
     Cost(seconds=9.0, sent=(60, 64, 60, 56), received=(56, 60, 64, 60), messages=(6, 6, 6, 6))
     """
     chunks = chunk_bytes(numel, ranks, itemsize)
-    # Of all chunks, rank i never sends i + 1 while adding (it ends there) nor i + 2 while gathering.
+    # Rank i sends all chunks but i + 1 in the first half, whose sum ends there, and all but i + 2 in the second half.
     rounds, twice = ranks - 1, 2 * sum(chunks)
     sent = tuple(twice - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
     seconds = rounds * (path.seconds(chunks[0], adds=True) + path.seconds(chunks[0]))
@@ -82,7 +87,7 @@ def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Co
 
 
 def ring_reduce_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """The sum of chunk i at rank i, which sends every other chunk once."""
+    """Reduce-scatter by a ring: rank i gets the sum of chunk i, and sends every other chunk once."""
     chunks = chunk_bytes(numel, ranks, itemsize)
     whole = sum(chunks)
     sent = tuple(whole - own for own in chunks)
@@ -91,14 +96,14 @@ def ring_reduce_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -
 
 
 def ring_all_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """Everybody's tensor of `numel` elements at every rank: each passes on all but its neighbor's own."""
+    """All-gather of `numel` elements from each rank by a ring: a rank sends on all tensors but its neighbor's."""
     rounds, nbytes = ranks - 1, numel * itemsize
     moved = (rounds * nbytes,) * ranks
     return Cost(rounds * path.seconds(nbytes), moved, moved, (rounds,) * ranks)
 
 
 def tree_broadcast(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """The first rank's tensor at every rank. In round r, each of the first 2^r ranks sends to the one 2^r further."""
+    """Broadcast by a binomial tree. In round r, rank i < 2^r sends the tensor to rank i + 2^r."""
     nbytes, rounds = numel * itemsize, (ranks - 1).bit_length()
     messages = tuple(sum(i < 2**r and i + 2**r < ranks for r in range(rounds)) for i in range(ranks))
     received = tuple(nbytes * (i > 0) for i in range(ranks))
@@ -106,7 +111,7 @@ def tree_broadcast(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cos
 
 
 def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
-    """Nobody leaves before everybody came. In round r, each rank sends a header to the one 2^r further."""
+    """Dissemination barrier. In round r, each rank sends a header to the rank 2^r further."""
     rounds = (ranks - 1).bit_length()
     moved = (rounds * path.header,) * ranks
     return Cost(rounds * path.seconds(path.header), moved, moved, (rounds,) * ranks)

@@ -1,4 +1,4 @@
-"""The nodes of a run: which there are, beside which other each stands, and what its loss means."""
+"""The nodes of a run, with their machines and the effect of their loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class NodeId(NamedTuple):
-    """The name of a node.
+    """The kind and rank of a node. Its text is the node's name.
 
     >>> str(NodeId("worker", 3)), NodeId.of("server 0")
     ('worker 3', NodeId(kind='server', rank=0))
@@ -24,7 +24,7 @@ class NodeId(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> NodeId:
-        """The id that `name` is the text of. Raises `ValueError` for any other text."""
+        """Parse a name. Raises `ValueError` for a text that is no name of a node."""
         kind, rank = name.split()
         return cls(kind, int(rank))
 
@@ -34,7 +34,7 @@ SERVER = "server"
 
 
 class WhenLost(Enum):
-    """What the loss of a node means for the run."""
+    """Effect of the loss of a node on the run."""
 
     END = "the run ends"
     GO_ON = "the others go on without it"
@@ -44,7 +44,7 @@ class WhenLost(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A node: beside which other it stands (on the same machine), and what its loss means."""
+    """A node to start: on the machine of the node `beside`, or on one of its own; and the effect of its loss."""
 
     id: NodeId
     beside: NodeId | None = None
@@ -53,7 +53,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The nodes of a run, in the order in which they are started."""
+    """The nodes of a run, in the order of their start."""
 
     nodes: tuple[NodeSpec, ...]
 
@@ -65,11 +65,11 @@ class Deployment:
         return self._by_name[name]
 
     def names(self, kind: str) -> list[str]:
-        """The names of all nodes of a kind, by rank."""
+        """The names of all nodes of a kind, in the order of ranks."""
         return [str(node.id) for node in self.nodes if node.id.kind == kind]
 
     def machines(self) -> dict[str, int]:
-        """A machine for each node, numbered from 0: its own, or that of the node that it stands beside."""
+        """The number of each node's machine, from 0. Nodes beside each other share a machine."""
         found: dict[str, int] = {}
         for node in self.nodes:
             beside = node.beside is not None and str(node.beside) != str(node.id)
@@ -78,5 +78,5 @@ class Deployment:
 
 
 def by_rank(names: Iterable[str]) -> list[str]:
-    """Names of nodes of one kind, by rank."""
+    """Sort names of nodes of one kind by rank."""
     return sorted(names, key=lambda name: NodeId.of(name).rank)

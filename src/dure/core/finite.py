@@ -1,4 +1,4 @@
-"""Whether a vector holds NaN or infinity."""
+"""A check of vectors for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether no element of a flat vector, or of a sparse coalesced one, is NaN or infinity.
+    """Whether no element of a flat vector, dense or sparse and coalesced, is NaN or infinity.
 
-    Exact; one cheap pass where the sum of squares is a number, as that of NaN or infinity is not.
+    A finite sum of squares proves it in one pass. Only where it is not finite, each element is checked.
 
     >>> import torch
     >>> all_finite(torch.ones(3)), all_finite(torch.tensor([1.0, torch.nan])), all_finite(torch.full((3,), 1e38))

@@ -1,7 +1,7 @@
-"""Names in a run's folder that are needed before, or without, anything that imports torch."""
+"""Names in the folder of a run, for modules that must not import torch."""
 
 CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints."""
+"""Name of the folder of checkpoints."""
 
 LATEST = "LATEST"
-"""The file in it that names the newest."""
+"""Name of the file, in that folder, that names the newest checkpoint."""

@@ -1,4 +1,4 @@
-"""Where a node's time went: totals always, single spans on request."""
+"""Time of a node by kind of activity: totals always, spans only for a trace."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 KINDS = ("compute", "communicate", "wait", "apply")
-"""What a node's time may go to."""
+"""Kinds of activity that a node's time is divided into."""
 
 SPAN_KINDS = (*KINDS, "send", "recv")
-"""What a span may be."""
+"""Kinds of a span."""
 
 
 class Span(NamedTuple):
-    """Something that `rank_name` ("worker 0") did from `start` to `end`, in seconds of the run's time.
+    """An activity of the node `rank_name` ("worker 0") from `start` to `end`, in seconds of the run's time.
 
-    `kind` is "compute", "send", "recv", "communicate", "wait" or "apply". `detail` is what a viewer shows ("push");
-    without it, the kind. Use few different texts: viewers colour by them.
+    `kind` is one of SPAN_KINDS. `detail` is the text in a viewer ("push"); if it is empty, the viewer shows the kind.
+    Use few different texts, since viewers choose colors by them.
     """
 
     rank_name: str
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Meter:
-    """The time of one node by kind; `spans` is None unless a trace was asked for."""
+    """Adds up the seconds of one node by kind. `spans` is a list where a trace is recorded, else None."""
 
     node: str
     spans: list[Span] | None = None

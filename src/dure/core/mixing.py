@@ -1,8 +1,8 @@
-"""How fast gossip on a graph mixes: its mixing matrices and their spectral gaps.
+"""Mixing of gossip on a graph: mixing matrices and their spectral gaps.
 
-If in each exchange a worker drawn uniformly averages with a neighbor drawn uniformly, the disagreement (the sum of
-squared distances from the mean) shrinks per exchange by at most the second eigenvalue of the expected mixing matrix: on
-average to that fraction in its slowest direction.
+In an exchange, a worker drawn uniformly averages with a neighbor drawn uniformly. On average, an exchange multiplies
+the disagreement (the sum of squared distances from the mean) by at most the second eigenvalue of the expected mixing
+matrix, and by exactly this factor in the slowest direction.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def pairwise_mixing(graph: nx.Graph) -> npt.NDArray[np.float64]:
-    """The expected W of an exchange: a worker drawn uniformly, a neighbor of it drawn uniformly, and their mean.
+    """The expected mixing matrix W of an exchange between a random worker and a random neighbor of it.
 
-    W is symmetric and a projection, so that it is the expected W'W as well.
+    The W of an exchange is symmetric and a projection, so this is the expected W'W as well.
     """
     workers = graph.number_of_nodes()
     mixing = np.eye(workers)
@@ -34,7 +34,7 @@ def pairwise_mixing(graph: nx.Graph) -> npt.NDArray[np.float64]:
 
 
 def metropolis_mixing(graph: nx.Graph) -> npt.NDArray[np.float64]:
-    """The W of a round in which everybody averages with all neighbors, weighted so that the mean stays (Metropolis)."""
+    """The mixing matrix of a round in which every worker averages with all neighbors, with Metropolis weights."""
     workers = graph.number_of_nodes()
     mixing = np.zeros((workers, workers))
     for one, other in graph.edges:
@@ -43,23 +43,19 @@ def metropolis_mixing(graph: nx.Graph) -> npt.NDArray[np.float64]:
 
 
 def spectral_gap(mixing: npt.NDArray[np.float64]) -> float:
-    """One minus the largest absolute eigenvalue but the first: 0 never mixes, 1 does at once."""
+    """One minus the second largest absolute eigenvalue: 0 never mixes, 1 mixes in one exchange."""
     sizes = np.sort(np.abs(np.linalg.eigvalsh(mixing)))
     return float(1 - sizes[-2]) if len(sizes) > 1 else 1.0
 
 
-def contraction(graph: nx.Graph) -> float:
-    """What an exchange leaves of the disagreement, on average, in the slowest direction."""
-    return 1 - spectral_gap(pairwise_mixing(graph))
-
-
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How fast a graph mixes. A gap is one minus what is left of a disagreement, in the slowest direction.
+    """Speed of mixing on a graph.
 
-    `gap` is of an averaging of two (`pairwise_mixing`), and of the sum of squared distances from the mean; `round_gap`
-    of a round in which all average with all neighbors (`metropolis_mixing`), and of the distances themselves. The last
-    two say how many halve the sum of squares. `neighbors` is how many a worker has: "2", or "1 to 7".
+    `gap` is the spectral gap of an exchange of two workers (`pairwise_mixing`): one minus the factor of the sum of
+    squared distances from the mean. `round_gap` is the gap of a round of all workers (`metropolis_mixing`): one minus
+    the factor of the distances themselves. `averagings_to_halve` and `rounds_to_halve` count the exchanges and rounds
+    that halve the sum of squares. `neighbors` is the number of neighbors of a worker: "2", or "1 to 7".
     """
 
     workers: int
@@ -74,7 +70,7 @@ class Mixing:
 
 
 def mixing(graph: nx.Graph) -> Mixing:
-    """How fast `graph` mixes. Takes time that grows with the cube of the workers: a second at 1,500."""
+    """The speed of mixing on `graph`. Its computation grows with the cube of the workers: a second for 1,500."""
     degrees = sorted({degree for _, degree in graph.degree})
     gap, round_gap = spectral_gap(pairwise_mixing(graph)), spectral_gap(metropolis_mixing(graph))
     halving = _times_to_halve(1 - gap), _times_to_halve((1 - round_gap) ** 2)

@@ -1,17 +1,17 @@
-"""What an algorithm may ask of the world, and the loop that answers.
+"""The interface between algorithms and runtimes: `Node` with its operations, and the loop that resumes coroutines.
 
-An algorithm is written as coroutines (*roles*) and objects that others call (*services*). It touches the
-world only through the operations of its `Node`. Two runtimes implement `Node`: one in virtual time
-(`runtime.virtual`), one over processes and sockets (`runtime.process`). Both resume coroutines with the
-`Loop` below: it is not asyncio, and no algorithm can tell them apart.
+An algorithm consists of coroutines (*roles*) and of objects that other nodes call (*services*). Its only access to the
+outside is its `Node`. Two runtimes implement `Node`: one in virtual time (`runtime.virtual`), one over processes and
+sockets (`runtime.process`). Both resume coroutines with the `Loop` below instead of asyncio, and no algorithm can tell
+them apart.
 
-An operation *starts when it is called* and is *waited for when it is awaited*:
+An operation starts when it is called, and `await` waits for its end:
 
-    reply = node.call(shard, "pull")     # on its way
-    await node.compute(work)             # meanwhile
+    reply = node.call(shard, "pull")     # the call is on its way
+    await node.compute(work)             # in the meantime
     values = await reply
 
-A tensor given to an operation is lent to it until the operation has been awaited.
+A tensor that is given to an operation is lent: its owner must not change it before the operation has been awaited.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Fields = Mapping[str, Any]
 
 
 class Operation(Generic[T]):
-    """Something that was started and will finish: await it, or cancel it.
+    """An operation that has started and will finish: await it or cancel it.
 
-    `label` says what it is in words, for the error that names who waits for what; it is asked for only then.
+    `label` describes it in the error of a deadlock, which names the operation that each task waits for. Subclasses
+    compute it only then.
     """
 
     __slots__ = ("_error", "_label", "_value", "_waiters", "done", "loop", "on_cancel")
@@ -60,16 +61,16 @@ class Operation(Generic[T]):
         try:
             raise error
         finally:
-            del self, error  # the error has this frame in its traceback: a cycle, if the frame had the error
+            del self, error  # the traceback of the error refers to this frame: a reference back would be a cycle
 
     def result(self) -> T:
-        """The value of a finished operation; raises the error that it failed with."""
+        """The value of a finished operation. Raises the error of a failed one."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[no-any-return]
 
     def resolve(self, value: Any = None) -> None:
-        """Finish with `value`. The first end counts: finishing twice changes nothing."""
+        """Finish with `value`. Has no effect on an operation that has finished already."""
         if not self.done:
             self.done = True
             self._value = value
@@ -78,7 +79,7 @@ class Operation(Generic[T]):
                 self._waiters = None
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`, raised in everyone who awaits."""
+        """Finish with `error`, which each awaiting task raises."""
         if not self.done:
             self.done = True
             self._error = error
@@ -87,14 +88,14 @@ class Operation(Generic[T]):
                 self._waiters = None
 
     def cancel(self) -> None:
-        """Give up: whoever awaits gets `Cancelled`; what has not begun never will."""
+        """Finish with `Cancelled`, which each awaiting task raises. Work that has not begun is dropped."""
         if not self.done:
             if self.on_cancel is not None:
                 self.on_cancel()
             self.fail(Cancelled(self.label))
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` from the loop once this is finished."""
+        """Call `callback` from the loop when the operation has finished."""
         if self.done:
             self.loop.soon(callback)
         elif self._waiters is None:
@@ -103,7 +104,7 @@ class Operation(Generic[T]):
             self._waiters.append(callback)
 
     def resolve_with_first(self, operations: Sequence[Operation[Any]]) -> None:
-        """Finish with the one of `operations` that ends first; the others forget it."""
+        """Finish when the first of `operations` does, with that operation as the value."""
 
         def won(operation: Operation[Any]) -> None:
             self.resolve(operation)
@@ -115,25 +116,25 @@ class Operation(Generic[T]):
             operation.when_done(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
-        """Undo `when_done`."""
+        """Remove a callback of `when_done`."""
         if self._waiters is not None and callback in self._waiters:
             self._waiters.remove(callback)
 
 
 class Cancelled(Exception):
-    """Raised in whoever awaits an operation that was cancelled."""
+    """The operation was cancelled. Raised where it is awaited."""
 
 
 class EndOfWork(Exception):
-    """Thrown into a pending `gradient()` when there is no more work; a method may catch it and still await."""
+    """No work is left. Thrown into a pending `gradient()`; a method may catch it and await further operations."""
 
 
 class Suspend(BaseException):
-    """Thrown into a role at a step boundary, for a checkpoint. Not for methods to catch."""
+    """The run is suspended for a checkpoint. Thrown into a role at a step boundary; methods must not catch it."""
 
 
 class Task(Operation[T]):
-    """A coroutine that the loop resumes; itself an operation that ends when the coroutine does."""
+    """A running coroutine, as an operation that finishes with the coroutine's value or error."""
 
     __slots__ = ("coroutine", "name", "waits_for")
 
@@ -151,17 +152,17 @@ class Task(Operation[T]):
             operation = self.coroutine.send(None)
         except StopIteration as stop:
             self._end(stop.value, None)
-        except BaseException as error:  # noqa: BLE001  (it is raised in whoever awaits)
+        except BaseException as error:  # noqa: BLE001  (it is raised where the task is awaited)
             self._end(None, error)
         else:
             self.waits_for = operation
-            if operation._waiters is None and not operation.done:  # as when_done: the commonest of all calls
+            if operation._waiters is None and not operation.done:  # when_done, inlined: the most frequent call of a run
                 operation._waiters = [self.advance]
             else:
                 operation.when_done(self.advance)
 
     def throw(self, error: BaseException) -> None:
-        """Raise `error` in the coroutine where it waits; what it has waited for is given up."""
+        """Raise `error` in the coroutine at its `await`, and cancel the operation that it waits for."""
         if self.done:
             return
         if self.waits_for is not None:
@@ -178,7 +179,7 @@ class Task(Operation[T]):
             operation.when_done(self.advance)
 
     def kill(self) -> None:
-        """End the coroutine where it stands, as a crash would: nothing in it runs any more."""
+        """Close the coroutine at its `await`, as a crash would. Neither waiters nor `on_cancel` are called."""
         if self.waits_for is not None:
             self.waits_for.forget(self.advance)
         self.done = True
@@ -191,14 +192,14 @@ class Task(Operation[T]):
         if error is None:
             self.resolve(value)
         else:
-            unheard = not self._waiters  # None, or all forgotten
+            unheard = not self._waiters  # None, or an empty list
             self.fail(error)
             if unheard:
                 self.loop.unheard(self, error)
 
 
 class Loop:
-    """Runs tasks until they wait. A runtime adds what they wait for."""
+    """Runs ready tasks. A runtime finishes the operations that tasks wait for."""
 
     def __init__(self) -> None:
         self.ready: deque[Callable[[], None]] = deque()
@@ -219,33 +220,33 @@ class Loop:
             ready.popleft()()
 
     def end(self) -> None:
-        """Nothing goes on any more: tasks that have not ended, or not begun, are closed where they stand."""
+        """Kill all tasks and drop all ready callbacks."""
         self.ready.clear()
         for task in list(self.tasks):
             task.kill()
 
     def unheard(self, task: Task[Any], error: BaseException) -> None:
-        """A task failed and nobody awaits it. A runtime decides; by default it is raised."""
+        """Handle the failure of a task that no other task awaits. Raises the error; a runtime may override this."""
         raise error
 
 
 class Address(NamedTuple):
-    """Where a service lives: the name of its node (`"worker 3"`, `"server 0"`) and its own name there."""
+    """Address of a service: the name of its node ("worker 3", "server 0") and its name on that node."""
 
     node: str
     service: str
 
 
 def nothing() -> None:
-    """Nothing to be done."""
+    """Do nothing."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A call as its handler sees it. `tensors` are the handler's until it returns; keep by copying.
+    """A call as its handler receives it. `tensors` are valid until the handler returns; copy them to keep them.
 
-    A handler that goes on to wait for others calls `release` first: memory that all of them hold while each waits for
-    another's message may be all there is.
+    A handler calls `release` before it waits for other messages. Otherwise waiting handlers could hold all of the
+    memory that the awaited messages need.
     """
 
     caller: str
@@ -257,7 +258,7 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """What a handler answers. `tensors` are lent to the runtime, which calls `release` once they have left."""
+    """The reply of a handler. `tensors` are lent to the runtime, which calls `release` after sending them."""
 
     fields: Fields = field(default_factory=dict)
     tensors: Sequence[torch.Tensor] = ()
@@ -265,7 +266,7 @@ class Reply:
 
 
 class TensorSpec(NamedTuple):
-    """What a payload must be: `dtype` as torch names it without its prefix ("float32"), elements; `at_most` those."""
+    """Expected dtype ("float32") and number of elements of a tensor; `at_most` permits fewer elements."""
 
     dtype: str
     numel: int
@@ -273,11 +274,11 @@ class TensorSpec(NamedTuple):
 
 
 class Service(Protocol):
-    """An object that a node hosts and others call.
+    """An object on a node that other nodes call.
 
-    `handle` may be plain or `async`; it is atomic between its awaits, and defers its reply by awaiting
-    `node.promise()`. `expects` answers, from what the service knows itself, which tensors a call of `method`
-    carries; a runtime compares before it receives a byte of them.
+    `handle` is a plain or an `async` method. It is atomic between its awaits, and defers its reply by awaiting
+    `node.promise()`. `expects` returns the tensors of a call of `method`, without seeing the call; a runtime compares
+    them with the announced tensors before it receives any of their bytes.
     """
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]: ...
@@ -286,23 +287,23 @@ class Service(Protocol):
 
 
 class Group(Protocol):
-    """Ranks that act together. Every member calls the same operations in the same order."""
+    """A group of ranks for collectives. Every member calls the same operations in the same order."""
 
     @property
     def ranks(self) -> Sequence[int]: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        """The sum over members, in place."""
+        """Sum `tensor` over the members, in place."""
         ...
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
-        """The sum over members of `share` times the gradient that `work` gives, sent while it is computed."""
+        """Sum `share` times the gradient of `work` over the members, sending slices during its computation."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]: ...
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        """The sum over members; each keeps its slice (`core.ranges.equal_ranges`)."""
+        """Sum over the members; each gets its slice of the sum (`core.ranges.equal_ranges`)."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]: ...
@@ -311,10 +312,10 @@ class Group(Protocol):
 
 
 class Node(Protocol):
-    """The handful of operations through which a role or a service touches the world.
+    """The operations of a node, the only access of roles and services to the outside.
 
-    Where `peer` lends a node memory of `nbytes`, a call with `into=None` gives the reply's own tensors, to be read
-    until its `release` is called.
+    `borrows(peer, nbytes)`: a call to `peer` with `into=None` returns tensors of `nbytes` in memory that `peer` lends.
+    The caller may read them until it calls the reply's `release`.
     """
 
     name: str
@@ -327,11 +328,11 @@ class Node(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """How many lives this node has had before this one."""
+        """The number of starts of this node before the present one."""
         ...
 
     def compute(self, work: Work) -> Operation[Any]:
-        """Do `work` on this node; its value."""
+        """Do `work` on this node, and return its value."""
         ...
 
     def call(
@@ -344,66 +345,66 @@ class Node(Protocol):
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
-        """Call a service. `fields` are plain JSON values.
+        """Call a method of a service. `fields` are plain JSON values, `timeout` is in seconds.
 
-        The reply's tensors are received into `into`, which must fit exactly, or be longer where `at_most`. Calls from
-        one node to one service arrive in the order in which they were made.
+        The tensors of the reply are received into `into`, whose sizes must be equal to theirs, or with `at_most` at
+        least theirs. Calls from one node to one service arrive in their order.
 
-        Raises `Refused`, `PeerLost`, `CallTimeout` where awaited.
+        Awaiting it raises `Refused`, `PeerLost` or `CallTimeout`.
         """
         ...
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
-        """A message to `peer`, which leaves once `peer` has asked for it; done when `tensor` has left."""
+        """Send `tensor` to `peer` when `peer` calls `recv`. Finishes when `tensor` may be changed again."""
         ...
 
     def recv(self, peer: str, into: torch.Tensor, *, tag: int = 0) -> Operation[torch.Tensor]:
-        """Ask `peer` for its next message under `tag`, of as many elements as `into`.
+        """Receive the next message from `peer` with `tag` into `into`, which has as many elements.
 
-        Messages between two nodes under one tag keep their order. Whether a wait for one who is gone ends at once is
-        the runtime's: on processes `recv` raises `PeerLost`; a service of the node hears of it anyway (`lost`).
+        Messages between two nodes with one tag keep their order. A runtime of processes raises `PeerLost` if `peer` is
+        lost; virtual time may wait on. A service of the node is told of the loss in either case (`lost`).
         """
         ...
 
     def group(self, ranks: Sequence[int]) -> Group: ...
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
-        """Whichever finishes first; None when `timeout` seconds pass before."""
+        """Return the operation that finishes first, or None after `timeout` seconds."""
         ...
 
     def spawn(self, coroutine: Coroutine[Operation[Any], None, T], name: str = "") -> Operation[T]: ...
 
     def sleep(self, seconds: float, *, background: bool = False) -> Operation[None]:
-        """Until `seconds` have passed. In virtual time, no run goes on for the sake of a sleep in the `background`."""
+        """Wait for `seconds`. In virtual time, sleeps in the `background` do not keep a run alive."""
         ...
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the start of the run."""
         ...
 
     def promise(self, label: str) -> Operation[Any]:
-        """An operation that the caller finishes itself: how a handler defers its reply."""
+        """An operation that the caller itself resolves, by which a handler defers its reply."""
         ...
 
     def serve(self, name: str, service: Service) -> Address: ...
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory like `tensor`'s, not written yet; where they can, others read it in place of a message.
+        """Uninitialized memory like `tensor`, which nodes on this machine can read without a message.
 
-        For what services here answer with, and for what is sent with a call: that is then not to be written to until
-        the call was answered, which is later than its end if it ended in `CallTimeout` or was cancelled.
+        Use it for the tensors of replies and calls. The tensors of a call must not be changed before its reply, even if
+        the call ended earlier by `CallTimeout` or was cancelled.
         """
         ...
 
 
 class Work(Protocol):
-    """Something a node computes. `run` gives the value for real; virtual time asks `seconds` of its cluster."""
+    """Work for a node. `run` computes its value; virtual time takes its duration from the cluster's model."""
 
     def run(self) -> Any: ...
 
 
 class CodecWork(NamedTuple):
-    """What a coder does, `calls` times to `numel` values: "encode", "decode", or "combine" messages."""
+    """Work of a coder: `calls` times the `operation` "encode", "decode" or "combine" on `numel` values."""
 
     operation: str
     numel: int
@@ -412,9 +413,9 @@ class CodecWork(NamedTuple):
 
 @dataclass(slots=True)
 class Apply:
-    """Work over `nbytes` bytes of memory on a shard: what virtual time charges `nbytes * gamma` for.
+    """Work on `nbytes` bytes of memory of a shard, which takes `nbytes * gamma` seconds in virtual time.
 
-    Where it is a codec's, `codec_works` say what that does, and virtual time charges what the codec costs instead.
+    Work of a codec has `codec_works` instead, and takes the codec's cost in virtual time.
     """
 
     function: Callable[[], Any]
@@ -426,12 +427,15 @@ class Apply:
 
 
 def taking(*codec_works: CodecWork) -> Apply:
-    """What a coder is about to do, for virtual time to pass. It is then done in place, where its errors belong."""
+    """Work without a function, which lets the time of `codec_works` pass in virtual time.
+
+    The caller then encodes or decodes itself, so that errors are raised in its place.
+    """
     return Apply(nothing, 0, codec_works)
 
 
 class Ghost:
-    """Stands for a tensor of `numel` elements in a timing-only run: has a size, holds nothing."""
+    """A tensor without values for timing-only runs: it has a size, and its arithmetic does nothing."""
 
     __slots__ = ("_itemsize", "_numel", "nbytes")
 

@@ -1,4 +1,4 @@
-"""The description of a parameter, beside its default in the class of a member."""
+"""Description of a member's parameter, next to its default in the class."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def parameter(
 ) -> Any:
     """A dataclass field with a description, which `dure methods NAME` shows.
 
-    `range` is what numbers may be, as comparisons: ">= 0, < 1"; the right side may be another parameter. The class
-    checks it. `symbol` is the paper's, empty where the paper has none. `shown=False` leaves a first parameter that
-    has its default out of the member's text.
+    `range` has the bounds of a number as comparisons, such as ">= 0, < 1"; the right side may be another parameter.
+    The class itself must check it. `symbol` is the paper's symbol, or empty. A member's text shows its first parameter
+    even if it has its default, unless `shown=False`.
 
     >>> from dataclasses import dataclass, fields
     >>> @dataclass(frozen=True, slots=True)

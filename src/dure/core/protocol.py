@@ -1,7 +1,8 @@
-"""Methods of a service: who may call each, and the fields that come with it.
+"""Protocol of a service: the permitted callers of each method, and the types of its fields.
 
-A service declares its `protocol`. A node checks by it every call that came over a connection, before the service sees
-the call: one that is wrong is refused, and changes nothing. A service's own node, and virtual time, check nothing.
+A service declares its `protocol`. A node checks every call from a connection by it before the service handles the call,
+and refuses a wrong call, which then has no effect. Calls from the service's own node and in virtual time are not
+checked.
 
     protocol = {"staged": Method(WORKERS, {"worker": OWN, "seq": COUNT, "group": nullable(COUNT)})}
 """
@@ -19,24 +20,24 @@ if TYPE_CHECKING:
     from dure.core.node import Call
 
 LONGEST_TEXT = 10_000
-"""Characters of a field that is a text."""
+"""Most characters of a text in a field."""
 
 LARGEST = 1 << 53
-"""The largest whole number that every reader of JSON has."""
+"""The largest integer that every JSON parser represents exactly."""
 
 SHOWN = 40
-"""Characters of a wrong value that a refusal shows."""
+"""Most characters of a wrong value in a refusal."""
 
 
 NODES = ("worker", "server")
 WORKERS = ("worker",)
 DRIVER = ("driver",)
 CLOCK = ("server 0",)
-"""The first server hosts the clock, which commands the shards."""
+"""The node of the clock, which commands the shards."""
 
 
 class Field(NamedTuple):
-    """What a field holds, in words and as a test of the value and its caller's name."""
+    """Type of a field: `said` describes it in words, `holds(value, caller)` tests a value. It may be optional."""
 
     said: str
     holds: Callable[[Any, str], bool]
@@ -45,14 +46,17 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """`callers` are names of nodes ("driver"), or their kinds ("worker" is each "worker N"); empty for everybody."""
+    """A method of a service: its permitted callers and the types of its fields.
+
+    `callers` are names of nodes ("driver") or kinds of nodes ("worker" permits each "worker N"); empty permits all.
+    """
 
     callers: tuple[str, ...] = ()
     fields: Mapping[str, Field] = field(default_factory=dict)
 
 
 def check(service: str, method: Method, call: Call) -> None:
-    """Raise `Refused` for a `call` of `method` by somebody who may not, or with other fields than it has."""
+    """Raise `Refused` for a `call` of `method` from a caller that is not permitted, or with wrong fields."""
     caller = call.caller
     if method.callers and not (_is_kind(caller, method.callers) or caller in set(method.callers).difference(NODES)):
         raise Refused(f"{caller} may not call {call.method} of {service}: it is for {' and '.join(method.callers)}.")
@@ -75,21 +79,21 @@ def _is_kind(caller: str, callers: tuple[str, ...]) -> bool:
     return kind in callers and number.isascii() and number.isdecimal()
 
 
-# ---- what fields hold
+# ---- types of fields
 
 
 def maybe(expected: Field) -> Field:
-    """The same, of a field that may be left out."""
+    """The same type, for an optional field."""
     return expected._replace(may_lack=True)
 
 
 def nullable(expected: Field) -> Field:
-    """The same, or null."""
+    """The same type, or null."""
     return Field(f"{expected.said}, or null", lambda value, caller: value is None or expected.holds(value, caller))
 
 
 def listed(expected: Field) -> Field:
-    """A list of such."""
+    """A list of values of a type."""
     return Field(
         f"a list, each {expected.said}",
         lambda value, caller: isinstance(value, list) and all(expected.holds(each, caller) for each in value),
@@ -97,7 +101,7 @@ def listed(expected: Field) -> Field:
 
 
 def row(*expected: Field) -> Field:
-    """A list of as many values, one of each."""
+    """A list with one value of each type, in order."""
     return Field(
         f"a list of {', '.join(each.said for each in expected)}",
         lambda value, caller: (
@@ -109,7 +113,7 @@ def row(*expected: Field) -> Field:
 
 
 def record(**expected: Field) -> Field:
-    """An object with such fields and no others."""
+    """An object with these fields and no others."""
 
     def holds(value: Any, caller: str) -> bool:
         if not isinstance(value, dict) or not value.keys() <= expected.keys():
@@ -122,7 +126,7 @@ def record(**expected: Field) -> Field:
 
 
 def mapping(expected: Field) -> Field:
-    """An object, whose keys are names."""
+    """An object with any keys and values of one type."""
     return Field(
         f"an object, each value {expected.said}",
         lambda value, caller: isinstance(value, dict) and all(expected.holds(each, caller) for each in value.values()),
@@ -135,14 +139,14 @@ def one_of(*texts: str) -> Field:
 
 
 def either(*expected: Field) -> Field:
-    """A value of one of these kinds."""
+    """A value of one of these types."""
     return Field(
         " or ".join(each.said for each in expected), lambda value, caller: any(f.holds(value, caller) for f in expected)
     )
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a float can stand for it: a whole number may have any length."""
+    """Whether a float represents the number: integers of JSON may have any length."""
     return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
 
 

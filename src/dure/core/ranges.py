@@ -1,4 +1,4 @@
-"""Ranges of a flat vector: its parts by start and stop."""
+"""Ranges of a flat vector, by start and stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ranges = list[Range]
 
 
 class FlatSlice(Protocol):
-    """A slice of the flat parameters, as `replica.Layer` is one."""
+    """A slice of a flat vector, such as `job.replica.Layer`."""
 
     @property
     def start(self) -> int: ...
@@ -24,14 +24,14 @@ class FlatSlice(Protocol):
 
 
 class ShapedSlice(FlatSlice, Protocol):
-    """A slice that is a tensor of some shape."""
+    """A slice of a flat vector that holds a tensor of `shape`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 def equal_ranges(numel: int, parts: int) -> Ranges:
-    """`parts` contiguous ranges that cover `numel` elements; sizes differ by at most one, the larger ones first.
+    """Divide `numel` elements into `parts` contiguous ranges whose sizes differ by at most one, the larger first.
 
     >>> equal_ranges(10, 3)
     [(0, 4), (4, 7), (7, 10)]
@@ -42,19 +42,19 @@ def equal_ranges(numel: int, parts: int) -> Ranges:
 
 
 def size(ranges: Ranges) -> int:
-    """Elements in `ranges`."""
+    """The number of elements in `ranges`."""
     return sum(stop - start for start, stop in ranges)
 
 
 def pieces(flat: torch.Tensor, ranges: Ranges) -> list[torch.Tensor]:
-    """Views of `ranges` of a flat tensor; itself where that is all of it."""
+    """Views of `ranges` of a flat tensor, or the tensor itself for one range that covers it."""
     if len(ranges) == 1 and ranges[0] == (0, flat.numel()):
         return [flat]
     return [flat[start:stop] for start, stop in ranges]
 
 
 def gather(flat: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """A copy of `ranges` of a flat tensor, one after another: what a shard holds."""
+    """Copy `ranges` of a flat tensor into one vector, one after another, as a shard holds them."""
     import torch
 
     return torch.cat([flat[:0], *pieces(flat, ranges)])

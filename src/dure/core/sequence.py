@@ -1,4 +1,4 @@
-"""Which updates have been seen: what makes a repeated message harmless."""
+"""Sequence numbers of updates, by which a repeated message has no second effect."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from dure.errors import Evicted, Refused
 
 AHEAD = 1000
-"""How many sequence numbers a worker may skip: what is further ahead is no lost message but nonsense."""
+"""Most sequence numbers that a worker may skip. More cannot be explained by lost messages."""
 
 
 class SequenceTracker:
-    """Which updates of each worker have been seen: exact, in a few numbers per worker.
+    """Tracks the updates that have been seen of each worker, exactly, in a few numbers per worker.
 
-    A worker numbers its updates 1, 2, 3, ... in each incarnation. Messages may be repeated, lost and sent again
-    later; what is missing below the highest number is kept as a hole. After a restart, what is missing before the
-    first new update of a worker will never come: it was acknowledged, and is lost.
+    A worker numbers its updates 1, 2, 3, ... in each incarnation. Messages may be repeated, lost, or sent again later;
+    numbers that are missing below the highest are kept as holes. After a restart, updates that are missing before the
+    first new update of a worker never arrive: they were acknowledged before the restart and are lost.
     """
 
-    __slots__ = ("_heard", "_holes", "_incarnation", "_last")
+    __slots__ = ("_holes", "_incarnation", "_last", "_resumed")
 
     def __init__(self) -> None:
-        self._heard: set[int] | None = None
+        self._resumed: set[int] | None = None
         self._incarnation: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._holes: dict[int, set[int]] = {}
 
     def first_time(self, worker: int, incarnation: int, seq: int) -> bool:
-        """Whether this update has not been seen before; now it has. Raises `Evicted` for one of a past life."""
+        """Record an update. Returns whether it is new. Raises `Evicted` for an earlier incarnation."""
         self.check(worker, incarnation)
         last = self._last.get(worker, 0)
-        if self._heard is not None and worker not in self._heard and seq > last:
-            self._heard.add(worker)
+        if self._resumed is not None and worker not in self._resumed and seq > last:
+            self._resumed.add(worker)
             last = seq - 1
         if seq == last + 1:
             self._last[worker] = seq
@@ -50,7 +50,7 @@ class SequenceTracker:
         return True
 
     def check(self, worker: int, incarnation: int) -> None:
-        """Refuse an incarnation older than the newest known; meet a newer one."""
+        """Raise `Evicted` for an incarnation older than the newest known one; record a newer one."""
         known = self._incarnation.get(worker)
         if known == incarnation:
             return
@@ -59,14 +59,14 @@ class SequenceTracker:
         self.fence(worker, incarnation)
 
     def fence(self, worker: int, incarnation: int) -> None:
-        """From now on only `incarnation` and later ones count."""
+        """Accept only `incarnation` and later ones from now on."""
         if incarnation > self._incarnation.get(worker, -1):
             self._incarnation[worker] = incarnation
             self._last.pop(worker, None)
             self._holes.pop(worker, None)
 
     def last(self) -> dict[int, int]:
-        """The highest number seen of each worker."""
+        """The highest sequence number of each worker."""
         return dict(self._last)
 
     def state(self) -> list[list[Any]]:
@@ -74,7 +74,7 @@ class SequenceTracker:
         return [[w, self._incarnation[w], self._last.get(w, 0), sorted(self._holes.get(w, ()))] for w in workers]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        self._heard = set()
+        self._resumed = set()
         self._incarnation = {int(worker): int(incarnation) for worker, incarnation, _, _ in state}
         self._last = {int(worker): int(last) for worker, _, last, _ in state}
         self._holes = {int(worker): set(holes) for worker, _, _, holes in state if holes}

@@ -1,6 +1,6 @@
-"""The text form of things with parameters: `NAME:KEY=VALUE,KEY=VALUE`, typed by a dataclass.
+"""The text form of members with parameters, `NAME:KEY=VALUE,KEY=VALUE`, typed by the member's dataclass.
 
-A method, a topology and an optimizer are all written so. Whatever is wrong is a `StrategyError`.
+Methods, topologies, codecs, optimizers, splits and schedules have this form. A wrong text raises `StrategyError`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ REQUIRED: Any = MISSING
 
 
 class MemberSpec(NamedTuple):
-    """A name with its parameters, all still text."""
+    """A parsed member: its name and its parameters, whose values are still text."""
 
     name: str
     given: Mapping[str, str]
 
 
 class Parameter(NamedTuple):
-    """A parameter of a member. `default` is `REQUIRED` where there is none.
+    """A parameter of a member. `default` is `REQUIRED` for a parameter without default.
 
-    `shown`: where it is the first of a member, the member's text has it even if it is the default. The last four are
-    its description (`core.parameter`), empty where the class has none.
+    `shown`, `meaning`, `range`, `unit` and `symbol` are its description (`core.parameter`), empty where the class has
+    none.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 def parse_members(text: str) -> tuple[MemberSpec, ...]:
-    """The method in `text` and the wrappers joined to it by `+`, parameters as text. Raises `StrategyError`.
+    """Parse a member and the wrappers joined to it by `+`. Raises `StrategyError`.
 
     >>> parse_members("downpour:n_push=2+dc-asgd:lambda=0.04")
     (MemberSpec(name='downpour', given={'n_push': '2'}), MemberSpec(name='dc-asgd', given={'lambda': '0.04'}))
@@ -57,7 +57,7 @@ def parse_members(text: str) -> tuple[MemberSpec, ...]:
 
 
 def _parse_member(text: str) -> MemberSpec:
-    file, _, after = text.rpartition(".py:")  # a user's own member goes by FILE.py:NAME
+    file, _, after = text.rpartition(".py:")  # a member in a user's file is FILE.py:NAME
     head, colon, rest = after.partition(":")
     name = f"{file}.py:{head}" if file else head
     given: dict[str, str] = {}
@@ -73,25 +73,26 @@ def _parse_member(text: str) -> MemberSpec:
     return MemberSpec(name.strip(), given)
 
 
-def typed(call: MemberSpec, kind: type) -> dict[str, Any]:
-    """The parameters of `call` as values of the fields of the dataclass `kind`. Raises `StrategyError`."""
+def typed(member: MemberSpec, kind: type) -> dict[str, Any]:
+    """Convert the parameters of `member` to values of the fields of the dataclass `kind`. Raises `StrategyError`."""
     known = {parameter.name: parameter for parameter in parameters(kind)}
     values: dict[str, Any] = {}
-    for key, text in call.given.items():
+    for key, text in member.given.items():
         if key not in known:
             shown = f"its parameters are {names(map(str, known.values()))}" if known else "it has none"
-            raise StrategyError(f'{call.name} has no parameter "{key}"; {shown}.{nearest(key, known)}')
+            raise StrategyError(f'{member.name} has no parameter "{key}"; {shown}.{nearest(key, known)}')
         try:
             values[known[key].field] = parse_value(text, known[key].annotation)
         except ValueError as error:
-            raise StrategyError(f'{call.name}: {key} must be {error}, got "{text}".') from error
+            raise StrategyError(f'{member.name}: {key} must be {error}, got "{text}".') from error
     return values
 
 
 def parameters(kind: type) -> tuple[Parameter, ...]:
-    """The fields of the dataclass `kind`. A field named like a Python keyword ends in `_`; its text does not.
+    """The parameters of a member: the fields of the dataclass `kind`.
 
-    What a wrapper wraps is marked as `joined` in its field's metadata, and is no parameter.
+    A field that is named like a Python keyword ends in `_`, the name of its parameter does not. The field of a wrapper
+    for the wrapped member has `joined` in its metadata and is no parameter.
     """
     hints = get_type_hints(kind)
     own = [each for each in fields(kind) if each.init and "joined" not in each.metadata]
@@ -109,7 +110,7 @@ def parameters(kind: type) -> tuple[Parameter, ...]:
 
 
 def parse_value(text: str, annotation: Any) -> Any:
-    """`text` as a value of the annotated type; the `ValueError` says what was expected.
+    """Parse `text` as a value of the annotated type. Raises `ValueError` with the expected type in words.
 
     >>> parse_value("inf", float), parse_value("true", bool), parse_value("none", int | None)
     (inf, True, None)
@@ -151,7 +152,7 @@ def _choose(text: str, choices: Mapping[str, Any]) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """A parameter's value as text; `parse_value` reads it back.
+    """Write a parameter's value as text, which `parse_value` reads.
 
     >>> value_text(3.0), value_text(True), value_text(0.1)
     ('3', 'true', '0.1')
@@ -164,7 +165,7 @@ def value_text(value: Any) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """An annotated type in words for a table.
+    """Write an annotated type for a table.
 
     >>> type_text(Literal["memory", "layer"]), type_text(float)
     ('memory|layer', 'float')
@@ -176,11 +177,11 @@ def type_text(annotation: Any) -> str:
 
 
 def names(words: Iterable[str]) -> str:
-    """Words in a row."""
+    """Join words by commas."""
     return ", ".join(words)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question to end an error with, when `known` has something like `name`; else nothing."""
+    """A question for the end of an error if `known` has a name similar to `name`; else an empty text."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""

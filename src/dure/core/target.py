@@ -1,4 +1,4 @@
-"""A value that a model is to reach, whose time is compared."""
+"""The target of a comparison: a test accuracy or a loss, and the time to reach it is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dure.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A value that a model is to reach: a test accuracy of at least `value`, a fraction; or a loss of at most `value`.
+    """A target: a test accuracy of at least `value` (a fraction), or a loss of at most `value`.
 
     >>> str(Target(0.95)), str(Target(0.3, "loss"))
     ('95 % test accuracy', 'loss 0.3')
@@ -34,5 +34,5 @@ class Target:
 
     @property
     def short(self) -> str:
-        """As the head of a column: "95 %" or "loss 0.3"."""
+        """The text for the head of a column: "95 %" or "loss 0.3"."""
         return f"{100 * self.value:g} %" if self.measure == "accuracy" else f"loss {self.value:g}"

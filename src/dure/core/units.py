@@ -1,6 +1,7 @@
-"""Quantities as people write them: "20 ms", "10 Gbit/s", "0.1 ns/B", "20 GFLOP/s". Read here, written here.
+"""Reading and writing of quantities with units: "20 ms", "10 Gbit/s", "0.1 ns/B", "20 GFLOP/s".
 
-A bare number is in the base unit: seconds, bytes per second, seconds per byte, operations per second.
+A number without unit is in the base unit: seconds, bytes per second, seconds per byte, operations per second. Readers
+raise `ValueError`. A writer's text reads back as exactly the same number.
 
 >>> seconds("20 ms"), rate("10 Gbit/s"), per_byte("0.5 ns/B"), flops("20 GFLOP/s")
 (0.02, 1250000000.0, 5e-10, 20000000000.0)
@@ -31,7 +32,7 @@ _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\
 
 
 def _read(given: object, units: Mapping[str, str], what: str, example: str) -> float:
-    """`given` in the base unit: finite and not negative."""
+    """Read `given`, a number or a text, in the base unit. It must be finite and not negative."""
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         value = float(given)
     else:
@@ -48,7 +49,7 @@ def _read(given: object, units: Mapping[str, str], what: str, example: str) -> f
 
 
 def above_zero(given: object) -> object:
-    """`given`, unless it is a number, or the text of one, that is zero."""
+    """Return `given`. Raises `ValueError` for zero, as a number or as a text."""
     match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
     if given == 0 or (match is not None and float(match[1]) == 0):
         raise ValueError(f"{given!r} must be above zero")
@@ -56,32 +57,32 @@ def above_zero(given: object) -> object:
 
 
 def seconds(given: object) -> float:
-    """A time in seconds, not negative. Raises ValueError, as all readers here do."""
+    """Read a time in seconds, at least 0."""
     return _read(given, _SECONDS, "a time", "20 ms")
 
 
 def rate(given: object) -> float:
-    """A bandwidth in bytes per second, above zero."""
+    """Read a bandwidth in bytes per second, above 0."""
     return _read(above_zero(given), _RATES, "a bandwidth", "10 Gbit/s")
 
 
 def per_byte(given: object) -> float:
-    """A cost in seconds per byte, not negative."""
+    """Read a cost in seconds per byte, at least 0."""
     return _read(given, _PER_BYTE, "a cost per byte", "0.1 ns/B")
 
 
 def flops(given: object) -> float:
-    """A speed in floating-point operations per second, above zero."""
+    """Read a speed in floating-point operations per second, above 0."""
     return _read(above_zero(given), _FLOPS, "a speed", "20 GFLOP/s")
 
 
 def _times(number: str, unit: str) -> float:
-    """Their product, rounded once: "100 us" and "0.1 ms" are the same float."""
+    """The product, rounded once, so that "100 us" and "0.1 ms" are the same float."""
     return float(Decimal(number) * Decimal(unit))
 
 
 def _write(value: float, units: Mapping[str, str], *names: str) -> str:
-    """`value` in the first of `names` in which it is at least 1, if that is exact, or else in the last."""
+    """Write `value` in the first unit of `names` in which it is at least 1 and exact; else in the last one."""
     for name in names:
         text = f"{value / float(units[name]):.12g}"
         if float(text) >= 1 and "e" not in text and _times(text, units[name]) == value:
@@ -90,27 +91,27 @@ def _write(value: float, units: Mapping[str, str], *names: str) -> str:
 
 
 def as_seconds(value: float) -> str:
-    """`value` seconds as text that reads back as exactly the same, as from all writers here."""
+    """Write a time in seconds."""
     return _write(value, _SECONDS, "s", "ms", "us", "ns", "s")
 
 
 def as_rate(value: float) -> str:
-    """`value` bytes per second of a link, in bits."""
+    """Write the bandwidth of a link, given in bytes per second, in bits per second."""
     return _write(value, _RATES, "Gbit/s", "Mbit/s", "kbit/s", "B/s")
 
 
 def as_memory_rate(value: float) -> str:
-    """`value` bytes per second of memory, in bytes."""
+    """Write the bandwidth of memory in bytes per second."""
     return _write(value, _RATES, "GB/s", "MB/s", "B/s")
 
 
 def as_per_byte(value: float) -> str:
-    """`value` seconds per byte."""
+    """Write a cost in seconds per byte."""
     return _write(value, _PER_BYTE, "us/B", "ns/B", "ps/B", "s/B")
 
 
 def as_flops(value: float) -> str:
-    """`value` operations per second."""
+    """Write a speed in floating-point operations per second."""
     return _write(value, _FLOPS, "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s")
 
 

@@ -1,7 +1,7 @@
-"""A user's own Python files: what they define goes by `FILE.py:NAME`, wherever a built-in name would stand.
+"""Python files of users, whose classes and functions are named `FILE.py:NAME` in place of a built-in name.
 
-An error of a user's code is told in one sentence that names its place (`explain_user_errors`), without a traceback of
-this library.
+`explain_user_errors` turns an exception of a user's code into one sentence with its file and line, without a traceback
+of this library.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import ModuleType
 from dure.errors import DureError, UsageError
 
 _FILES: dict[str, str] = {}
-"""Of the modules that came from files: what the file was called."""
+"""The file, as the user wrote it, of each module that was loaded from a file."""
 
-_OURS = Path(__file__).parent
+_OURS = Path(__file__).parents[1]  # the package
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
 LONGEST = 500
-"""Characters of an exception's text that are shown."""
+"""Most characters of an exception's text in an error."""
 
 
 def split(text: str) -> tuple[str, str] | None:
-    """The file and the name in it, if `text` is of the form FILE.py:NAME.
+    """The file and the name of a text of the form FILE.py:NAME; None for any other text.
 
     >>> split("lab/post_local.py:PostLocal"), split("ssp")
     (('lab/post_local.py', 'PostLocal'), None)
@@ -41,9 +41,9 @@ def split(text: str) -> tuple[str, str] | None:
 
 
 def run(file: str) -> ModuleType:
-    """The module that `file` is, run anew; modules beside it can be imported, as when it is run as a script.
+    """Run `file` and return it as a module. It can import modules of its folder, as a script can.
 
-    Raises `UsageError` where there is no such file, or where it raises.
+    Raises `UsageError` if the file does not exist or raises.
     """
     path = Path(file)
     if not path.is_file():
@@ -59,14 +59,14 @@ def run(file: str) -> ModuleType:
         with imports_beside(path), explain_user_errors(f"{file} cannot be loaded:"):
             spec.loader.exec_module(module)
     except DureError:
-        del sys.modules[name], _FILES[name]  # half of a module is none
+        del sys.modules[name], _FILES[name]  # a module that failed halfway must not be found again
         raise
     return module
 
 
 @contextmanager
 def imports_beside(path: Path) -> Iterator[None]:
-    """While open, modules in the folder of `path` can be imported."""
+    """Within the context, modules in the folder of `path` can be imported."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -77,7 +77,7 @@ def imports_beside(path: Path) -> Iterator[None]:
 
 
 def kind(file: str, name: str) -> type:
-    """The class `name` in `file`, the same one each time. Raises `UsageError`."""
+    """The class `name` in `file`, which is run once. Raises `UsageError`."""
     module = sys.modules.get(f"dure_file_{Path(file).stem}")
     if module is None or _FILES[module.__name__] != file:
         module = run(file)
@@ -88,19 +88,20 @@ def kind(file: str, name: str) -> type:
 
 
 def text_of(kind: type) -> str | None:
-    """What a class from a file goes by; None for any other."""
+    """The text FILE.py:NAME of a class from a user's file; None for any other class."""
     file = _FILES.get(kind.__module__)
     return None if file is None else f"{file}:{kind.__qualname__}"
 
 
-# ---- what a user's own code raises
+# ---- exceptions of users' code
 
 
 @contextmanager
 def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: bool = False) -> Iterator[None]:
-    """While open, an exception of the user's code becomes one of `kind`: `what`, then its type, text and place.
+    """Within the context, turn exceptions into `kind`: its message has `what`, then the type, text and place.
 
-    `only` lets pass what was not raised in a file of the user's, or in what such a file called.
+    Exceptions of dure pass. With `only`, an exception passes unless a user's file raised it or called the library that
+    did.
     """
     try:
         yield
@@ -117,7 +118,7 @@ def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: 
 
 
 def _place(error: Exception) -> tuple[Path, int] | None:
-    """The user's file and line that raised, or called the library which did; None if it was not theirs."""
+    """The user's file and line that raised, or that called the library which raised; None if dure did."""
     if isinstance(error, SyntaxError) and error.filename is not None and error.lineno is not None:
         return Path(error.filename), error.lineno
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -130,5 +131,5 @@ def _place(error: Exception) -> tuple[Path, int] | None:
 
 
 def _near(path: Path) -> Path:
-    """`path` from where the user is, where it is below that."""
+    """`path` relative to the current folder if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

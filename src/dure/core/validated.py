@@ -1,4 +1,4 @@
-"""Parts of a description that a person writes: pydantic models whose errors are one sentence."""
+"""Validated descriptions, such as cluster files: pydantic models whose errors are one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.errors import ClusterError
 
 
 class FieldError(ClusterError):
-    """An error that knows the place of what is wrong, so that whatever holds it can name the whole path."""
+    """An error with the path of the wrong field, which the enclosing model extends."""
 
     def __init__(self, place: tuple[str | int, ...], problem: str) -> None:
         self.place = place
@@ -22,7 +22,7 @@ class FieldError(ClusterError):
 
 
 class Validated(BaseModel):
-    """Base of the parts: frozen, no unknown keys, and any error a `ClusterError` of one sentence."""
+    """A frozen pydantic model that refuses unknown keys, and whose errors are a `ClusterError` of one sentence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -36,7 +36,8 @@ class Validated(BaseModel):
 def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     inner = context.get("error")
-    # Parts name their own places, so all that follows a field's name here is an index or a union's tag.
+    # Nested models raise a FieldError with a place of their own. So after the field's name, `loc` has only indices,
+    # which belong to the place, and tags of unions, which do not.
     place = tuple(step for i, step in enumerate(detail["loc"]) if i == 0 or isinstance(step, int))
     if isinstance(inner, FieldError):
         return FieldError(place + inner.place, inner.problem)
@@ -54,7 +55,7 @@ def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:
 
 
 def _must(kind: str, context: dict[str, Any]) -> str | None:
-    """What a value must be, in our words."""
+    """The condition that a value violates, in our words; None for an unknown kind of error."""
     bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
     for name, words in bounds.items():
         if kind == name:

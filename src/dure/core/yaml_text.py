@@ -1,4 +1,4 @@
-"""YAML in which a key that is there twice is an error, as the standard has it; PyYAML silently takes the last."""
+"""A YAML reader that refuses repeated keys, as the standard demands. PyYAML silently takes the last one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class _Once(yaml.SafeLoader):
-    """Safe, and of every mapping each key once."""
+    """A safe loader that refuses repeated keys of a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -21,7 +21,7 @@ class _Once(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The value that `text` describes. Raises `yaml.YAMLError` where it is none, also for a key that is there twice."""
+    """Parse `text`. Raises `yaml.YAMLError` for text that is no YAML or repeats a key."""
     loader = _Once(text)
     try:
         return loader.get_single_data()
