@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dure.cli.methods import described, values
+from dure.cli.methods import members, values
 from dure.run.strategy import AXES, JOINS
 
 HERE = Path(__file__).parent
 
 HEAD = """# Every member and its parameters
 
-Made by `python docs/reference.py` from the classes; `dure methods NAME` shows the same. A member is chosen by its
-name (`--sync bmuf:period=20`) or as an object (`sync=dure.BMUF(period=20)`; `lambda` is `lambda_` there). A
-parameter without a unit is a pure number, or no number. A symbol is the paper's, empty where the paper has none.
+`python docs/reference.py` writes this page from the classes. `dure methods NAME` prints the same. Choose a member by
+its name (`--sync bmuf:period=20`) or as an object (`sync=dure.BMUF(period=20)`; there, `lambda` is `lambda_`). A
+parameter without a unit is a pure number, or not a number. A symbol is that of the paper, if the paper has one.
 """
 
 COLUMNS = ("parameter", "default", "values", "unit", "symbol", "meaning")
@@ -22,7 +22,7 @@ COLUMNS = ("parameter", "default", "values", "unit", "symbol", "meaning")
 
 def page() -> str:
     """The whole page."""
-    rows = described()
+    rows = members()
     parts = [HEAD]
     for axis, question in {**AXES, **{join: f"joins a {what} by +" for join, what in JOINS.items()}}.items():
         parts.append(f"## {axis}: {question}\n")

@@ -15,7 +15,7 @@ from support.runs import virtual
 from support.stale import Bench
 
 import dure
-from dure.cli.methods import described
+from dure.cli.methods import members
 from dure.core.catalogue import combines, load
 from dure.errors import StrategyError
 from dure.job.optimizer import OptimizerSpec
@@ -107,8 +107,8 @@ def test_a_remedy_lists_exactly_the_methods_that_it_joins(remedy: str) -> None:
 
 
 def test_remedies_are_listed_beside_the_axes() -> None:
-    assert {row["name"] for row in described() if row["axis"] == REMEDY} == set(catalogue(REMEDY))
-    (row,) = described("dc-asgd")
+    assert {row["name"] for row in members() if row["axis"] == REMEDY} == set(catalogue(REMEDY))
+    (row,) = members("dc-asgd")
     first = row["parameters"][0]
     assert (first["name"], first["type"], first["default"]) == ("lambda", "float", "0.04")
     assert make("downpour+staleness-lr").remedies == (StalenessLR(),)
