@@ -1,21 +1,23 @@
-"""Gradients at flat parameters, one at a time or many at once.
+"""The gradient engine: computes gradients at flat parameters, one at a time or many at once.
 
-A simulation of K workers needs K gradients of one model at K places, and the gradient of a small model costs more in
-calls than in arithmetic. Which gradients are computed together follows from shapes and from how many are pending,
-never from a measured time, so that a run's bits do not depend on how busy the machine was:
+A simulation of K workers needs K gradients of one model at K points, and the gradient of a small model costs more in
+calls than in arithmetic. So the engine stacks gradients. Its choice follows from shapes and from the number of pending
+gradients, never from a measured time, so that the bits of a run do not depend on the load of the machine:
 
     | model                                            | computed                                              |
     |--------------------------------------------------|-------------------------------------------------------|
-    | dense layers and element-wise activations in a   | stacked, whatever number is pending (`stacked.py`)    |
-    | plain `Sequential`                               |                                                       |
-    | what else `torch.func.vmap` takes                | stacked where at least LEAST_PENDING are pending      |
+    | dense layers and element-wise activations in a   | stacked, for any number of pending gradients          |
+    | plain `Sequential`                               | (`dense_gradients.py`)                                |
+    | other models that `torch.func.vmap` supports     | stacked, if at least LEAST_PENDING are pending        |
+    |                                                  | (`batched_gradients.py`)                              |
     | convolutions, buffers (batch norm), dropout and  | one at a time                                         |
     | other randomness, sparse gradients, and models   |                                                       |
     | of which LEAST_PENDING do not fit in MOST_BYTES  |                                                       |
 
-Only gradients of equal shapes are stacked. Before the first of a shape is, a check computes the same works in several
-compositions: if one bit depends on the company, or a result differs from the one computed alone, that shape is
-computed one at a time. `GradientEngine.rule` says what was decided, for the run's record.
+Only gradients of equal shapes are stacked. Before the first stack of a shape, a check computes the same works in
+several stacks (`batch_check.py`). If a bit depends on the other works of a stack, or a result differs from the one
+computed alone, the engine computes this shape one at a time. `GradientEngine.rule` reports the choices for the run's
+record.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dure.errors import UsageError
-from dure.job.batched_gradients import Dense, Stacked, Vmapped, find_fault
+from dure.job.batch_check import find_fault
+from dure.job.batched_gradients import Stacked, Vmapped
 from dure.job.data.structure import Batch, called, described, tensors
+from dure.job.dense_gradients import Dense
 from dure.job.gradient import Gradient, GradientWork, ServerGradient
 from dure.job.replica import Replica
 
 LEAST_PENDING = 16
-"""Fewer pending gradients than this are not given to vmap, and a model must fit so often in MOST_BYTES."""
+"""Least number of pending gradients for vmap. As many stacked models must fit in MOST_BYTES."""
 
 MOST_BYTES = 25_000_000
-"""The largest stacked tensor; beyond it, memory traffic eats what fewer calls gain."""
+"""Size of the largest stacked tensor. Beyond it, memory traffic costs more than fewer calls save."""
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -58,7 +62,7 @@ class _Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """How works of one shape are computed: by `stacked`, `most` at a time, or alone because of `why`."""
+    """The way to compute works of one shape: by `stacked`, `most` at a time, or alone for the reason `why`."""
 
     stacked: Stacked | None
     most: int
@@ -66,11 +70,11 @@ class _Decision:
 
 
 class GradientEngine:
-    """Computes gradients of `job.loss` at any flat parameters, with one module that it keeps to itself.
+    """Computes gradients of `job.loss` at any flat parameters, with a module of its own.
 
-    `sparse` gives the gradient of a model with sparse gradients (`nn.Embedding(sparse=True)`) as a flat sparse tensor,
-    coalesced, for receivers who write only what it names.
-    `exact=True` computes one at a time on one thread. No call disturbs PyTorch's global random state.
+    `exact=True` computes one at a time on one thread. With `sparse`, a model with sparse gradients
+    (`nn.Embedding(sparse=True)`) gives a flat sparse tensor, coalesced, so that receivers write only its entries. No
+    call changes PyTorch's global random state.
     """
 
     def __init__(self, job: _Job, *, exact: bool = False) -> None:
@@ -82,14 +86,14 @@ class GradientEngine:
         self._home = self.replica.params
         self._in_place: dict[int, Tensor] = {}
         self._parameters = self.replica.parameters
-        self._may_surprise = _may_surprise(self.replica)
-        self._may_draw = self._may_surprise or getattr(job.loss, "__module__", "") != functional.__name__
+        self._is_irregular = _is_irregular(self.replica)
+        self._may_draw = self._is_irregular or getattr(job.loss, "__module__", "") != functional.__name__
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
         self._shapes: dict[Any, str] = {}
         self.tables: Sequence[int] = ()
         self.whole: Sequence[int] = ()
-        self.ring: Sequence[int] = range(len(self._parameters))
+        self._own: Sequence[int] = range(len(self._parameters))
 
     def split_off(self, tables: Sequence[int], whole: Sequence[int]) -> None:
         """Put the gradient of the parameters that servers hold into `Gradient.for_servers` from now on.
@@ -97,21 +101,21 @@ class GradientEngine:
         `tables` are the indices of the parameters held by rows, `whole` of the others. Turns stacking off.
         """
         self.tables, self.whole = tables, whole
-        self.ring = [index for index in range(len(self._parameters)) if index not in {*tables, *whole}]
+        self._own = [index for index in range(len(self._parameters)) if index not in {*tables, *whole}]
         self._alone = self._alone or "servers hold a part of it"
 
     def initial_values(self, seed: int) -> Tensor:
-        """The flat parameters of a model that is freshly made under `seed`."""
+        """The flat parameters of a new model made under `seed`."""
         return Replica(self._build(seed)).params
 
     def read_in_place(self, *vectors: Tensor) -> None:
-        """Compute gradients at these flat vectors where they lie, without a copy: others may write there meanwhile."""
+        """Read these flat parameters in place from now on, without a copy, even if other threads or processes write."""
         self._in_place = {vector.data_ptr(): vector for vector in vectors}
 
     def evaluate(self, works: Sequence[GradientWork]) -> list[Gradient]:
-        """The gradient of each work, in order.
+        """Compute the gradient of each work, in order.
 
-        A loss that is not finite is passed on as it is. Raises `UsageError` where the loss is no single number.
+        A loss may be NaN or infinity. Raises `UsageError` for a loss that is no single number.
         """
         results: dict[int, Gradient] = {}
         for decision, indices in self._groups(works):
@@ -127,22 +131,22 @@ class GradientEngine:
         return [results[index] for index in range(len(works))]
 
     def one(self, work: GradientWork) -> Gradient:
-        """The gradient of `work`, as `evaluate` gives it."""
+        """Compute the gradient of one work, as `evaluate`."""
         return self._evaluate_alone(work) if self._alone else self.evaluate([work])[0]
 
     def batches(self, works: Sequence[GradientWork]) -> bool:
-        """Whether, by the rule, some of these would be computed together."""
+        """Whether `evaluate` would stack some of these works."""
         return any(decision.stacked is not None for decision, _ in self._groups(works))
 
     def backward(self, work: GradientWork, share: float) -> Gradient:
-        """The gradient times `share`, added to `replica.grads`, so that hooks on parameters see it come.
+        """Add `share` times the gradient to `replica.grads` by a backward pass, which runs the hooks of parameters.
 
         `values` of the result is `replica.grads` itself.
         """
         replica = self.replica
         for index in self.tables:
-            self._parameters[index].grad = None  # else what is sparse is added to what is not
-        with self._solo(work):
+            self._parameters[index].grad = None  # else autograd adds a sparse gradient to a dense one
+        with self._isolated(work):
             loss = self._loss(work)
             torch.autograd.backward(loss * share)  # backward(share) would import all of sympy
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
@@ -151,7 +155,7 @@ class GradientEngine:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """What decides which gradients are computed together, as plain values for the run's record."""
+        """The rule of stacking and its choices so far, as plain values for the run's record."""
         return {
             "exact": self.exact,
             "threads": 1 if self.exact else torch.get_num_threads(),
@@ -166,10 +170,10 @@ class GradientEngine:
             },
         }
 
-    # ---- deciding
+    # ---- the choice of stacking
 
     def _groups(self, works: Sequence[GradientWork]) -> Iterator[tuple[_Decision, list[int]]]:
-        """Works that are treated alike: the decision, and their places in `works`."""
+        """Groups of works with one decision: the decision, and the indices of the works."""
         groups: dict[Any, list[int]] = {}
         for index, work in enumerate(works):
             groups.setdefault(None if self._alone else _signature(work), []).append(index)
@@ -188,7 +192,7 @@ class GradientEngine:
         return self._decisions[signature]
 
     def _try(self, work: GradientWork) -> _Decision:
-        """The first way of stacking that gives the same bits in any company."""
+        """The first way of stacking whose bits do not depend on the other works of a stack."""
         assert work.inputs is not None
         assert work.targets is not None
         largest = max(each.nbytes for each in (work.values, *tensors(work.inputs), *tensors(work.targets)))
@@ -204,7 +208,7 @@ class GradientEngine:
         return _Decision(None, 1, "; ".join(faults))
 
     def _ways(self, work: GradientWork) -> Iterator[Stacked]:
-        for fewest in (1, 2):  # where a single row takes another kernel, it is given company
+        for fewest in (1, 2):  # a single row may run another kernel; then the second way pads it to two
             dense = Dense.of(self.replica, self.job.loss, work, fewest)
             if dense is not None:
                 yield dense
@@ -214,15 +218,15 @@ class GradientEngine:
 
     def _evaluate_alone(self, work: GradientWork) -> Gradient:
         replica, parameters = self.replica, self._parameters
-        with self._solo(work):
+        with self._isolated(work):
             loss = self._loss(work)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=self._may_surprise)
-        if not (self.tables or self.whole or self._may_surprise):
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=self._is_irregular)
+        if not (self.tables or self.whole or self._is_irregular):
             values = torch.cat([gradient.reshape(-1) for gradient in gradients])
         elif self.sparse and not (self.tables or self.whole) and any(g is not None and g.is_sparse for g in gradients):
             values = _flat_sparse(gradients, replica)
         else:
-            values = self._flat_of(gradients, self.ring)
+            values = self._flat_of(gradients, self._own)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         return Gradient(values, loss.item(), _samples(work), buffers, self._server_gradient(gradients))
 
@@ -237,14 +241,14 @@ class GradientEngine:
         parts = [_flat(gradients[index], self._parameters[index]) for index in indices]
         return torch.cat(parts) if parts else self.replica.params.new_empty(0)
 
-    def _solo(self, work: GradientWork) -> _Solo:
-        return _Solo(self.exact, _mix(work) if self._may_draw else None, self.replica.device)
+    def _isolated(self, work: GradientWork) -> _Isolated:
+        return _Isolated(self.exact, _seed_of(work) if self._may_draw else None, self.replica.device)
 
     def _loss(self, work: GradientWork) -> Tensor:
-        """The forward pass of `work`, with its parameters and its buffers: a tensor of no dimensions."""
+        """Run the forward pass of `work` with its parameters and buffers. Returns a scalar tensor."""
         assert work.inputs is not None
         replica = self.replica
-        self._stand_on(work.values)
+        self._use(work.values)
         if self._fresh_buffers.numel():
             replica.load_buffers(self._fresh_buffers if work.buffers is None else work.buffers)
         loss: Tensor = self.job.loss(called(replica.module, work.inputs), work.targets)
@@ -255,8 +259,8 @@ class GradientEngine:
             )
         return loss.reshape(()) if loss.dim() else loss
 
-    def _stand_on(self, values: Tensor) -> None:
-        """Have the module's parameters be `values`: by copying, but for those that are read in place."""
+    def _use(self, values: Tensor) -> None:
+        """Set the module's parameters to `values`: in place if `read_in_place` has named them, else by a copy."""
         replica = self.replica
         place = values.data_ptr()
         if place == replica.params.data_ptr():
@@ -269,12 +273,12 @@ class GradientEngine:
         replica.load(values)
 
     def _build(self, seed: int) -> nn.Module:
-        with _Solo(False, seed, torch.device("cpu")):
+        with _Isolated(False, seed, torch.device("cpu")):
             return self.job.model()
 
 
 def _why_alone(replica: Replica) -> str:
-    """Why this model's gradients are never stacked; empty if they may be."""
+    """The reason never to stack this model's gradients; empty if there is none."""
     modules = list(replica.module.modules())
     if replica.is_stochastic:
         return "the model draws random numbers"
@@ -305,7 +309,7 @@ def _samples(work: GradientWork) -> int:
 
 
 def _signature(work: GradientWork) -> tuple[Any, ...]:
-    """Structure, shapes and dtypes of a work's inputs and targets."""
+    """The structure, shapes and dtypes of the inputs and targets of a work."""
     assert work.inputs is not None
     assert work.targets is not None
     return _shape(work.inputs), _shape(work.targets)
@@ -319,21 +323,21 @@ def _shape(batch: Batch) -> tuple[Any, ...]:
 
 
 def _even_parts(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    """As few parts as hold at most `most` each, of sizes that differ by at most one."""
+    """Divide `indices` into the fewest parts of at most `most` each, whose sizes differ by at most one."""
     parts = -(-len(indices) // most)
     for number in range(parts):
         yield indices[len(indices) * number // parts : len(indices) * (number + 1) // parts]
 
 
 def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """A parameter that the loss does not depend on has the gradient zero."""
+    """Flatten a gradient. None, for a parameter that the loss does not depend on, becomes zeros."""
     if gradient is None:
         return torch.zeros_like(parameter).reshape(-1)
     return (gradient.to_dense() if gradient.layout != torch.strided else gradient).reshape(-1)
 
 
 def _rows(gradient: Tensor | None, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """The rows of a gradient that may differ from zero, each once, ascending; and their values (count, width)."""
+    """The ascending indices (count) of a gradient's rows that may differ from zero, and their values (count, width)."""
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64)
         return rows, parameter.detach().reshape(len(parameter), -1)[rows]
@@ -347,7 +351,7 @@ def _rows(gradient: Tensor | None, parameter: nn.Parameter) -> tuple[Tensor, Ten
 
 
 def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor:
-    """Only the numbers that the gradient may differ from zero in: rows of sparse parameters, all of the others."""
+    """The flat sparse gradient: the rows of sparse parameters that may differ from zero, and all other parameters."""
     indices, values = [], []
     for gradient, layer in zip(gradients, replica.layers, strict=True):
         if gradient is None:
@@ -365,28 +369,29 @@ def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor
     )
 
 
-def _mix(work: GradientWork) -> int:
-    """A random state for this worker's step alone; PyTorch's CPU generator uses 32 bits of it."""
+def _seed_of(work: GradientWork) -> int:
+    """A seed for the random layers of one step of one worker, of the 32 bits that PyTorch's CPU generator uses."""
     text = f"{work.seed}/{work.rank}/{work.step}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def _may_surprise(replica: Replica) -> bool:
-    """Whether a pass may draw random numbers, or leave gradients sparse or out. PyTorch's layers in a row do not."""
+def _is_irregular(replica: Replica) -> bool:
+    """Whether a pass may draw random numbers, or give sparse gradients or None. Rows of PyTorch's layers do not."""
     modules = list(replica.module.modules())
     return replica.is_stochastic or _has_sparse(modules) or not all(_is_plain(module) for module in modules)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is one of PyTorch's own layers, or some in a row, and does what it always does."""
+    """Whether a module is a layer of PyTorch or a `Sequential`, without hooks."""
     own = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
     return (own or type(module) is nn.Sequential) and not _has_hooks(module)
 
 
-class _Solo:
-    """Around one computation: gradients are on, PyTorch's generators are seeded with `seed` if there is one, and one
-    thread is used if `exact`; afterwards all is as it was. A class, since three generators here take a tenth of a
-    small model's step.
+class _Isolated:
+    """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
+
+    On exit it restores the previous settings. With `seed=None` the generators stay as they are. It is a class, since
+    three nested `contextmanager` functions take a tenth of a small model's step.
     """
 
     __slots__ = ("_device", "_exact", "_fork", "_grad", "_seed", "_state", "_threads")
@@ -406,7 +411,7 @@ class _Solo:
         if self._seed is None:
             return
         if self._device.type == "cpu":
-            self._state = torch.get_rng_state()  # a fiftieth of what fork_rng costs
+            self._state = torch.get_rng_state()  # costs a fiftieth of fork_rng
             torch.default_generator.manual_seed(self._seed)
         else:
             self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
