@@ -28,6 +28,7 @@ from dure.job.data.split import IID
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient
+from dure.topology.parameter_server.following import Following
 from dure.topology.replica import Pulled
 
 ROWS = 64
@@ -132,37 +133,44 @@ def in_fork_server() -> bool:
 
 def note_models(folder: Path) -> None:
     """Write a line per model that a worker goes on from: what brought it, and whether it is the servers'."""
-    followed = ServerClient._followed
+    followed, clients = Following.apply, {}  # type: dict[Following, ServerClient]
 
-    async def noted(client: ServerClient, replies: Sequence[Reply], into: Tensor, version: int | None) -> Pulled:
-        pulled = await followed(client, replies, into, version)
+    async def noted(following: Following, replies: Sequence[Reply], into: Tensor, version: int | None) -> Pulled:
+        pulled = await followed(following, replies, into, version)
+        client = clients[following]
         held = await client.pull(torch.full_like(into, torch.nan), version)
         brought = "model" if any(reply.fields["nbytes"] is None for reply in replies) else "verdict"
-        with (folder / f"{client.worker}.{client.incarnation}.{os.getpid()}").open("a") as file:
+        with (folder / f"{client.sender.worker}.{client.sender.incarnation}.{os.getpid()}").open("a") as file:
             file.write(f"{brought} {'same' if held.values.equal(into) else 'other'}\n")
         return pulled
 
-    ServerClient._followed = noted  # type: ignore[method-assign]
+    def follow(client: ServerClient, *args: Any) -> None:
+        begin(client, *args)
+        assert client.following is not None
+        clients[client.following] = client
+
+    begin, ServerClient.follow = ServerClient.follow, follow  # type: ignore[method-assign]
+    Following.apply = noted  # type: ignore[method-assign]
 
 
 def note_pushes(folder: Path) -> None:
     push, push_pull = ServerClient.push, ServerClient.push_pull
 
     def note(client: ServerClient, word: str, *figures: int) -> None:
-        line = " ".join(map(str, (word, client.worker, client.incarnation, *figures))) + "\n"
-        with (folder / f"{client.worker}.{client.incarnation}.{os.getpid()}").open("a") as file:
+        line = " ".join(map(str, (word, client.sender.worker, client.sender.incarnation, *figures))) + "\n"
+        with (folder / f"{client.sender.worker}.{client.sender.incarnation}.{os.getpid()}").open("a") as file:
             file.write(line)
 
     async def noted(client: ServerClient, update: Tensor, **options: Any) -> list[int]:
-        note(client, "pushes", client.seq + 1, round(float(update[0]) * ROWS))
+        note(client, "pushes", client.sender.seq + 1, round(float(update[0]) * ROWS))
         versions = await push(client, update, **options)
-        note(client, "acknowledged", client.seq)
+        note(client, "acknowledged", client.sender.seq)
         return versions
 
     async def noted_too(client: ServerClient, update: Tensor, into: Tensor | None, **options: Any) -> Pulled:
-        note(client, "pushes", client.seq + 1, round(float(update[0]) * ROWS))
+        note(client, "pushes", client.sender.seq + 1, round(float(update[0]) * ROWS))
         pulled = await push_pull(client, update, into, **options)
-        note(client, "acknowledged", client.seq)
+        note(client, "acknowledged", client.sender.seq)
         return pulled
 
     ServerClient.push = noted  # type: ignore[method-assign,assignment]

@@ -327,7 +327,7 @@ class WorkerProcess(RunProcess):
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
         self.worker = worker = setup.worker(node, node.rank, node.meter)
         if worker.over_servers:
-            worker.server.client.return_seconds = self.terms.return_seconds
+            worker.server.client.calls.return_seconds = self.terms.return_seconds
         assert node.gradient_engine is not None
         mapped = await setup.topology.map(worker)
         if mapped:

@@ -36,9 +36,10 @@ from dure.topology.collective.session import GroupSession
 from dure.topology.parameter_server.batch.client import PortionClient
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
 from dure.topology.parameter_server.batch.portions import Portions
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import clocked_at
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 from dure.topology.parameter_server.session import ServerSession
 
@@ -279,10 +280,10 @@ class Setup:
         return tuple(Address(name, "shard") for name in self.deployment.names(SERVER))
 
     @cached_property
-    def _reached(self) -> Servers:
+    def _reached(self) -> ServerLayout:
         """The servers, as all their clients know them."""
         policy = server_rule_of(self.sync).policy
-        return Servers(
+        return ServerLayout(
             self._shards,
             self.topology.ranges,
             clock=Address("server 0", "clock"),

@@ -111,7 +111,7 @@ class AsySVRG:
             total += gradient * len(indices)
             kept["weight"] += len(indices)
             worker.heartbeat()
-        await worker.memory.contribute(total, kept["weight"], incarnation=worker.server.client.incarnation)
+        await worker.memory.contribute(total, kept["weight"], incarnation=worker.server.client.sender.incarnation)
         kept["phase"] = None
 
     async def inner_loop(self, worker: Worker) -> None:

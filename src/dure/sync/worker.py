@@ -458,7 +458,7 @@ class Worker:
             return
         joined = await server.join()
         if newcomer:
-            self.stats = server.client.heard
+            self.stats = server.client.clock.stats
             if self.boundary.alone and not self.stats:
                 return  # nobody has met yet: its own run begins, or goes on, as it is
             met = min((each["clock"] for each in self.stats), default=joined.clock * period)

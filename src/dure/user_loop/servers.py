@@ -20,8 +20,9 @@ from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memor
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.sync.base import server_rule_of, servers_have_own_rule
 from dure.sync.remedied import compares, server_optimizer
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.fused import clocked_at
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.session import ServerSession
 from dure.user_loop.optimizer import ServerOptimizer
@@ -188,7 +189,7 @@ class LoopServers:
     def _client(self, rank: int) -> ServerClient:
         policy = server_rule_of(self._sync).policy
         shards = tuple(Address(f"server {number}", "shard") for number in range(len(self._ranges)))
-        servers = Servers(
+        servers = ServerLayout(
             shards,
             self._ranges,
             clock=Address("server 0", "clock"),

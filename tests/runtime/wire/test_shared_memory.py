@@ -19,7 +19,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity, WireLimits
 from dure.runtime.wire.shared_memory import Borrower, Lender
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import Shard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
@@ -278,7 +279,7 @@ def test_a_shard_is_pushed_to_and_pulled_from_where_its_versions_lie():
     there = server.serve("shard", shard)
     worker.directory["server 0"] = ("127.0.0.1", server.wire.listen())
     into = torch.zeros(NUMEL)
-    client = ServerClient(worker, 0, Servers([there], [[(0, NUMEL)]], ordered=False), incarnation=1)
+    client = ServerClient(worker, 0, ServerLayout([there], [[(0, NUMEL)]], ordered=False), incarnation=1)
     assert not client.lends, "it is not connected"
 
     async def work():

@@ -23,9 +23,10 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.runtime.wire import Identity, WireLimits
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import NAME, clocked_at, serve_clock
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf, Policy
 from dure.topology.parameter_server.shard import Shard
 
@@ -51,7 +52,7 @@ class One:
         shards = [node.serve("shard", self.shard)]
         self.clock = ClockService(node, policy, shards, workers=range(workers), reduce="sum")
         serve_clock(node, self.clock, self.shard)
-        self.servers = Servers(
+        self.servers = ServerLayout(
             shards,
             [[(0, NUMEL)]],
             Address("server 0", "clock"),
@@ -92,7 +93,7 @@ def test_an_exchange_is_answered_once_the_others_have_come_with_what_all_have_ma
     late = one.run(second.push_pull(update(2.0), room(), base=[0]))
     assert early.result().values.tolist() == late.values.tolist() == [-3.0] * NUMEL
     assert early.result().versions == late.versions == [1]
-    assert (first.slowest, second.slowest, one.shard.updater.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
+    assert (first.clock.slowest, second.clock.slowest, one.shard.updater.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
 
 
 def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
@@ -100,7 +101,7 @@ def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
     client = one.clients[0]
     one.run(client.next_version(room()))
     for _ in range(2):
-        client.seq = 0  # as if the answer had been lost
+        client.sender.seq = 0  # as if the answer had been lost
         again = one.run(client.push_pull(update(1.0), room(), base=[0]))
         assert (again.values.tolist(), again.versions) == ([-1.0] * NUMEL, [1])
     assert (one.shard.applied, one.policy.clocks[0], len(one.shard.staging)) == (1, 1, 0)
@@ -110,7 +111,7 @@ def test_a_call_made_again_while_the_first_waits_gets_the_answer_too() -> None:
     one = One(Barrier())
     waiting = []
     for client in (one.clients[0], one.clients[0]):
-        client.seq = 0
+        client.sender.seq = 0
         waiting.append(one.start(client.push_pull(update(1.0), room()), f"attempt {len(waiting)}"))
     one.run(one.clients[1].push_pull(update(1.0), room()))
     assert [each.result().values.tolist() for each in waiting] == [[-2.0] * NUMEL] * 2
@@ -140,7 +141,7 @@ def test_who_was_taken_off_the_clock_hears_so_and_what_it_had_pushed_counts() ->
     assert one.shard.values.tolist() == [-3.0] * NUMEL
     with pytest.raises(Evicted):
         one.run(one.clients[0].push_pull(update(1.0), room()))
-    assert one.run(one.clients[0].join()).clock == 1
+    assert one.run(one.clients[0].clock.join()).clock == 1
     one.run(one.clients[0].next_version(room()))
 
 
@@ -151,7 +152,7 @@ def test_the_end_of_work_is_told_to_who_asks_and_to_who_waits() -> None:
     one.run(one.clients[0].push(update(1.0), base=[0]))
     waiting = one.start(one.clients[0].next_version(room()), "worker 0")
     assert not waiting.done
-    one.run(one.clients[1].leave())
+    one.run(one.clients[1].clock.leave())
     with pytest.raises(EndOfWork):
         waiting.result()
     with pytest.raises(EndOfWork):
@@ -163,7 +164,7 @@ def test_notes_travel_with_an_update_and_come_with_the_admission() -> None:
     for rank, client in enumerate(one.clients):
         one.run(client.push(update(1.0), note={"clock": rank}))
     one.run(one.clients[1].next_version(room()))
-    assert one.clients[1].heard == [{"clock": 0}, {"clock": 1}]
+    assert one.clients[1].clock.stats == [{"clock": 0}, {"clock": 1}]
 
 
 def test_an_unknown_method_is_named() -> None:
@@ -192,12 +193,12 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
         await client.next_version(room())
         for _ in range(5):
             await client.push_pull(update(1.0), room())
-            if client.worker == 2:
-                client.seq -= 1
+            if client.sender.worker == 2:
+                client.sender.seq -= 1
                 await client.push_pull(update(1.0), room())
-        await client.leave()
+        await client.clock.leave()
 
-    tasks = [one.world.spawn(work(client), f"worker {client.worker}") for client in one.clients]
+    tasks = [one.world.spawn(work(client), f"worker {client.sender.worker}") for client in one.clients]
     one.world.settle(draw.choice)
     assert [task.done for task in tasks] == [True] * 3
     assert sorted(one.shard.updater.log or ()) == [(worker, 0, seq) for worker in range(3) for seq in range(1, 6)]
@@ -217,7 +218,7 @@ class Processes:
         serve_clock(server, ClockService(server, Barrier(), shards, workers=range(3), reduce="sum"), self.shard)
         address = "127.0.0.1", server.wire.listen()
         self.numel = numel
-        self.servers = Servers(
+        self.servers = ServerLayout(
             shards, [[(0, numel)]], Address("server 0", "clock"), clocked=clocked_at(shards, Barrier())
         )
         self.nodes = [ProcessNode(Identity("job", f"worker {rank}", rank), CREDENTIALS) for rank in range(3)]

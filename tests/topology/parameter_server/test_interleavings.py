@@ -18,8 +18,9 @@ from support.nodes import Channel, World
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf, Policy, Start, Verdict
 from dure.topology.parameter_server.shard import Shard
@@ -79,7 +80,9 @@ class Play:
         clock = nodes[0].serve("clock", self.clock)
         ranges = split([], self.num_shards, self.num_shards)
         may_refuse = self.policy().may_refuse
-        self.servers = Servers(addresses, ranges, clock, ordered=self.ordered, may_refuse=may_refuse, timing_only=True)
+        self.servers = ServerLayout(
+            addresses, ranges, clock, ordered=self.ordered, may_refuse=may_refuse, timing_only=True
+        )
         self.tasks = [self.world.spawn(self.work(w), f"worker {w}") for w in range(self.workers)]
         self.world.run_ready()
 
@@ -88,26 +91,26 @@ class Play:
         if self.exchanges:
             await self.push_pull(client)
         for step in range(0 if self.exchanges else self.steps):
-            version = await client.ask() if step or self.servers.may_refuse else 0
+            version = await client.clock.ask() if step or self.servers.may_refuse else 0
             try:
                 await client.push(UPDATE, base=[version] * self.num_shards)
             except Superseded:
                 self.refused += 1
             else:
-                self.acknowledged.append((worker, client.seq))
+                self.acknowledged.append((worker, client.sender.seq))
         if self.leaves:
-            await client.leave()
+            await client.clock.leave()
 
     async def push_pull(self, client: ServerClient) -> None:
         """As `work`, with its question in the same call as the word of an update."""
         versions = [0] * self.num_shards
         for _ in range(self.steps - 1):
             pulled = await client.push_pull(UPDATE, UPDATE, base=versions)
-            self.acknowledged.append((client.worker, client.seq))
+            self.acknowledged.append((client.sender.worker, client.sender.seq))
             versions = pulled.versions
             assert len(set(versions)) == 1, "shards gave different versions"
         await client.push(UPDATE, base=versions)
-        self.acknowledged.append((client.worker, client.seq))
+        self.acknowledged.append((client.sender.worker, client.sender.seq))
 
     def choices(self) -> list[Channel]:
         mortal = self.mortal and not self.killed and not self.tasks[0].done

@@ -6,8 +6,9 @@ import torch
 from support.nodes import World
 
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Bounded
 from dure.topology.parameter_server.shard import Shard
 
@@ -18,7 +19,7 @@ def test_settled_means_applied():
     shard = Shard(world.node("server 1"), torch.zeros(2), OptimizerSpec(lr=1.0))
     address = world.node("server 1").serve("shard", shard)
     clock = ClockService(home, Bounded(3), [address], workers=[0])
-    client = ServerClient(world.node("worker 0"), 0, Servers([address], [[(0, 2)]], home.serve("clock", clock)))
+    client = ServerClient(world.node("worker 0"), 0, ServerLayout([address], [[(0, 2)]], home.serve("clock", clock)))
     world.spawn(client.push(torch.ones(2)), "worker 0").when_done(lambda: None)
     world.run_ready()
     world.deliver(("worker 0", address))

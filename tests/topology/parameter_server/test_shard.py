@@ -22,8 +22,9 @@ from dure.core.sequence import SequenceTracker
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.choice import SPLITS
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.policies import Barrier, Bounded, Policy
 from dure.topology.parameter_server.shard import Shard
@@ -77,7 +78,7 @@ class Fleet:
         addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
         self.clock = ClockService(nodes[0], policy, addresses, workers=range(workers), reduce=reduce)
         clock = nodes[0].serve("clock", self.clock)
-        self.servers = Servers(addresses, ranges, clock, ordered=policy is not None)
+        self.servers = ServerLayout(addresses, ranges, clock, ordered=policy is not None)
         self.clients = [self.client(worker) for worker in range(workers)]
 
     def client(self, worker: int) -> ServerClient:
@@ -188,14 +189,14 @@ def test_snapshots_without_lead_are_bsp_with_summed_updates() -> None:
 
     async def work(client: ServerClient) -> None:
         for step in range(3):
-            pulled = await client.pull(torch.empty_like(dyadic[0]), await client.ask())
-            gradient = pulled.values / 4 + dyadic[3 * client.worker + step]
+            pulled = await client.pull(torch.empty_like(dyadic[0]), await client.clock.ask())
+            gradient = pulled.values / 4 + dyadic[3 * client.sender.worker + step]
             await client.push(gradient, base=pulled.versions)
-        await client.leave()
+        await client.clock.leave()
 
     def result(policy: Policy, reduce: str, seed: int) -> torch.Tensor:
         fleet = Fleet(2, spec=OptimizerSpec(lr=1 / 16), policy=policy, workers=3, reduce=reduce, values=dyadic[9])
-        tasks = [fleet.world.spawn(work(client), f"worker {client.worker}") for client in fleet.clients]
+        tasks = [fleet.world.spawn(work(client), f"worker {client.sender.worker}") for client in fleet.clients]
         fleet.world.settle(random.Random(seed).choice)
         assert all(task.done for task in tasks)
         return torch.cat([shard.values for shard in fleet.shards])
@@ -226,7 +227,7 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     fleet = Fleet(policy=Bounded(5), spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
     one = torch.ones(NUMEL)
     reader, writer = fleet.clients
-    assert fleet.run(reader.ask()) == 0
+    assert fleet.run(reader.clock.ask()) == 0
     ahead = fleet.world.spawn(reader.pull(torch.empty(NUMEL), version=2), "ahead")
     fleet.run(writer.push(one, base=[0, 0]))
     assert not ahead.done
@@ -235,7 +236,7 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     assert ahead.result().values.tolist() == [-2.0] * NUMEL
     assert fleet.run(reader.pull(torch.empty(NUMEL), version=0)).values.tolist() == [0.0] * NUMEL
     assert fleet.run(reader.pull(torch.empty(NUMEL))).versions == [4, 4]
-    assert fleet.run(reader.ask()) == 4
+    assert fleet.run(reader.clock.ask()) == 4
     fleet.run(writer.push(one, base=[0, 0]))
     with pytest.raises(Refused, match="version 0 is gone"):
         fleet.run(reader.pull(torch.empty(NUMEL), version=0))
@@ -266,7 +267,7 @@ def test_buffers_are_used_again() -> None:
     fleet = Fleet(policy=Bounded(2))
     for step in range(50):
         for client in fleet.clients:
-            version = fleet.run(client.ask())
+            version = fleet.run(client.clock.ask())
             fleet.run(client.pull(torch.empty(NUMEL), version))
             fleet.run(client.push(vector(step), base=[version, version]))
     status = fleet.run(fleet.clients[0].status())
@@ -300,7 +301,7 @@ def test_a_push_brings_back_what_it_has_made(shards: int) -> None:
     pulled = fleet.run(first.push_pull(torch.ones(NUMEL), into, base=[0] * shards))
     assert pulled.values is into
     assert (into.tolist(), pulled.versions) == ([-2.0] * NUMEL, [2] * shards)
-    first.seq -= 1  # as if the answer had been lost
+    first.sender.seq -= 1  # as if the answer had been lost
     fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
     again = fleet.run(first.push_pull(torch.ones(NUMEL), into, base=[0] * shards))
     assert (into.tolist(), again.versions) == ([-3.0] * NUMEL, [3] * shards)
@@ -352,9 +353,9 @@ def test_a_shard_applies_one_update_at_a_time_and_readers_do_not_wait(ordered: b
     fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=values, policy=Bounded(9) if ordered else None)
     shard = fleet.shards[0]
     slow = shard.node = shard.updater._node = cast(Any, Slow(shard.node))
-    pushes = [fleet.world.spawn(client.push(one, base=[0]), f"push {client.worker}") for client in fleet.clients]
+    pushes = [fleet.world.spawn(client.push(one, base=[0]), f"push {client.sender.worker}") for client in fleet.clients]
     fleet.world.settle()
-    fleet.clients[0].seq -= 1
+    fleet.clients[0].sender.seq -= 1
     again = fleet.world.spawn(fleet.clients[0].push(one, base=[0]), "push 0 again")
     fleet.world.settle()
     assert fleet.model().tolist() == [0.0] * NUMEL
@@ -401,8 +402,9 @@ def test_lost_messages_change_nothing(ordered: bool, seed: int) -> None:
         fates = [
             chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(200)
         ]
-        fleet.clients[0].node = cast(Any, Flaky(fleet.clients[0].node, fates))
-        fleet.clients[0].attempts = 50
+        client = fleet.clients[0]
+        client.node = client.calls.node = cast(Any, Flaky(client.node, fates))
+        client.calls.attempts = 50
         for step in range(10):
             versions = fleet.run(fleet.clients[0].pull(torch.empty(NUMEL))).versions
             fleet.run(fleet.clients[0].push(vector(step), base=versions))
@@ -423,7 +425,8 @@ def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> No
         chance = random.Random(seed)
         fates = [chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(99)]
         client = fleet.clients[0]
-        client.node, client.attempts = cast(Any, Flaky(client.node, fates)), 50
+        client.node = client.calls.node = cast(Any, Flaky(client.node, fates))
+        client.calls.attempts = 50
         client.node.now = fleet.world.node("worker 0").now
         versions = [0, 0]
         for step in range(10):
@@ -443,7 +446,7 @@ def test_a_repeated_update_is_acknowledged_and_not_applied() -> None:
     fleet = Fleet(1, spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
     client = fleet.clients[0]
     fleet.run(client.push(torch.ones(NUMEL), base=[0]))
-    client.seq -= 1
+    client.sender.seq -= 1
     assert fleet.run(client.push(torch.ones(NUMEL), base=[0])) == [1]
     assert fleet.model()[0] == -1.0
     assert fleet.shards[0].applied == 1
@@ -493,7 +496,7 @@ def test_a_weight_that_is_no_number_is_refused(exponent: float) -> None:
 def test_a_refused_update_sent_again_is_refused_again() -> None:
     fleet = Fleet(1, policy=Barrier(), workers=1)
     for _ in range(2):
-        fleet.clients[0].seq = 0
+        fleet.clients[0].sender.seq = 0
         with pytest.raises(Refused, match="holds NaN"):
             fleet.run(fleet.clients[0].push(torch.full((NUMEL,), torch.nan), base=[0]))
 
@@ -502,7 +505,7 @@ def test_a_refused_update_sent_again_is_refused_again() -> None:
 def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> None:
     fleet = Fleet(1, policy=Barrier() if ordered else None, workers=2)
     bad, good, (client, other) = torch.full((NUMEL,), torch.nan), torch.ones(NUMEL), fleet.clients
-    life = fleet.run(client.join()).incarnation
+    life = fleet.run(client.clock.join()).incarnation
     for update in (bad, bad, good, bad, bad, good, bad, bad):
         if update is good:
             fleet.run(client.push(good, base=[0]))
@@ -515,7 +518,7 @@ def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> N
     with pytest.raises(Evicted, match=rf"incarnation {life} of worker 0 is over.*join again"):
         fleet.run(client.push(good, base=[0]))
     fleet.run(other.push(good, base=[0]))
-    assert fleet.run(client.join()).incarnation == life + 1
+    assert fleet.run(client.clock.join()).incarnation == life + 1
     fleet.run(client.push(good, base=[0]))
     assert len(fleet.shards[0].staging) + fleet.shards[0].applied == before + 2
     assert fleet.shards[0].refused == 8
@@ -539,7 +542,7 @@ def test_nonsense_is_refused_with_a_reason() -> None:
         fleet.shards[0].handle(Call("clock", "close", {"version": 3, "group": 2, "members": [[0, 9]]}, ()))
     unordered = Fleet(policy=None)
     with pytest.raises(Refused, match="no order"):
-        unordered.run(unordered.clients[0].ask())
+        unordered.run(unordered.clients[0].clock.ask())
 
 
 # ---- workers come and go
@@ -553,7 +556,7 @@ def test_a_dead_worker_is_left_out_on_every_shard() -> None:
     fleet.world.kill("worker 0")
     assert half.done
     for client in fleet.clients[1:]:
-        fleet.run(client.push(torch.ones(NUMEL) * client.worker, base=[0, 0]))
+        fleet.run(client.push(torch.ones(NUMEL) * client.sender.worker, base=[0, 0]))
     assert [len(shard.staging) for shard in fleet.shards] == [3, 3], "the late slice arrives after death"
     fleet.clock.lost("worker 0")
     fleet.world.settle()
@@ -572,8 +575,8 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
     with pytest.raises(Refused, match="incarnation 0 of worker 0 is over"):
         fleet.run(zombie.push(vector(3), base=[1, 1]))
     with pytest.raises(Refused, match="join first"):
-        fleet.run(zombie.ask())
-    joined = fleet.run(zombie.join())
+        fleet.run(zombie.clock.ask())
+    joined = fleet.run(zombie.clock.join())
     assert joined == (1, 1, 1)
     with pytest.raises(Evicted, match="not in under incarnation 0"):
         fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
@@ -586,9 +589,9 @@ def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
     fleet = Fleet(policy=Barrier(), workers=1)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
     newcomer = fleet.client(7)
-    assert fleet.run(newcomer.join()) == (1, 1, 0)
+    assert fleet.run(newcomer.clock.join()) == (1, 1, 0)
     fleet.run(fleet.clients[0].push(vector(2), base=[1, 1]))
-    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
+    waiting = fleet.world.spawn(fleet.clients[0].clock.ask(), "worker 0")
     fleet.world.settle()
     assert not waiting.done
     fleet.run(newcomer.push(vector(3), base=[1, 1]))
@@ -598,18 +601,18 @@ def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
 def test_leaving_releases_those_who_wait() -> None:
     fleet = Fleet(policy=Bounded(0), workers=2)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
-    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
+    waiting = fleet.world.spawn(fleet.clients[0].clock.ask(), "worker 0")
     fleet.world.settle()
     assert not waiting.done
     assert fleet.clock.waits == 1
-    fleet.run(fleet.clients[1].leave())
+    fleet.run(fleet.clients[1].clock.leave())
     assert waiting.result() == 1
 
 
 def test_an_answer_asked_for_twice_is_given_twice() -> None:
     fleet = Fleet(policy=Bounded(0), workers=2)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
-    twice = [fleet.world.spawn(fleet.clients[0].ask(), f"question {q}") for q in range(2)]
+    twice = [fleet.world.spawn(fleet.clients[0].clock.ask(), f"question {q}") for q in range(2)]
     fleet.world.settle()
     fleet.run(fleet.clients[1].push(vector(1), base=[0, 0]))
     assert [task.result() for task in twice] == [2, 2]
@@ -640,7 +643,7 @@ def test_timing_only_runs_move_sizes_and_versions() -> None:
     ]
     addresses = [node.serve("shard", shard) for node, shard in zip(nodes, shards, strict=True)]
     clock = ClockService(nodes[0], Barrier(), addresses, workers=range(2))
-    servers = Servers(addresses, ranges, nodes[0].serve("clock", clock), timing_only=True)
+    servers = ServerLayout(addresses, ranges, nodes[0].serve("clock", clock), timing_only=True)
     for worker in range(2):
         client = ServerClient(world.node(f"worker {worker}"), worker, servers)
         assert world.run(client.pull(cast(torch.Tensor, Ghost(NUMEL)), 0)).versions == [0, 0]
@@ -684,8 +687,8 @@ def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
     saved = Fleet(2, spec=SPECS[3], policy=make())
     drive(saved, first)
     again = restarted(saved, make())
-    asked = again.run(again.clients[0].ask())
-    assert asked == saved.run(saved.clients[0].ask())
+    asked = again.run(again.clients[0].clock.ask())
+    assert asked == saved.run(saved.clients[0].clock.ask())
     pulled = [fleet.run(fleet.clients[0].pull(torch.empty(NUMEL), asked)).values for fleet in (saved, again)]
     assert torch.equal(*pulled)
     repeated = Call("worker 1", "staged", {"worker": 1, "incarnation": 0, "seq": 2}, ())
@@ -714,12 +717,12 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     fleet.world.services[fleet.servers.shards[0]] = fresh
     assert fresh.values.tolist() == [-2.0] * NUMEL
     assert fleet.run(client.pull(one.clone())).versions > seen, "a version went backwards"
-    client.seq = 1
+    client.sender.seq = 1
     fleet.run(client.push(one, base=seen))
     assert fresh.applied == 2, "an update that the snapshot has was applied again"
-    client.seq = 1502
+    client.sender.seq = 1502
     again = fleet.run(client.push(one, base=seen))
-    client.seq = 1502
+    client.sender.seq = 1502
     assert fleet.run(client.push(one, base=seen)) == again
     assert fresh.updater.log == [(0, 0, 1), (0, 0, 2), (0, 0, 1503)]
     assert fresh.staleness == {**dict(plain["staleness"]), 0: 2}, "staleness across epochs is counted from the return"

@@ -27,9 +27,10 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.virtual import Callbacks, Segment, VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import clocked_at, serve_clock
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Barrier, FirstOf, Policy
 from dure.topology.parameter_server.shard import Shard
 
@@ -230,7 +231,7 @@ class Followed:
         clock_node = self.world.node("server 0")
         clock = ClockService(clock_node, policy, places, workers=range(workers))
         serve_clock(clock_node, clock, self.shards[0])
-        servers = Servers(
+        servers = ServerLayout(
             places,
             self.ranges,
             Address("server 0", "clock"),
@@ -249,7 +250,7 @@ class Followed:
         rooms = [torch.full((NUMEL,), math.nan) for _ in self.clients]
         tasks = []
         for client, room in zip(self.clients, rooms, strict=True):
-            void = client.worker in skipping
+            void = client.sender.worker in skipping
             update = torch.zeros(NUMEL) if void else torch.randn(NUMEL, generator=self.random)
             tasks.append(self.world.spawn(client.push_pull(update, room, lr=lr, void=void), "exchange"))
         self.world.settle()
@@ -263,7 +264,7 @@ class Followed:
         if client.servers.clocked is not None:
             self.world.run(client.next_version(room))
         else:
-            self.world.run(client.pull(room, self.world.run(client.ask()), to_work=True))
+            self.world.run(client.pull(room, self.world.run(client.clock.ask()), to_work=True))
         return room
 
     def model(self) -> torch.Tensor:
@@ -293,7 +294,7 @@ def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, c
     fleet = Followed(cut, RULES[rule], Sign())
     for t in range(9):
         if t in (3, 6):
-            for follower in fleet.clients[1].followers:
+            for follower in fleet.clients[1].following.followers:
                 follower.version = None if t == 3 else 1
                 follower.values.fill_(math.nan)
         for room in fleet.step():
@@ -335,17 +336,17 @@ def test_a_worker_whose_update_is_refused_goes_on_from_the_servers_model(rule: s
         fleet.go_on(client)
     for version, late in enumerate((2, 2, 0, 1, 1, 1, 0, 2), start=1):
         for client in fleet.clients:
-            if client.worker != late:
+            if client.sender.worker != late:
                 update = torch.randn(NUMEL, generator=fleet.random)
-                if stands[client.worker] < version - 1:
+                if stands[client.sender.worker] < version - 1:
                     with pytest.raises(Superseded):
-                        fleet.world.run(client.push(update, base=[stands[client.worker]] * cut))
+                        fleet.world.run(client.push(update, base=[stands[client.sender.worker]] * cut))
                     torch.testing.assert_close(fleet.go_on(client), fleet.model(), rtol=0, atol=0)
                 fleet.world.run(client.push(update, base=[version - 1] * cut))
         for client in fleet.clients:
-            if client.worker != late:
+            if client.sender.worker != late:
                 torch.testing.assert_close(fleet.go_on(client), fleet.model(), rtol=0, atol=0)
-                stands[client.worker] = version
+                stands[client.sender.worker] = version
 
 
 def test_a_verdict_is_as_it_was_while_a_reader_has_it() -> None:

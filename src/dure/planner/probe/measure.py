@@ -33,7 +33,8 @@ from dure.job.replica import Replica
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import Shard
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class LinkBenchmark:
             values = torch.zeros(nbytes // 4)
             update = torch.full_like(values, 1e-6)
             self._node.serve("shard", OpenShard(self._node, values, spec))
-            servers = Servers([Address(self._node.name, "shard")], [[(0, nbytes // 4)]], ordered=False)
+            servers = ServerLayout([Address(self._node.name, "shard")], [[(0, nbytes // 4)]], ordered=False)
             client = ServerClient(self._node, 0, servers)
             times = [await self._pushed(client, update) for _ in range(MOST)]
             points.append([nbytes, statistics.median(times[1:])])
@@ -225,7 +226,7 @@ class LinkBenchmark:
         points = [[0, *await self._looped(there, step, None)]]
         for size in sizes:
             await self._node.call(there, f"host {size}")
-            servers = Servers([Address(peer, "shard")], [[(0, size)]], ordered=False)
+            servers = ServerLayout([Address(peer, "shard")], [[(0, size)]], ordered=False)
             client, update = ServerClient(self._node, 0, servers), torch.zeros(size)
             points.append(
                 [4 * size, *await self._looped(there, step, partial(client.push_pull, update, update.clone()))]

@@ -10,7 +10,8 @@ from dure.core.node import Address
 from dure.core.ranges import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.client import ServerClient, Servers
+from dure.topology.parameter_server.client import ServerClient
+from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import split
 from dure.topology.parameter_server.shard import Shard
 
@@ -31,7 +32,7 @@ class Bench:
         ]
         self.addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
         self.node = self.world.node("worker 0")
-        self.client = ServerClient(self.node, 0, Servers(self.addresses, self.ranges))
+        self.client = ServerClient(self.node, 0, ServerLayout(self.addresses, self.ranges))
 
     def order(self, *commands):
         async def ask():
@@ -117,12 +118,12 @@ def test_what_was_staged_is_added_or_dropped_once(bench):
 def test_lives_of_a_worker_are_told_apart(bench):
     """Its second life stages something before the shards hear of the first one's end."""
     bench.stage(X)
-    bench.client.incarnation, bench.client.seq = 1, 0
+    bench.client.sender.incarnation, bench.client.sender.seq = 1, 0
     bench.stage(Y)
     bench.order(("accumulate", "z", 0, 0, 1), ("fence", 0, 1), ("accumulate", "z", 0, 1, 1))
     assert bench["z"].equal(X + Y)
     bench.order(("fence", 0, 0))  # said late: of a life before
-    bench.client.incarnation = 0
+    bench.client.sender.incarnation = 0
     with pytest.raises(Evicted, match="incarnation 0 of worker 0 is over"):
         bench.stage(X)
 

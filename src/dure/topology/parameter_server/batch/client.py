@@ -102,7 +102,8 @@ class PortionClient:
 
     async def _ask(self, worker: EvaluatingWorker) -> Reply:
         report, self._report = self._report, None
-        fields: dict[str, Any] = {"worker": worker.rank, "incarnation": self._server.incarnation, "report": report}
+        incarnation = self._server.sender.incarnation
+        fields: dict[str, Any] = {"worker": worker.rank, "incarnation": incarnation, "report": report}
         due = worker.suspends()
         while True:
             with suppress(CallTimeout):
@@ -131,6 +132,6 @@ class PortionClient:
             except Evicted:
                 raise
             except Refused:  # a part of it is no number, though the loss is one; the other shards have theirs
-                losses, seq = [], self._server.seq
+                losses, seq = [], self._server.sender.seq
         worker.meter.add("communicate", started, worker.node.now(), "push")
         self._report = {"evaluation": assignment.evaluation, "run": assignment.run, "seq": seq, "losses": losses}
