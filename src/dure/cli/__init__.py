@@ -1,1 +1,1 @@
-"""The command `dure`."""
+"""The command `dure`: its subcommands, the tables of `dure methods`, and reproductions of papers."""

@@ -1,10 +1,10 @@
-"""The command line. The only place where text and the environment become objects.
+"""The command line: makes objects of text and of the environment.
 
     defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
 
-Standard output is for the result: the table, or with `--json` one JSON object on one line. Everything else goes to
-standard error, also what user code prints. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done although some worker
-has not done all its work, 130 interrupted, 143 terminated.
+Standard output has the result alone: the table, or with `--json` one JSON object on one line. All other output goes to
+standard error, that of user code too. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done although some worker has not
+done all its work, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
 LACKING = 3
-"""Exit status of a run that ended although some worker has not done all its work."""
+"""Exit status of a run in which some worker has not done all its work."""
 
 PREFIX = "DURE_"
 
 WIDTH = 140
-"""Columns of a table that goes to a file."""
+"""Columns of a table that is written to a file."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Train(TrainConfig):
     """Print the options that would be used, as YAML, and do nothing."""
 
     def __post_init__(self) -> None:
-        """Nothing: values are checked when all layers are together."""
+        """Check nothing: values are checked once all layers are merged."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Run it; return its summary, and the same as a table."""
+        """Run the job; return its summary as values and as a table."""
         config = _as(TrainConfig, self)
-        if config.resume is None:  # a part of what a resumed run has may make no sense alone
+        if config.resume is None:  # the options of a resumed run are checked together with those of its record
             config.chosen()
         if self.print_config:
             return _configuration(config)
@@ -136,10 +136,10 @@ class Compare(CompareConfig):
     """Print the options that would be used, as YAML, and do nothing."""
 
     def __post_init__(self) -> None:
-        """Nothing: values are checked when all layers are together."""
+        """Check nothing: values are checked once all layers are merged."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Run them; return the summaries and the table."""
+        """Run the strategies; return the summaries and their table."""
         config = _as(CompareConfig, self)
         if self.print_config:
             return _configuration(config)
@@ -174,7 +174,7 @@ class Report:
     """Print one JSON object as the last line."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Write the report; return the summaries and the table."""
+        """Write the report; return the summaries and their table."""
         from dure.report.html import DEFAULT, free, write_report
         from dure.report.run import read_run
         from dure.report.table import FittedComparison
@@ -210,7 +210,7 @@ class Reproduce:
     """Print one JSON object as the last line."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Make it; return its rows and its table."""
+        """Reproduce the result; return its rows and their table."""
         from dure.cli.reproduce import check, find
 
         module = find(self.name)
@@ -244,18 +244,18 @@ class Probe:
 
     @property
     def on(self) -> str:
-        """Under torchrun every rank measures."""
+        """The launcher: under torchrun every rank measures."""
         return "torchrun" if os.environ.get("RANK") else ""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Measure, write the file; return the constants, what they were made of, and their table."""
+        """Measure and write the cluster file; return its constants, the measurements, and their table."""
         import torch
 
         from dure.job.job import load_job
         from dure.job.validation import validate_job
         from dure.planner.probe.probe import probe, table
 
-        if not self.out.parent.is_dir():  # said before anything is measured
+        if not self.out.parent.is_dir():  # an error before anything is measured
             raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
         torch.set_num_threads(1)  # as workers compute
         job = load_job(self.job, self.data) if self.job else None
@@ -281,7 +281,7 @@ COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what `arguments` (those of this process if None) say; the exit status."""
+    """Run the command in `arguments` (those of this process if None), and return its exit status."""
     given, arguments = arguments, sys.argv[1:] if arguments is None else arguments
     if list(arguments) == ["--version"]:
         print(__version__)  # noqa: T201
@@ -304,16 +304,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except Interrupted as end:
         return _interrupted(end.number, command)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         pass
     return 0
 
 
 @contextmanager
 def _results(*, for_good: bool) -> Iterator[TextIO]:
-    """Yield the stream of results. While open, all else that is printed, by C code too, goes to standard error.
+    """Yield the stream of results. While open, all other output, of C code too, goes to standard error.
 
-    With `for_good` this stays so until the process ends: what user code prints at exit is no result either.
+    With `for_good` this holds until the process ends, also for output of user code at exit.
     """
     flush()
     before = os.dup(STDOUT)
@@ -327,7 +327,7 @@ def _results(*, for_good: bool) -> Iterator[TextIO]:
         flush()
         if not for_good:
             os.dup2(before, STDOUT)
-        with suppress(BrokenPipeError):  # raised before, where it was written
+        with suppress(BrokenPipeError):  # already raised by the write
             out.close() if standard else os.close(before)
 
 
@@ -345,7 +345,7 @@ def _tell(done: CommandResult, out: TextIO, *, as_json: bool) -> None:
 
 
 def _interrupted(number: int, command: Command | None) -> int:
-    """Say that a signal has ended `command`, and how to go on with its run if it has a checkpoint; the exit status."""
+    """Report that a signal has ended `command`, and how to resume its run; returns the exit status."""
     _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
     folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
     if folder is not None and (folder / CHECKPOINTS / LATEST).exists():
@@ -356,7 +356,7 @@ def _interrupted(number: int, command: Command | None) -> int:
 
 @contextmanager
 def _fork_server(*places: str) -> Iterator[ForkServer | None]:
-    """The process that starts those of runs on this machine; it imports torch while this one does."""
+    """The fork server of runs on this machine; it imports torch while this process does."""
     if "local" not in places:
         yield None
         return
@@ -367,7 +367,7 @@ def _fork_server(*places: str) -> Iterator[ForkServer | None]:
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
-    """The command in `arguments`, file and environment underneath. Wrong flags end the process with status 2."""
+    """Parse the command in `arguments`, over file and environment. Wrong flags end the process with status 2."""
     name = arguments[0] if arguments else ""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write(f"example: {COMMANDS.get(name, Train).example}\n\n")
@@ -390,7 +390,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
 
 
 def _check_numbers(kind: type, arguments: Sequence[str]) -> None:
-    """Raises `UsageError` for a flag whose value is no number and must be: in one sentence, as for the environment."""
+    """Raise `UsageError` for a flag that needs a number and has another value, as for the environment."""
     hints = get_type_hints(kind, include_extras=True)
     for option in fields(kind):
         number, text = _number(hints[option.name]), _flag(arguments, f"--{option.name.replace('_', '-')}")
@@ -403,7 +403,7 @@ def _check_numbers(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _number(hint: Any) -> Callable[[str], float] | None:
-    """`int` or `float` where an option is one of them, maybe bounded, maybe None."""
+    """`int` or `float` if an option has that type, with or without bounds and None."""
     if hint in (int, float):
         return hint  # type: ignore[no-any-return]
     inside = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
@@ -413,7 +413,7 @@ def _number(hint: Any) -> Callable[[str], float] | None:
 
 
 def layered(kind: type[O], config: type[Options], arguments: Sequence[str], environ: Mapping[str, str]) -> O:
-    """The command `kind` before its flags: defaults, then the file named by `--config`, then the environment."""
+    """The command `kind` without its flags: defaults, then the file of `--config`, then the environment."""
     values: dict[str, Any] = {}
     path = _flag(arguments, "--config")
     if path is not None:
@@ -458,7 +458,7 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
 
 
 def _speaks(command: Command) -> bool:
-    """Under torchrun every rank is here, and the first speaks for all."""
+    """Whether this process reports results: under torchrun the first rank does."""
     return getattr(command, "on", "") != "torchrun" or os.environ.get("RANK", "0") == "0"
 
 
@@ -494,7 +494,7 @@ def _written(report: Path | None, asked: Path | None) -> str:
 
 
 def _lacking(runs: Sequence[Run]) -> tuple[str, int]:
-    """The workers of `runs` that have not done all their work, as the last line; and the exit status."""
+    """The last line, with the workers of `runs` that have not done all their work, and the exit status."""
     lines = []
     for run in runs:
         missing = run.summary().get("unfinished", {})
@@ -505,7 +505,7 @@ def _lacking(runs: Sequence[Run]) -> tuple[str, int]:
 
 
 def _unwritten(runs: Sequence[Run]) -> str:
-    """The files that are missing in the records of `runs`, or lack a part."""
+    """A line with the files that are missing or incomplete in the records of `runs`."""
     lines = []
     for run in runs:
         causes = "; ".join(f"{name} ({cause})" for name, cause in run.summary().get("unwritten", {}).items())
@@ -515,7 +515,7 @@ def _unwritten(runs: Sequence[Run]) -> str:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """`folder` itself, or the runs in it where it holds some and is none."""
+    """The run in `folder`, or the runs in its subfolders if `folder` is no run itself."""
     from dure.report.record import CONFIG
 
     inside = sorted(found.parent for found in folder.glob(f"*/{CONFIG}"))

@@ -1,18 +1,19 @@
-"""What a run leaves behind, and what people see of it.
+"""Writes, reads and shows the records of runs.
 
 | module       | holds                                                            |
 |--------------|------------------------------------------------------------------|
 | `comparison` | runs side by side, as values and as text                         |
-| `figures`    | the report's figures, as SVG                                     |
-| `files`      | JSON that any reader can parse; files that are whole or absent   |
+| `figures`    | the figures of the report, as SVG                                |
+| `files`      | JSON that any reader can parse; files that are complete or absent|
 | `html`       | the report: one HTML file that opens offline                     |
 | `metrics`    | staleness, time shares, time to a target                         |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `run`        | a run's record that writes its own report                        |
-| `sinks`      | where a history goes besides: JSON Lines, TensorBoard            |
+| `sinks`      | further destinations of a history: JSON Lines, TensorBoard       |
 | `table`      | runs side by side in the terminal                                |
-| `trace`      | who did what when, for Perfetto                                  |
+| `trace`      | the activities of all nodes over time, for Perfetto              |
+| `unwritten`  | files of a record that could not be written                      |
 | `values`     | a run's record as a value                                        |
 
 Nothing here reads a clock, and nothing imports a runtime or a method.

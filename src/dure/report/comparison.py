@@ -1,7 +1,7 @@
-"""What the terminal table and the HTML report say about runs, as values and as text.
+"""Compares runs: the figures of the terminal table and of the HTML report, as values and as text.
 
-Runs are compared with the first run *of the same kind of time*: a virtual second is a model's, a real one the
-wall clock's, and no ratio is taken between them.
+A run is compared with the first run *of the same kind of time*. Virtual seconds come from a model and real ones from
+the wall clock, so no ratio is taken between them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One run among others: its figures, and how it does against the first one of its kind of time.
+    """One run of a comparison: its figures, and its speed-up on the first run of its kind of time.
 
-    `speedup` is the first run's time to the target over this one's: 2.0 means in half the time.
+    `reached` is the time to the target. `speedup` is that of the first run divided by it: 2.0 means half the time.
     """
 
     run: RunRecord
@@ -51,17 +51,17 @@ class Entry:
         return bool(self.run.figures)
 
     @property
-    def payoff(self) -> Mapping[str, Any]:
-        """Whether the run's codec pays (`dure.run.break_even`); empty where it has none."""
+    def break_even(self) -> Mapping[str, Any]:
+        """The cost and the savings of the codec (`dure.run.break_even`); empty for a run without one."""
         return self.figures.get("payoff") or {}
 
     def step_at(self, bandwidth: float | None) -> Mapping[str, float] | None:
-        """Seconds of a step on links of that `bandwidth`, with the run's codec and without."""
-        steps: Sequence[Mapping[str, float]] = self.payoff.get("steps", ())
+        """Seconds of a step on links of `bandwidth`, with the run's codec and without it."""
+        steps: Sequence[Mapping[str, float]] = self.break_even.get("steps", ())
         return next((step for step in steps if step["bandwidth"] == bandwidth), None)
 
     def figure(self, name: str, part: str | None = None) -> float | None:
-        """The summary's number `name` (or its `part`); None where it has none."""
+        """The number `name` of the summary, or its `part`; None if the summary lacks it."""
         value = self.figures.get(name)
         if part is not None:
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -69,7 +69,7 @@ class Entry:
 
 
 def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
-    """One entry per run, in order. `target` is the accuracy or loss whose time is taken."""
+    """One entry per run, in order. `target` is the accuracy or loss whose time is compared."""
     figures = [run.summary() for run in runs]
     strategies = _strategies(runs, figures)
     times = [_kind_of_time(run, values) for run, values in zip(runs, figures, strict=True)]
@@ -87,17 +87,17 @@ def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
 
 
 def graded(found: Sequence[Entry]) -> bool:
-    """Whether any run has an accuracy: a job may have no notion of one."""
+    """Whether any run has an accuracy: a job may define none."""
     return any(row.get("accuracy") is not None for entry in found for row in (*entry.run.history, entry.figures))
 
 
 def timed(found: Sequence[Entry], target: Target) -> bool:
-    """Whether the time to `target` can be told: the time to an accuracy, only where a run has one."""
+    """Whether a time to `target` exists; for an accuracy, only if some run has one."""
     return target.measure == "loss" or graded(found)
 
 
 def shared_strategy(runs: Sequence[RunRecord]) -> str:
-    """What all runs' strategies have in common, and their labels therefore leave out."""
+    """The parts that all strategies share, which the labels of the runs leave out."""
     parts = [_axes(run, run.summary()) for run in runs]
     alike = [axis for axis in _AXES[1:] if len(parts) > 1 and len({values[axis] for values in parts}) == 1]
     return " ".join(parts[0][axis] for axis in alike if parts[0][axis] not in _DEFAULTS)
@@ -108,7 +108,7 @@ def _ratio(first: float | None, seconds: float | None) -> float | None:
 
 
 def _kind_of_time(run: RunRecord, figures: Mapping[str, Any]) -> str:
-    """As the summary says; of a run that did not finish, as follows from where it ran."""
+    """The kind of time in the summary; for a run that did not finish, the kind of the place where it ran."""
     where = str(run.config.get("on") or "")
     guess = "real" if where.split(":")[0] in _REAL_PLACES else "virtual" if where else "unknown"
     return str(figures.get("time") or guess)
@@ -123,7 +123,7 @@ def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each run's strategy as text, without the axes on which all agree and without defaults."""
+    """The strategy of each run as text, without the axes that all runs share and without defaults."""
     parts = [_axes(run, values) for run, values in zip(runs, figures, strict=True)]
     differ = {axis for axis in _AXES if len(parts) == 1 or len({values[axis] for values in parts}) > 1} | {"sync"}
     texts = [" ".join(v[axis] for axis in _AXES if axis in differ and v[axis] not in _DEFAULTS) for v in parts]
@@ -132,7 +132,7 @@ def _strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]])
 
 
 def _labels(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
-    """Strategies made unique: by their kind of time where that differs, then by a number."""
+    """Unique labels of runs: the strategy, the kind of time if the runs differ in it, and a number if needed."""
     mixed = len(set(times)) > 1
     labels = [f"{text} ({time})" if mixed else text for text, time in zip(strategies, times, strict=True)]
     total, seen = Counter(labels), Counter[str]()
@@ -146,7 +146,7 @@ def _labels(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Three digits in the unit that suits: "3.20 ms", "12.4 s", "7 min 05 s", "2 h 10 min"."""
+    """Three digits in a suitable unit: "3.20 ms", "12.4 s", "7 min 05 s", "2 h 10 min"."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
@@ -167,7 +167,7 @@ def bytes_text(nbytes: float | None) -> str:
 
 
 def rate_text(bandwidth: float) -> str:
-    """Bytes per second as a link's: "1.25 Gbit/s"."""
+    """Bytes per second as bits per second of a link: "1.25 Gbit/s"."""
     if not math.isfinite(bandwidth):
         return "any"
     factor, unit = next((pair for pair in _RATES if 8 * bandwidth >= pair[0]), _RATES[-1])
@@ -197,12 +197,12 @@ def percent_text(fraction: float | None) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """How many times as fast."""
+    """A speed-up as a factor."""
     return NOTHING if ratio is None else f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
 
 
 def loss_text(entry: Entry) -> str:
-    """The final loss, or that it is no number."""
+    """The final loss, or "diverged" if it is not finite."""
     return "diverged" if entry.diverged else number_text(entry.figure("loss"))
 
 
@@ -215,7 +215,7 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FigureRow:
-    """One figure of all runs: its name, its text per run, the places of the best ones (empty: no best)."""
+    """One figure of all runs: its name, its text for each run, and the indices of the best runs, if any is best."""
 
     name: str
     cells: tuple[str, ...]
@@ -223,7 +223,7 @@ class FigureRow:
 
 
 def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, list[FigureRow]]]:
-    """Every figure of the summaries, in groups: (heading, rows)."""
+    """All figures of the summaries in groups: (heading, rows)."""
     shares = ("compute", "communicate", "wait")
     return [
         ("Result", _result(found, target)),
@@ -252,50 +252,50 @@ def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, li
 
 
 def _compression(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
-    """What the codecs take and save, where a run has one."""
-    payoffs = [entry.payoff for entry in found]
-    if not any(payoffs):
+    """The rows on codecs, if any run has one: the time that they take and save."""
+    costs = [entry.break_even for entry in found]
+    if not any(costs):
         return []
     steps = [
         FigureRow(f"A step at {rate_text(rate)}", tuple(_both_ways(entry.step_at(rate)) for entry in found))
         for rate in bandwidths(found)
     ]
-    coding = FigureRow("Encoding and decoding, a step", tuple(seconds_text(payoff.get("coding")) for payoff in payoffs))
-    below = FigureRow("Pays on links below", tuple(_pays_below(payoff) for payoff in payoffs))
+    coding = FigureRow("Encoding and decoding, a step", tuple(seconds_text(cost.get("coding")) for cost in costs))
+    below = FigureRow("Pays on links below", tuple(_pays_below(cost) for cost in costs))
     return [("Compression (a model)", [coding, *steps, below])]
 
 
 def bandwidths(found: Sequence[Entry]) -> list[float]:
-    """Bytes per second of the links on which codecs are looked at."""
-    return sorted({step["bandwidth"] for entry in found for step in entry.payoff.get("steps", ())})
+    """Bytes per second of the links for which the records have the cost of codecs."""
+    return sorted({step["bandwidth"] for entry in found for step in entry.break_even.get("steps", ())})
 
 
 def _both_ways(step: Mapping[str, float] | None) -> str:
     return f"{seconds_text(step['seconds'])} (fp32 {seconds_text(step['fp32'])})" if step else NOTHING
 
 
-def _pays_below(payoff: Mapping[str, Any]) -> str:
-    if not payoff:
+def _pays_below(cost: Mapping[str, Any]) -> str:
+    if not cost:
         return NOTHING
-    return "none" if payoff["break_even"] is None else rate_text(payoff["break_even"])
+    return "none" if cost["break_even"] is None else rate_text(cost["break_even"])
 
 
 def compression_verdicts(found: Sequence[Entry]) -> list[str]:
-    """A sentence for each run with a codec: whether it pays, and where."""
-    return [f"{entry.label}: {_compression_verdict(entry)}" for entry in found if entry.payoff]
+    """A sentence for each run with a codec: on which links the codec saves time."""
+    return [f"{entry.label}: {_compression_verdict(entry)}" for entry in found if entry.break_even]
 
 
 def _compression_verdict(entry: Entry) -> str:
-    payoff = entry.payoff
-    even, here = payoff["break_even"], entry.step_at(payoff["link"])
+    cost = entry.break_even
+    even, here = cost["break_even"], entry.step_at(cost["link"])
     if even is None:
         return "no fewer bytes than float32 has are sent, so compression pays on no link."
     where = f"It pays on links below {rate_text(even)}" if math.isfinite(even) else "It pays on every link"
     if here is None:
-        return f"encoding and decoding take {seconds_text(payoff['coding'])} of a step. {where}."
+        return f"encoding and decoding take {seconds_text(cost['coding'])} of a step. {where}."
     pays = "pays" if here["seconds"] < here["fp32"] else "does not pay"
     return (
-        f"compression {pays} on this cluster's links of {rate_text(payoff['link'])}, where a step takes "
+        f"compression {pays} on this cluster's links of {rate_text(cost['link'])}, where a step takes "
         f"{seconds_text(here['seconds'])} with it and {seconds_text(here['fp32'])} without. {where}."
     )
 
@@ -355,7 +355,7 @@ def _loss_rank(entry: Entry) -> float | None:
 
 
 def _best(found: Sequence[Entry], rank: Callable[[Entry], float | None], *, across: bool = False) -> frozenset[int]:
-    """Places of the lowest `rank` within each kind of time (`across`: over all), where there is a choice."""
+    """Indices of the lowest `rank` within each kind of time (`across`: of all), if the ranks differ."""
     best: set[int] = set()
     for kind in [None] if across else sorted({entry.time for entry in found}):
         ranked = [(rank(e), place) for place, e in enumerate(found) if kind is None or e.time == kind]

@@ -1,7 +1,7 @@
-"""The report's figures, drawn by matplotlib as SVG that goes inline into a page.
+"""Draws the figures of the report with matplotlib, as SVG that stands inline in a page.
 
-Nothing here keeps state: no pyplot, settings only for the time of drawing, and the same runs give the same bytes.
-Matplotlib is imported when a figure is drawn. The functions return SVG text in which all text of the runs is escaped.
+The module keeps no state: it does not use pyplot, and changes settings only while it draws. The same runs give the same
+bytes. Matplotlib is imported when a figure is drawn. The returned SVG text has all text of the runs escaped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which the colour-blind tell apart; without its yellow, too pale for lines on white.
+# The palette of Okabe and Ito for the colour-blind, without its yellow, which is too pale for lines on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
 DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
 SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
@@ -68,19 +68,19 @@ Unit = tuple[float, float, str]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a run is drawn, everywhere: `dash` is an SVG dash array, "" for a solid line."""
+    """The line of a run in all figures: `dash` is an SVG dash array, "" for a solid line."""
 
     color: str
     dash: str
 
     @property
     def style(self) -> Any:
-        """The same for matplotlib."""
+        """The dash in the form of matplotlib."""
         return (0, tuple(map(float, self.dash.split()))) if self.dash else "-"
 
 
 def looks(found: Sequence[Entry]) -> list[Look]:
-    """One look per run, no two alike up to 28 runs: a colour per strategy, a dash for each repeat of it."""
+    """One look for each run: a colour for each strategy, a dash for each repetition. Up to 28 runs no two are equal."""
     order = list(dict.fromkeys(entry.strategy for entry in found))
     every = [Look(color, dash) for dash in DASHES for color in COLORS]
     given: list[Look] = []
@@ -92,9 +92,9 @@ def looks(found: Sequence[Entry]) -> list[Look]:
 
 
 def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: Target) -> str | None:
-    """`y` ("loss", "consensus" or "accuracy") over `x` ("seconds", "step" or "bytes"); None when nothing is to draw.
+    """Draws `y` ("loss", "consensus" or "accuracy") over `x` ("seconds", "step" or "bytes"); None without any value.
 
-    A run whose loss is no number any more ends in a cross. `target` is drawn in the figure of its measure.
+    The curve of a run that diverged ends in a cross. `target` is drawn in the figure of its measure.
     """
     drawn = [(entry, look, _points(entry, x, y)) for entry, look in zip(found, given, strict=True)]
     drawn = [item for item in drawn if any(math.isfinite(value) for _, value in item[2])]
@@ -122,7 +122,7 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
 
 
 def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
-    """The share of updates at each staleness, on an axis up to `largest` versions; None without a stale update."""
+    """Draws the share of updates at each staleness, up to `largest` versions; None if no update was stale."""
     from matplotlib.ticker import MaxNLocator
 
     values = entry.figures.get("staleness")
@@ -150,7 +150,7 @@ def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
 
 
 def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
-    """Who gossips with whom: the workers in a circle, and beside it the mixing matrix expected of an averaging."""
+    """Draws a graph of workers: a circle with the edges, and beside it the expected mixing matrix of an averaging."""
     with _drawing(f"graph {workers} {edges}", width=6.4, height=3.2) as (figure, svg):
         circle, matrix = figure.subplots(1, 2)
         _circle(circle, edges, workers, color)
@@ -159,7 +159,7 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
 
 
 class Band(NamedTuple):
-    """A line with what it varies by above and below: `spreads` of `values` at `places`, all of one length."""
+    """A line with a band: `values` at `places`, and their `spreads` above and below, all of one length."""
 
     label: str
     places: Sequence[float]
@@ -168,9 +168,9 @@ class Band(NamedTuple):
 
 
 def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_label: str) -> str:
-    """Panels by (row, column), all of a row with one scale; the same label has the same colour everywhere.
+    """Draws panels by (row, column). All panels of a row have one scale, and a label has one colour in all panels.
 
-    It is a file of its own, on white.
+    The SVG is a file of its own on a white ground.
     """
     rows, columns = (list(dict.fromkeys(place[axis] for place in panels)) for axis in (0, 1))
     labels = list(dict.fromkeys(band.label for bands in panels.values() for band in bands))
@@ -214,7 +214,7 @@ def _circle(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str
 
 
 def _mixing(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str) -> None:
-    """The darker, the larger the share of a neighbor; what stays where it is, far more, is grey."""
+    """Draws the mixing matrix: the darker, the larger the share of a neighbor. A worker's own large share is grey."""
     import networkx as nx
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import LinearSegmentedColormap
@@ -245,7 +245,7 @@ def _corners(start: int, row: int, end: int) -> tuple[tuple[int, int], ...]:
 
 
 def _points(entry: Entry, x: str, y: str) -> list[tuple[float, float]]:
-    """At most `_MOST_POINTS` of a run's rows, the first and the last among them. A NaN is a gap."""
+    """At most `_MOST_POINTS` rows of a run, with the first and the last. A NaN is a gap."""
     rows = [(row.get(x), row.get(y)) for row in entry.run.history]
     points = [(float(place), float(value)) for place, value in rows if place is not None and value is not None]
     stride = math.ceil(len(points) / _MOST_POINTS) or 1
@@ -260,7 +260,7 @@ def _curve(axes: Axes, points: list[tuple[float, float]], look: Look) -> None:
 
 
 def _cross(axes: Axes, point: tuple[float, float], look: Look) -> None:
-    """Where a loss stopped being a number; at the figure's upper edge where it left the figure before."""
+    """Draws a cross at the last finite loss, or at the upper edge if the curve leaves the figure before."""
     height = min(point[1], axes.get_ylim()[1])
     axes.plot(point[0], height, color=look.color, marker="X", markersize=9, mec="white", zorder=5, clip_on=False)
 
@@ -282,7 +282,7 @@ def _x_label(x: str, unit: Unit, found: Sequence[Entry]) -> str:
 
 
 def _scale_x(axes: Axes, ends: Sequence[float]) -> None:
-    """Runs whose ends lie far apart share a logarithmic axis: on a linear one the short ones would be a wall."""
+    """Scales the x axis: logarithmic if runs differ much in length, as short runs would be one vertical line."""
     positive = [end for end in ends if end > 0]
     if positive and max(positive) / min(positive) > _LOG_FROM:
         axes.set_xscale("log")
@@ -309,7 +309,7 @@ def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> No
 
 
 def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -> None:
-    """Where accuracies are high, what counts is the error: it is drawn on a logarithmic scale, labelled as accuracy."""
+    """Scales high accuracies by the logarithm of the error, labelled as accuracy."""
     finite = [value for value in values if math.isfinite(value)]
     lowest, highest = min(finite), max(finite)
     target = highest if target is None else target
@@ -323,7 +323,7 @@ def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -
 
 
 def _mark(axes: Axes, target: Target) -> None:
-    """A line at the target, where the axis has that value."""
+    """Draws a line at the target, if it is within the axis."""
     lowest, highest = axes.get_ylim()
     if not lowest <= target.value <= highest:
         return
@@ -350,7 +350,7 @@ def _scale_error(axes: Axes, lowest: float, highest: float) -> None:
 
 
 def _plain(unit: str | None, *, factor: float = 1.0, only: Sequence[int] | None = None) -> Any:
-    """Numbers as people write them; `only` these leading digits, or None: no label at all."""
+    """Formats ticks as plain numbers; with `only`, those with these leading digits; with None, no tick."""
     from matplotlib.ticker import FuncFormatter
 
     def text(value: float, _place: object) -> str:
@@ -370,9 +370,9 @@ def _leads(value: float, digits: Sequence[int]) -> bool:
 def _drawing(
     name: str, *, width: float, height: float, alone: bool = False
 ) -> Iterator[tuple[Figure, Callable[[], str]]]:
-    """A figure of `width` x `height` inches, and a function that gives its SVG once the block has ended.
+    """Yields a figure of `width` x `height` inches, and a function that gives its SVG after the block.
 
-    It is for a page, or `alone` a file of its own, with a white ground.
+    The SVG is for a page, or with `alone` a file of its own on a white ground.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -387,7 +387,7 @@ def _drawing(
 
 
 def _inline(svg: str) -> str:
-    """Without what only a file of its own needs, and without fixed width: the page decides."""
+    """Removes the parts of an SVG that only a file needs, and its fixed width: the page sets it."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1)

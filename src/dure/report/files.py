@@ -1,7 +1,7 @@
-"""JSON that any reader can parse, files that are whole or absent, and files to which whole records are appended.
+"""Writes JSON that any reader can parse, files that are complete or absent, and files of complete records.
 
-JSON has no word for what is no number. Here "NaN", "Infinity" and "-Infinity" are written as these texts, as
-Protocol Buffers' JSON mapping does.
+JSON cannot write numbers that are not finite. They are written as the texts "NaN", "Infinity" and "-Infinity", as in
+the JSON mapping of Protocol Buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """`value` as strict JSON: what is no finite number becomes "NaN", "Infinity" or "-Infinity"."""
+    """Writes `value` as strict JSON: a number that is not finite becomes "NaN", "Infinity" or "-Infinity"."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -49,22 +49,22 @@ def _numbers(value: Any) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a pipe or a device under the name of a record's file: reading it may wait for ever."""
+    """Raise OSError if `path` is a pipe or a device: reading it could block for ever."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file of a record. Raises OSError where there is none, or it is no regular file."""
+    """The content of a file of a record. Raises OSError if the file is missing or not regular."""
     check_regular(path)
     return path.read_bytes()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes the place of `path` when the block ends, and leaves it alone when the block fails.
+    """Yields a text file that replaces `path` at the end of the block; after an error `path` stays as it was.
 
-    The new file is on the disk (fsync) before it gets its name: a kill or a full disk leaves the old one whole.
+    The new file is on the disk (fsync) before it gets its name: a kill or a full disk leaves the old file complete.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -83,9 +83,9 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 class AppendedFile:
-    """Appends whole records to the end of `path`; a record is with the operating system when `append` returns.
+    """Appends complete records to `path`; the operating system has a record when `append` returns.
 
-    Of a record that the disk has no room for, nothing stays in the file. It is kept, and written before the next one.
+    If the disk is full, no part of a record stays in the file. The record is kept, and written before the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class AppendedFile:
         self._kept = b""
 
     def append(self, record: bytes) -> None:
-        """Raises OSError where this record, and those that are kept, are not written."""
+        """Append a record after those that are kept. Raises OSError if they cannot be written."""
         self._kept += record
         end = os.fstat(self._file.fileno()).st_size
         rest = memoryview(self._kept)
@@ -106,6 +106,6 @@ class AppendedFile:
         self._kept = b""
 
     def close(self) -> None:
-        """Raises OSError where records are lost: there is still no room for what was kept."""
+        """Close the file. Raises OSError if records are lost because the disk is still full."""
         with self._file:
             self.append(b"")

@@ -1,7 +1,7 @@
-"""The report: one HTML file that opens offline, asks nothing of the network and runs no script.
+"""Writes the report: one HTML file that opens offline, needs no network and runs no script.
 
-Text that comes from outside (names, paths, strategies) is escaped by Jinja2's autoescape on the page and by
-matplotlib inside the figures.
+Jinja2 (autoescape) escapes text from outside, as names, paths and strategies, on the page; matplotlib escapes it in
+figures.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _SENTENCES = {
 
 
 DEFAULT = Path("report.html")
-"""The report's file, if none is named and this one is free."""
+"""The file of a report if none is named and this name is free."""
 
 
 def free(path: Path) -> Path:
-    """`path`, or if such a file exists the first of path-2, path-3, ... that does not."""
+    """`path`; if it exists, the first of path-2, path-3, ... that does not."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
     return next(each for each in chain([path], numbered) if not each.exists())
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One figure of the page: what it shows, in words, and its SVG."""
+    """One figure of the page: its caption and its SVG."""
 
     title: str
     svg: str
@@ -58,7 +58,7 @@ def write_report(
     title: str = "Comparison of strategies",
     target: Target = Target(),
 ) -> Path:
-    """Write the report of `runs` to `path`, whole or not at all; returns the path.
+    """Write the report of `runs` to `path`, and return the path. The file is complete or absent.
 
     Runs are compared with the first one. `target` is the accuracy or loss whose time is compared.
     """
@@ -98,7 +98,7 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         consensus=_consensus(found, given, target),
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
-        payoffs=[entry for entry in found if entry.payoff],
+        break_evens=[entry for entry in found if entry.break_even],
         rates=comparison.bandwidths(found),
         pays=comparison.compression_verdicts(found),
         costs=_COSTS,
@@ -112,13 +112,13 @@ _COSTS = {
     "cluster": "the cluster file's",
     "default": "those that dure has measured, on another machine",
 }
-"""Where the seconds of a codec come from."""
+"""Sources of the cost of a codec."""
 
 _FILTERS = ("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
-    """What all runs have in common: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
+    """The properties that all runs share: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
     parts = [_common([str(run.config.get("job") or "") for run in runs])]
     workers = _common([str(run.summary().get("workers") or "") for run in runs])
     parts.append(f"{workers} worker{'s' if workers != '1' else ''}" if workers else "")
@@ -133,7 +133,7 @@ def _common(texts: Sequence[str]) -> str:
 
 
 def _notices(found: Sequence[Entry]) -> list[str]:
-    """For each kind of time its sentence; labels carry the kind where kinds are mixed."""
+    """A sentence for each kind of time. If there are several, the labels name the kind too."""
     kinds = list(dict.fromkeys(entry.time for entry in found))
     if len(kinds) == 1:
         return [_sentence(kinds[0])]
@@ -146,7 +146,7 @@ def _sentence(kind: str) -> str:
 
 
 def _verdict(found: Sequence[Entry], target: Target) -> list[str]:
-    """Who reached the target first, one sentence for each kind of time."""
+    """The run that reached the target first, in one sentence for each kind of time."""
     sentences = []
     for kind in dict.fromkeys(entry.time for entry in found):
         among = [entry for entry in found if entry.time == kind]
@@ -169,7 +169,7 @@ def _first_arrival(best: Entry, first: Entry, among: int, target: Target) -> str
 
 
 def _bars(found: Sequence[Entry]) -> list[float]:
-    """For each run the length of its bar, in per cent of the slowest of its kind of time; 0 without a time."""
+    """The length of each run's bar in per cent of the slowest run of its kind of time; 0 without a time."""
     slowest: dict[str, float] = {}
     for entry in found:
         slowest[entry.time] = max(slowest.get(entry.time, 0.0), entry.reached or 0.0)
@@ -177,7 +177,7 @@ def _bars(found: Sequence[Entry]) -> list[float]:
 
 
 def _curves(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
-    """Rows of panels, loss and accuracy: one row for each kind of time, then steps, then bytes."""
+    """Rows of panels with loss and accuracy: over each kind of time, over steps and over bytes."""
     rows: list[tuple[str, str, list[int]]] = []
     for kind in dict.fromkeys(entry.time for entry in found):
         title = f"against {kind} time" if kind != "unknown" else "against time"
@@ -202,7 +202,7 @@ def _staleness(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
 
 
 def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
-    """Who gossiped with whom, and how fast that mixes: one panel for each graph, with the names of its runs."""
+    """One panel for each graph of workers in the records, with its speed of mixing and the names of its runs."""
     runs: dict[str, list[int]] = {}
     for place, entry in enumerate(found):
         if entry.figures.get("graph"):
@@ -220,7 +220,7 @@ def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
 
 
 def _consensus(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[Panel]:
-    """How far models were apart, where a run recorded that: for each kind of time, and over steps."""
+    """The distance between models over each kind of time and over steps, if a record has it."""
     panels = []
     for kind in dict.fromkeys(entry.time for entry in found):
         places = [place for place, entry in enumerate(found) if entry.time == kind]
@@ -232,19 +232,19 @@ def _consensus(found: Sequence[Entry], given: Sequence[Look], target: Target) ->
 
 
 def _shares(entry: Entry) -> dict[str, float]:
-    """Per cent of the workers' time, by what they did."""
+    """Per cent of the workers' time by activity."""
     return {part: 100 * (entry.figure("time_share", part) or 0.0) for part in figures.SHARES}
 
 
 def _breakable(text: str) -> Markup:
-    """`text`, escaped, with places where a long strategy may be broken over lines."""
+    """Escapes `text`, and lets a browser break a long strategy after commas."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(,)", r"\1<wbr>", str(escape(text))))  # noqa: S704  (escaped just here)
 
 
 def _origin(entry: Entry) -> dict[str, str]:
-    """Where a run comes from and what would repeat it."""
+    """The origin of a run, and the options that repeat it."""
     run, figures_ = entry.run, entry.figures
     return {
         "label": entry.label,

@@ -14,7 +14,7 @@ Activity = Literal["compute", "communicate", "wait"]
 
 @dataclass(slots=True)
 class Staleness:
-    """How many updates were applied at each staleness (server versions between pull and application).
+    """Counts updates by staleness: server versions between the pull of a gradient and its application.
 
     >>> staleness = Staleness()
     >>> staleness.add(0); staleness.add(3)
@@ -43,7 +43,7 @@ class Staleness:
         return max(self.histogram, default=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """As in `summary.json`: the histogram's keys are text, in rising order."""
+        """The form in `summary.json`: keys of the histogram are text, in rising order."""
         histogram = {str(versions): self.histogram[versions] for versions in sorted(self.histogram)}
         return {"mean": self.mean, "max": self.max, "histogram": histogram}
 
@@ -54,7 +54,7 @@ class Staleness:
 
 @dataclass(slots=True)
 class TimeShare:
-    """Seconds that ranks spent computing, communicating and waiting; `as_dict` gives shares of their sum."""
+    """Seconds in which ranks computed, communicated and waited; `as_dict` gives shares of their sum."""
 
     compute: float = 0.0
     communicate: float = 0.0
@@ -73,15 +73,15 @@ class TimeShare:
         self.wait += other.wait
 
     def as_dict(self) -> dict[str, float]:
-        """Shares that sum to 1, or all 0.0 when no time was spent."""
+        """Shares that sum to 1; all 0.0 if no time was spent."""
         total = self.compute + self.communicate + self.wait
         return {name: seconds / total if total else 0.0 for name, seconds in asdict(self).items()}
 
 
 def time_to(history: Iterable[Mapping[str, Any]], target: Target) -> float | None:
-    """Seconds of the first row that reaches `target`; None where none does.
+    """Seconds of the first row that reaches `target`; None if no row does.
 
-    Rows are not interpolated: what was not measured is not claimed.
+    Rows are not interpolated, as values between them were not measured.
     """
     for row in history:
         value = row.get(target.measure)

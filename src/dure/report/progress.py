@@ -1,10 +1,10 @@
-"""The progress of long work, on standard error, in 80 columns.
+"""Shows the progress of long work on standard error, in 80 columns.
 
     ssp:bound=3 ps:shards=2 (virtual) ━━━━━━━━━━━━╸━━━━━━  45 %  loss 0.2381  7 s left
 
-On a terminal this is a bar that is drawn again and again; elsewhere (a log file, CI) a plain line comes every few
-seconds. Once a run has been evaluated, the seconds that this took stand at the end. The clock is given, because only a
-runtime reads one.
+On a terminal the bar is drawn again and again; elsewhere (a log file, CI) a plain line is written every few seconds.
+After an evaluation, the line ends with the seconds that evaluations took. The clock is a parameter, as only runtimes
+read clocks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _WINDOW_SECONDS = 5.0
 
 
 class Progress:
-    """Use as a context manager; call `update` as often as you like, it draws ten times a second at most.
+    """A context manager that draws a progress line; `update` draws at most ten times a second.
 
-    `name` is cut to NAME columns, `place` after it included. `clock` gives seconds that pass for the person who
-    watches: `time.monotonic`, also for a virtual run. `every` is the number of seconds between plain lines where there
-    is no terminal.
+    `name` with `place` after it is cut to NAME columns. `clock` gives real seconds, also for a virtual run:
+    `time.monotonic`. `every` is the number of seconds between plain lines, without a terminal.
     """
 
     evaluation_seconds: float
@@ -60,7 +59,7 @@ class Progress:
         self._notice = ""
 
     def update(self, step: int, total: int | None, loss: float | None, samples: int) -> None:
-        """`step` of `total` (None where the end is unknown), the last `loss`, `samples` processed so far."""
+        """Show `step` of `total` (None if the end is unknown), the last `loss` and the `samples` so far."""
         now = self._clock()
         if not self._seen:
             self._seen.append((now, samples))
@@ -78,7 +77,7 @@ class Progress:
             self._print_line([*parts, self._notice])
 
     def notice(self, text: str) -> None:
-        """Show `text` at the end of the line, from now on until it is another: which processes a run waits for."""
+        """Show `text` at the end of the line until the next call: the processes that a run waits for."""
         if text == self._notice:
             return
         self._notice = text
@@ -94,7 +93,7 @@ class Progress:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """While open, a model is evaluated, maybe on another thread: the seconds count for `evaluation_seconds`."""
+        """While open, seconds count as `evaluation_seconds`. It may be used on another thread."""
         began = self._clock()
         if self._bar:
             self._draw("evaluating")

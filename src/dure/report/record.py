@@ -1,10 +1,10 @@
-"""A run's record: one folder, readable while the run goes on and after it was killed.
+"""The record of a run: one folder that can be read while the run goes on and after it was killed.
 
     config.json      configuration, versions, seed; written before the first step
     history.jsonl    one row per evaluation, flushed line by line; a torn last line is ignored
-    summary.json     the figures of `dure train --json`; written at the end, whole or not at all
-    trace.json       who did what when, if asked for (`report.trace`)
-    checkpoints/     made first, and exclusively: two runs never share a folder
+    summary.json     the figures of `dure train --json`; written at the end, complete or absent
+    trace.json       the activities of all nodes over time, with `--trace` (`report.trace`)
+    checkpoints/     created first and exclusively: two runs never share a folder
 
 Numbers that are not finite are written as text (`report.files`).
 """
@@ -29,9 +29,9 @@ CONFIG, HISTORY, SUMMARY, TRACE = "config.json", "history.jsonl", "summary.json"
 
 
 class RunFolder:
-    """The folder that a run writes. Made by `create`, `numbered` or `resume`; a context manager.
+    """The folder that a run writes: a context manager, made by `create`, `numbered` or `resume`.
 
-    A file that cannot be written, as on a full disk, is one of `unwritten`, and raises nothing.
+    A file that cannot be written, as on a full disk, is noted in `unwritten`, and raises no error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Take `path` for a new run: a folder that does not exist yet, or is empty. UsageError otherwise."""
+        """Take `path` for a new run. Raises `UsageError` if the folder exists and is not empty."""
         path = Path(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class RunFolder:
 
     @classmethod
     def numbered(cls, parent: str | Path, name: str) -> RunFolder:
-        """A new folder `parent/name-001` (002, ... the first free one). `name` may be a strategy's text."""
+        """Make a folder `parent/name-001`, or with the next number that is free. `name` may be a strategy's text."""
         parent = Path(parent)
         stem = re.sub(r"[^A-Za-z0-9._=-]+", "-", name).strip("-.") or "run"
         try:
@@ -81,7 +81,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path, *, rows: int) -> RunFolder:
-        """Go on with the run in `path` from a checkpoint with the first `rows` of its history: others are dropped."""
+        """Continue the run in `path` from a checkpoint with the first `rows` of its history; later rows are dropped."""
         path = Path(path)
         require_run(path)
         folder = cls(path)
@@ -91,7 +91,7 @@ class RunFolder:
         return folder
 
     def rewind(self, rows: int) -> None:
-        """Drop all but the first `rows` of the history: the run goes on from there."""
+        """Drop all but the first `rows` of the history."""
         self.close()
         path = self.path / HISTORY
         if not path.exists():
@@ -116,16 +116,16 @@ class RunFolder:
     def write_config(
         self, config: Mapping[str, Any], *, seed: int | None, code: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Write `config.json`: the configuration that is used, the seed, the `code` that the configuration names.
+        """Write `config.json`: the configuration, the seed, the `code` that the configuration names, and versions.
 
-        With them go this environment's versions.
+        The versions are those of this environment.
         """
         self._write(CONFIG, {"config": config, "seed": seed, "versions": versions(), "code": dict(code)})
 
     def append(self, row: Row) -> None:
-        """Add a row to the history; it is with the operating system when this returns, unless there is no room.
+        """Append a row to the history; the operating system has it when `append` returns, unless the disk is full.
 
-        A row for which there is no room is written with a later one.
+        A row that the disk had no room for is written with a later one.
         """
         with self.unwritten.tolerated(HISTORY):
             if self._history is None:
@@ -133,14 +133,14 @@ class RunFolder:
             self._history.write(row)
 
     def look_for_removed(self) -> None:
-        """Note which files of the record are not there any more: an open file goes on without its name."""
+        """Note the files of the record that were removed: writing to an open file shows no error."""
         self.close()
         for name in (CONFIG, HISTORY):
             if not (self.path / name).exists():
                 self.unwritten.causes.setdefault(name, "it is not there any more")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, whole or not at all."""
+        """Write `summary.json`, which is complete or absent."""
         self._write(SUMMARY, summary)
 
     def close(self) -> None:
@@ -161,9 +161,9 @@ class RunFolder:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `history.jsonl`; none where there is no file. A last line without its end is ignored.
+    """The rows of a `history.jsonl`; none if the file is missing.
 
-    Such a line is what a kill leaves behind. Damage anywhere else is a RecordError that names the line.
+    A last line without its end is ignored, as a kill leaves one. Other damage raises a RecordError with the line.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""A run's record, from training or from its folder."""
+"""The record of a run, from training or from its folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dure.report.values import RunRecord
 
 @dataclass(frozen=True, slots=True)
 class Run(RunRecord):
-    """The record of a run, which writes its own report."""
+    """The record of a run with a method that writes its report."""
 
     def report(self, path: str | Path, *, title: str | None = None) -> Path:
-        """Write this run's report, one HTML file that opens offline; returns its path."""
+        """Write the report of this run, one HTML file that opens offline, and return its path."""
         return write_report(path, [self], title=title or "Training report")
 
 
 def read_run(path: str | Path) -> Run:
-    """The run that `path` holds, finished or not.
+    """Read the run in the folder `path`, finished or not.
 
-    UsageError where there is no run, RecordError naming file and line where its record is damaged.
+    Raises `UsageError` if the folder holds no run, and `RecordError` with file and line if its record is damaged.
     """
     path = Path(path)
     require_run(path)

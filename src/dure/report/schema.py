@@ -1,4 +1,4 @@
-"""Types of what a run's record holds, as far as reports read it. What is not named here may be anything."""
+"""Types of the entries of a run's record that reports read. Other entries are not checked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Graph(_Open):
     edges: list[list[int]]
 
 
-class _Payoff(_Open):
+class _BreakEven(_Open):
     coding: float = 0.0
     link: float | None = None
     break_even: float | None = None
@@ -57,21 +57,21 @@ class _Figures(_Open):
     best_accuracy: float | None = None
     staleness: _Staleness | None = None
     graph: _Graph | None = None
-    payoff: _Payoff | None = None
+    payoff: _BreakEven | None = None
 
 
 def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The content of `config.json`. Raises `RecordError`, which names `where`, if it is none."""
+    """Check the content of `config.json`. Raises `RecordError`, which names `where`."""
     return _checked(_Config, values, where)
 
 
 def check_row(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of a history. Raises `RecordError`, which names `where`, if it is none."""
+    """Check a row of a history. Raises `RecordError`, which names `where`."""
     return _checked(_Row, values, where)
 
 
 def check_figures(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The content of `summary.json`. Raises `RecordError`, which names `where`, if it is none."""
+    """Check the content of `summary.json`. Raises `RecordError`, which names `where`."""
     return _checked(_Figures, values, where)
 
 

@@ -1,4 +1,4 @@
-"""Where a run's history may go while it runs, besides its own folder.
+"""Destinations of a run's history besides its folder, written while the run goes on.
 
 | sink          | needs         |
 |---------------|---------------|
@@ -22,9 +22,9 @@ from dure.report.files import AppendedFile, to_json
 
 
 class Sink(Protocol):
-    """Takes rows as they come. After `write` returned, a kill of this process does not lose the row.
+    """Writes rows. After `write` has returned, a kill of this process does not lose the row.
 
-    Both raise OSError where there is no room for all rows so far; a later `write` tries again.
+    Both methods raise OSError if the disk has no room for all rows so far; a later `write` tries again.
     """
 
     def write(self, row: Mapping[str, Any]) -> None: ...
@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One row per line, flushed line by line. Appends to `path` after its last whole line."""
+    """Appends one line for each row to `path`, after its last complete line, and flushes it."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = AppendedFile(Path(path))
@@ -54,10 +54,10 @@ def _drop_torn_line(path: Path) -> None:
 
 
 class TensorBoard:
-    """TensorBoard events in `folder`: each number of a row under its own name, by step.
+    """Writes TensorBoard events to `folder`: each number of a row under its name, by step.
 
-    An event's time is the run's own `seconds` (virtual or real), so that TensorBoard's "relative" axis shows
-    the time that the report shows. Values that are None are left out.
+    The time of an event is the `seconds` of the run (virtual or real), so that the axis "relative" of TensorBoard shows
+    the time of the report. Values that are None are left out.
     """
 
     def __init__(self, folder: str | Path) -> None:

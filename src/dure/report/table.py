@@ -1,4 +1,4 @@
-"""Runs side by side in the terminal: the columns that decide. The report has the rest."""
+"""Shows runs side by side in the terminal, with the most important figures. The report has all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dure.report.values import RunRecord
 
 @dataclass(frozen=True, slots=True)
 class FittedComparison:
-    """The comparison of `runs`, for rich to print: several tables where the terminal is narrow, no cell cut."""
+    """Prints the comparison of `runs` with rich: in a narrow terminal as several tables, so that no cell is cut."""
 
     runs: Sequence[RunRecord]
     target: Target
@@ -43,9 +43,9 @@ class FittedComparison:
 
 
 def comparison_table(runs: Sequence[RunRecord], *, target: Target = Target()) -> Table:
-    """The same as one rich table of any width. An empty sequence gives a table without rows.
+    """The comparison of `runs` as one rich table of any width. Without runs the table has no rows.
 
-    Columns of accuracies are there where a run has one, and so is the time to an accuracy.
+    The columns of accuracies, and that of the time to one, are left out if no run has an accuracy.
     """
     found = comparison.entries(runs, target=target)
     table = _table(found, _columns(found, target))
@@ -54,7 +54,7 @@ def comparison_table(runs: Sequence[RunRecord], *, target: Target = Target()) ->
 
 
 def _table(found: Sequence[Entry], columns: Mapping[str, Sequence[str]], letters: int = 0) -> Table:
-    """One table of some columns. Strategies of up to `letters` letters stay on one line."""
+    """A table of some columns. A strategy of up to `letters` letters stays on one line."""
     labels = [entry.label if entry.finished else f"{entry.label} (unfinished)" for entry in found]
     longest = max(map(len, labels), default=0)
     table = Table(caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -68,7 +68,7 @@ def _table(found: Sequence[Entry], columns: Mapping[str, Sequence[str]], letters
 
 
 def _width(table: Table, console: Console, options: ConsoleOptions) -> int:
-    """The fewest columns of a terminal in which no number of `table` is cut."""
+    """The width of a terminal that cuts no number of `table`."""
     return Measurement.get(console, options.update_width(10_000), table).minimum
 
 

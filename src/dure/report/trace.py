@@ -1,11 +1,11 @@
-"""Who did what when, as a Chrome trace: open it at https://ui.perfetto.dev, beside `torch.profiler`'s.
+"""Writes the activities of all nodes over time as a Chrome trace, for https://ui.perfetto.dev.
 
 Format: "Trace Event Format" (Google, 2016), JSON object form. One process per rank; in it one thread each for
 
     compute | communicate (send, recv, communicate) | wait | apply
 
-Spans that overlap in one thread (two messages on the wire at once) go to further threads, "communicate 2" and
-so on, so that no viewer has to guess which contains which. Times are microseconds, exact to the nanosecond.
+Spans that overlap in one thread, as two messages on the wire at once, go to further threads, "communicate 2" and so on,
+as viewers show overlapping spans nested. Times are microseconds, exact to the nanosecond.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _ORDER = ("compute", "communicate", "wait", "apply")
 
 
 def write_trace(path: str | Path, spans: Iterable[Span], *, time: Literal["virtual", "real"]) -> None:
-    """Write `spans`, in any order, to `path`; the file appears whole or not at all.
+    """Write `spans`, in any order, to `path`. The file is complete or absent.
 
-    ValueError for a span that ends before it starts, is not finite, or whose kind is unknown.
+    Raises `ValueError` for a span that ends before it starts, is not finite, or has an unknown kind.
     """
     if time not in ("virtual", "real"):
         raise ValueError(f"time is 'virtual' or 'real', got {time!r}.")
@@ -57,14 +57,14 @@ def _when(span: Span) -> tuple[float, float]:
 
 
 def _rank_order(name: str) -> tuple[int, tuple[tuple[int, str], ...]]:
-    """Workers, then servers, then others; "worker 10" after "worker 9"."""
+    """Sorts workers before servers before others; "worker 10" after "worker 9"."""
     role = 0 if name.startswith("worker") else 1 if name.startswith("server") else 2
     parts = re.split(r"(\d+)", name)
     return role, tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 class _Lanes:
-    """Gives each span of one rank and thread the lowest lane that is free when it starts."""
+    """Assigns each span of one rank and thread to the lowest lane that is free at its start."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[int, int]] = []
@@ -83,7 +83,7 @@ class _Lanes:
 
 
 def _write_events(file: IO[str], ordered: Sequence[Span], ranks: Sequence[str]) -> None:
-    """One event per line. Thread numbers are unique over all processes: some viewers mix them up otherwise."""
+    """Write one event per line. Thread numbers are unique over all processes, as some viewers need."""
     text = lru_cache(maxsize=4096)(json.dumps)
     processes = {rank: number for number, rank in enumerate(ranks, start=1)}
     lanes: dict[tuple[str, str], _Lanes] = {}
@@ -104,7 +104,7 @@ def _write_events(file: IO[str], ordered: Sequence[Span], ranks: Sequence[str]) 
 
 
 def _microseconds(nanoseconds: int) -> str:
-    """Exact decimal text: through a float, neighbouring spans would come to overlap."""
+    """Exact decimal text: rounded to a float, neighbouring spans could overlap."""
     sign = "-" if nanoseconds < 0 else ""
     whole, rest = divmod(abs(nanoseconds), 1000)
     return f"{sign}{whole}.{rest:03d}"

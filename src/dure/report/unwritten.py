@@ -1,4 +1,4 @@
-"""Files of a run's record that could not be written, as on a full disk: the run goes on without them, and tells."""
+"""Tracks files of a run's record that could not be written, as on a full disk: the run continues and reports them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ log = logging.getLogger("dure")
 
 
 class Unwritten:
-    """`causes`, by the name of a file of the record, of what is missing there."""
+    """The `causes` of missing content, by the name of the file."""
 
     def __init__(self) -> None:
         self.causes: dict[str, str] = {}
 
     @contextmanager
     def tolerated(self, name: str) -> Iterator[None]:
-        """While open, an error of the file system in writing `name` is noted, and logged once, in place of raised.
+        """While open, note an error of the file system in writing `name`, and log it once, instead of raising it.
 
-        A later block of the same name that ends well takes the note back: the file is whole then.
+        A later block of the same name without an error removes the note: the file is complete then.
         """
         try:
             yield

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's bits. Reads package metadata: imports nothing heavy."""
+    """Versions of the packages that decide the bits of a run, from their metadata: no package is imported."""
     found = {"python": platform.python_version()}
     for package in ("dure", "torch", "numpy"):
         try:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What is known of one run: fresh from training, or read from its folder.
+    """The record of one run, from training or from its folder.
 
     `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
     `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
@@ -42,7 +42,7 @@ class RunRecord:
     code: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """The figures of `dure train --json`. Of a run that did not finish: what its last row of history says."""
+        """The figures of `dure train --json`; for a run that did not finish, those of its last row of history."""
         if self.figures or not self.history:
             return dict(self.figures)
         last = self.history[-1]

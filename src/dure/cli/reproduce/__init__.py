@@ -1,13 +1,13 @@
-"""Tables and figures of papers, made again: what each said, beside what this library finds.
+"""Reproduces tables and figures of papers: the published figures beside those of this library.
 
 | name         | module       | from                                                                           |
 |--------------|--------------|--------------------------------------------------------------------------------|
 | `sharding`   | `sharding`   | a comparison of layer-based and memory-based parameter sharding on VGG-16      |
-| `it-signsgd` | `it_signsgd` | Park and Lee: signs of workers with unlike batches, put to a weighted vote     |
-| `byzantine`  | `byzantine`  | Bernstein et al.: a majority of signs, and some voters who lie                 |
+| `it-signsgd` | `it_signsgd` | Park and Lee: a weighted vote on the signs of workers with unequal batches     |
+| `byzantine`  | `byzantine`  | Bernstein et al.: a majority vote on signs, some of which are false            |
 
-A module here has `reproduce`, which returns what `dure reproduce NAME --json` prints, and `table` of that. The
-parameters of `reproduce` are the flags that make sense for it, all with defaults.
+Each module has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
+parameters of `reproduce` are the flags that apply to it, all with defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def find(name: str) -> ModuleType:
 
 
 def check(name: str, module: ModuleType, flags: dict[str, Any]) -> None:
-    """Raise `UsageError` if `flags` hold one that `module` has no use for."""
+    """Raise `UsageError` if one of `flags` does not apply to `module`."""
     takes = list(inspect.signature(module.reproduce).parameters)
     for flag in flags:
         if flag not in takes:

@@ -1,14 +1,14 @@
-"""Of 15 voters some lie: what becomes of a plain mean, of a majority, and of a vote weighted by reliability.
+"""Accuracy of a mean, a majority vote and a vote weighted by reliability, if some of 15 workers send false gradients.
 
 Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD with Majority Vote is Communication Efficient and Fault
 Tolerant", ICLR 2019, in which up to half of the workers send their gradient inverted.
 
     honest      g             the gradient of its mini-batch
-    random      s N(0, 1)     noise in place of it
-    inverted    -s g          the opposite
-    constant    s 1           the same everywhere, so that all who lie say the same
+    random      s N(0, 1)     noise
+    inverted    -s g          the opposite gradient
+    constant    s 1           one value in all elements, the same at all liars
 
-with s such that a lie is `SCALE` times as long as the truth. To a sign that is nothing; a mean has no defence.
+with s such that a lie is `SCALE` times as long as the gradient. A sign does not depend on the length; a mean does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WORKERS = 15
 MOST = 7
-"""Liars: one more would be half of the voters."""
+"""The most liars: one more would be half of the voters."""
 
 SCALE = 10.0
 
@@ -55,7 +55,7 @@ LIES: Mapping[str, Lie] = {"random": _random, "inverted": _inverted, "constant":
 
 
 class Aggregation(NamedTuple):
-    """How gradients become one, and the learning rate that this wants."""
+    """A codec that aggregates gradients, and a learning rate that suits it."""
 
     codec: str
     lr: float
@@ -70,7 +70,7 @@ RULES: Mapping[str, Aggregation] = {
 
 @dataclass(frozen=True, slots=True)
 class Lied(BSP):
-    """BSP over servers, in which the first `liars` workers push a lie in place of their gradient."""
+    """BSP over servers, in which the first `liars` workers push a lie instead of their gradient."""
 
     liars: int = 0
     lie: str = "random"
@@ -84,19 +84,19 @@ class Lied(BSP):
             await worker.server.push(self.told(gradient, worker) if worker.rank < self.liars else gradient)
 
     def told(self, truth: torch.Tensor, worker: Worker) -> torch.Tensor:
-        """The lie in place of `truth`, `SCALE` times as long."""
+        """The lie for a gradient `truth`, `SCALE` times as long."""
         generator = torch.Generator().manual_seed(worker.clock * WORKERS + worker.rank)
         lie = LIES[self.lie](truth, generator)
         return lie.mul_(SCALE * truth.norm() / lie.norm().clamp_min(torch.finfo(lie.dtype).tiny))
 
 
 def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
-    """Train `digits-mlp` with 0 to `MOST` liars of each kind under each rule; the rows.
+    """Train `digits-mlp` with 0 to `MOST` liars of each kind under each rule, and return the rows.
 
-    `accuracy` is that of the test set after the last round, a mean over seeds, `spread` its standard deviation; both
-    are NaN where the training diverged.
+    `accuracy` is the test accuracy after the last round, a mean over seeds; `spread` is its standard deviation. Both
+    are NaN if the training diverged.
 
-    Raises `UsageError` for what makes no sense.
+    Raises `UsageError` for numbers that are out of range.
     """
     for name, value in (("rounds", rounds), ("seeds", seeds)):
         if value < 1:

@@ -1,14 +1,14 @@
-"""IT-signSGD against signSGD with a plain majority, where some of 15 workers compute less than others.
+"""Compares IT-signSGD with signSGD with a majority vote, if some of 15 workers compute less than the others.
 
 Park and Lee, "IT-signSGD" (in Korean); Park, Poor and Lee, "SignSGD with Federated Voting", 2024, arXiv 2403.16372.
 
     mode                                   1    2    3    4
     workers with batches of 4              0    9   12   14      the others have batches of 64
 
-The paper shows curves alone: equal in mode 1, IT-signSGD ahead by more and more from mode 2 to 4. It says neither the
-model nor the rate, how many rounds, the other batch size, how long the vote starts with equal weights, nor what becomes
-of gradients that are exactly zero. There are many: pixels are from 0 to 1 here, so those at the border are zero in all
-images. With one bit an element their signs are drawn, since always to vote +1 would be to vote for nothing.
+The paper shows curves only: both are equal in mode 1, and the lead of IT-signSGD grows from mode 2 to 4. It does not
+give the model, the learning rate, the number of rounds, the other batch size, the rounds in which the vote has equal
+weights, and the treatment of gradients that are exactly zero. Such gradients are many: pixels are from 0 to 1, so those
+at the border are zero in all images. With one bit an element their signs are random, as a constant +1 would be a bias.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FEW, MANY = 4, 64
 """Batch sizes."""
 
 MODES: Mapping[int, int] = {1: 0, 2: 9, 3: 12, 4: 14}
-"""How many workers have batches of `FEW`, by mode."""
+"""Workers with batches of `FEW`, by mode."""
 
 EVALUATIONS = 12
 
 
 class Contender(NamedTuple):
-    """How gradients become one, and the learning rate, by data set, that this wants: a sign is no small number."""
+    """A codec that aggregates gradients, and a learning rate that suits it by data set: signs need small rates."""
 
     codec: str
     lr: Mapping[str, float]
@@ -69,19 +69,19 @@ def _mnist(data: Path | None) -> Job:
 def _cifar10(data: Path | None) -> Job:
     from dure.job.job import load_job
 
-    job = load_job("cifar10-cnn", data)  # none of its pixels is the same everywhere
+    job = load_job("cifar10-cnn", data)  # no pixel has the same value in all images
     return dataclasses.replace(job, model=convnet, name="cifar10-small-cnn")
 
 
 def _pixels(data: Data | None, mean: float, deviation: float) -> Data:
-    """Standardised images with pixels from 0 to 1 again; what was black is 0, not nearly so."""
+    """Scales standardised images back to pixels from 0 to 1; black pixels are exactly 0."""
     assert data is not None
     inputs = cast("Tensor", data.inputs)
     return dataclasses.replace(data, inputs=(inputs * deviation + mean).mul_(255).round_().div_(255))
 
 
 def convnet() -> nn.Sequential:
-    """(batch, 3, 32, 32) to (batch, 10), without batch norm, to which batches of 4 say little: 26,346 parameters."""
+    """Network from (batch, 3, 32, 32) to (batch, 10) of 26,346 parameters; batch norm needs batches of more than 4."""
     from torch import nn
 
     return nn.Sequential(
@@ -99,7 +99,7 @@ JOBS: Mapping[str, Callable[[Path | None], Job]] = {"mnist": _mnist, "cifar10": 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Test accuracy against rounds, over seeds: mean and standard deviation."""
+    """Test accuracy over rounds: mean and standard deviation over seeds."""
 
     rounds: tuple[int, ...]
     means: tuple[float, ...]
@@ -109,7 +109,7 @@ class Curve:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Curve:
-        """Of runs that differ by their seed alone."""
+        """The curve of runs that differ only in their seeds."""
         by_seed = [{int(row["step"]): row["accuracy"] for row in run.history} for run in runs]
         steps = tuple(by_seed[0])
         columns = [[seed[step] for seed in by_seed] for step in steps]
@@ -129,12 +129,12 @@ def reproduce(
     data: Path | None = None,
     out: Path = Path("it-signsgd.svg"),
 ) -> dict[str, Any]:
-    """Train with every method in every mode; the rows, and the curves drawn to `out`.
+    """Train with every method in every mode; return the rows, and draw the curves to `out`.
 
-    `accuracy` is that of the test set after the last round, `spread` its standard deviation over seeds, and
-    `bytes_per_step` what one worker sends in a step, and `bytes_back_per_step` what it receives.
+    `accuracy` is the test accuracy after the last round, and `spread` its standard deviation over seeds.
+    `bytes_per_step` are the bytes that a worker sends in a step, and `bytes_back_per_step` those that it receives.
 
-    Raises `UsageError` for what makes no sense, `DataError` where data is missing; both before anything is trained.
+    Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
     wanted = _datasets(dataset)
     for name, value, least in (("rounds", rounds, 1), ("seeds", seeds, 1)):
@@ -175,7 +175,7 @@ def reproduce(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The rows for people."""
+    """The rows as a table."""
     from rich import box
     from rich.table import Table
 
@@ -236,7 +236,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _draw(path: Path, curves: Mapping[tuple[str, int, str], Curve]) -> None:
-    """A row of panels for each data set, a panel for each mode, a line with its spread for each method."""
+    """Draw a row of panels for each data set, a panel for each mode, and a line with its spread for each method."""
     from dure.report.figures import Band, grid
     from dure.report.files import replacing
 

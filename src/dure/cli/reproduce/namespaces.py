@@ -1,15 +1,16 @@
-"""Hosts with slow links on one machine: network namespaces around a switch, each with a limited card.
+"""Makes hosts with slow links on one machine: network namespaces around a switch, each with a limited card.
 
     host 0:  eth0 == tbf ==>  port0 |          | port1 == tbf ==>  eth0  :host 1
              10.77.0.1       <== tbf |  bridge  | <== tbf ==                10.77.0.2
                                      |  switch  |
 
-Each direction of a host's card is a token bucket (`tc ... tbf`): what leaves is held back at the host, what comes at
-the port of the switch before it. A process inside sees no other network; its own host it reaches over `lo`, which is
-not limited. Everything is in namespaces that are this process's own, the switch too: to delete them is to leave
-nothing behind. What a process that was killed has left is swept away by the next that makes hosts.
+Each direction of a host's card is a token bucket (`tc ... tbf`): frames that leave wait at the host, frames that come
+wait at the port of the switch. A process inside sees no other network, and reaches its own host over `lo`, which is not
+limited. All of it, the switch too, is in namespaces of this process: deleting them removes everything. The namespaces
+of a process that was killed are deleted by the next process that makes hosts.
 
-It needs Linux, root, and the programs `ip` and `tc` (Debian's package iproute2); `missing` says what is not there.
+It needs Linux, root, and the programs `ip` and `tc` (Debian's package iproute2); `missing` names a requirement that is
+not met.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from dure.runtime.launch.rendezvous import ENGINE_INTERFACE
 
 PREFIX = "dure"
 FRAME = 9000
-"""Bytes of a frame: jumbo ones, since all hosts share the cores of one machine, and each frame costs them."""
+"""Bytes of a frame. Jumbo frames cost less processor time, as all hosts share the cores of one machine."""
 
 BURST = 3 * (FRAME + 14)
-"""Bytes that a card may send at once after a rest: three frames, little beside a message of a megabyte."""
+"""Bytes that an idle card may send at once: three frames, few compared with a message of a megabyte."""
 
 QUEUE_SECONDS = 0.05
-"""How long a frame may wait for its turn at a card before frames behind it are dropped."""
+"""Time that a frame may wait at a card before later frames are dropped."""
 
 COMMAND_SECONDS = 20.0
 LOOK_SECONDS = 0.05
 _serial = counted()
-FAREWELL_SECONDS = 15.0
-"""How long the others may take to end by themselves once one has failed."""
+GRACE_SECONDS = 15.0
+"""Seconds in which the other programs may end by themselves after one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitedProcess:
-    """How a program on one host ended: its exit status and what it wrote."""
+    """The exit status and the output of a program on one host."""
 
     status: int
     out: str
@@ -56,7 +57,7 @@ class ExitedProcess:
 
 
 def missing() -> str:
-    """Why there can be no hosts here; an empty text if there can."""
+    """The reason why this machine cannot make hosts; an empty text if it can."""
     programs = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} cannot be found: install iproute2."
@@ -67,11 +68,11 @@ def missing() -> str:
 
 @contextmanager
 def hosts(count: int, *, bandwidth: float) -> Iterator[Hosts]:
-    """`count` hosts whose cards carry `bandwidth` bytes per second in each direction, headers of frames included.
+    """Yield `count` hosts whose cards carry `bandwidth` bytes per second in each direction, with headers of frames.
 
     Raises:
-        UsageError: what is asked for cannot be, here or anywhere.
-        DureError: the system refuses.
+        UsageError: such hosts are impossible on this machine.
+        DureError: the system refuses to make them.
     """
     reason = missing()
     if reason:
@@ -107,11 +108,11 @@ class Hosts:
     def run(
         self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None
     ) -> list[ExitedProcess]:
-        """`command` once on each host, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        """Run `command` on each host, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-        Once one has failed the others have a little time to notice, and after `seconds` all are ended.
+        After the first failure the others have GRACE_SECONDS to end. After `seconds` all are killed.
 
-        Raises `DureError` with the last words of the first that failed.
+        Raises `DureError` with the last output of the first program that failed.
         """
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             programs = [
@@ -152,7 +153,7 @@ class Program:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, or None if it has none after `seconds`."""
+        """The exit status; None if the program still runs after `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
@@ -167,7 +168,7 @@ class Program:
 
 
 def _wait(programs: Sequence[Program], seconds: float) -> bool:
-    """Until all have ended, or some have failed and the others had time to notice; whether `seconds` were too few."""
+    """Wait until all have ended, or GRACE_SECONDS after a failure; returns whether `seconds` were too few."""
     looks = seconds / LOOK_SECONDS
     failed = False
     while going := [program for program in programs if program.wait(0.0) is None]:
@@ -177,12 +178,12 @@ def _wait(programs: Sequence[Program], seconds: float) -> bool:
         looks -= 1
         if not failed and any(program.wait(0.0) for program in programs):
             failed = True
-            looks = min(looks, FAREWELL_SECONDS / LOOK_SECONDS)
+            looks = min(looks, GRACE_SECONDS / LOOK_SECONDS)
     return False
 
 
 def sweep() -> None:
-    """Delete what was left behind by processes that are no more, and end what still runs in it."""
+    """Delete the namespaces of processes that have ended, and end the programs in them."""
     for name in _there():
         _, pid, began, *_ = name.split("-")
         if _mark(int(pid)) != f"{pid}-{began}":
@@ -190,13 +191,13 @@ def sweep() -> None:
 
 
 def _there() -> list[str]:
-    """Namespaces that this module has made."""
+    """The namespaces that this module has made."""
     names = [line.split()[0] for line in _do("ip", "netns", "list").splitlines()]
     return [name for name in names if re.fullmatch(rf"{PREFIX}-\d+-\d+-\d+-\w+", name)]
 
 
 def _mark(pid: int) -> str:
-    """What tells a process from all others since the machine was started; empty for one that is no more."""
+    """Text that identifies a process uniquely since the start of the machine; empty if the process has ended."""
     with suppress(OSError):
         began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
         return f"{pid}-{began}"
@@ -210,7 +211,7 @@ def _add(name: str, stack: ExitStack) -> None:
 
 
 def _clear(name: str) -> None:
-    """Delete a namespace if it is there, and end what runs in it."""
+    """Delete a namespace if it exists, and end the programs in it."""
     if name not in _there():
         return
     _end_all(name)
@@ -224,7 +225,7 @@ def _end_all(name: str) -> None:
 
 
 def _connect(name: str, switch: str, number: int, bandwidth: float) -> None:
-    """Put a cable between host and switch, and limit both its ends."""
+    """Connect a host with the switch, and limit both ends."""
     _ip(name, f"link add eth0 type veth peer name port{number} netns {switch}")
     _ip(switch, f"link set port{number} mtu {FRAME} master bridge up")
     _ip(name, f"addr add {_address(number)}/16 dev eth0")
@@ -244,7 +245,7 @@ def _ip(namespace: str, command: str) -> str:
 
 
 def _do(*command: str) -> str:
-    """What a program of the system prints. Raises `DureError` if it fails."""
+    """Run a program of the system, and return its output. Raises `DureError` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

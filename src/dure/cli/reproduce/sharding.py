@@ -1,9 +1,10 @@
-"""Parameter sharding by layer against by memory on VGG-16, as 1 to 8 workers with a server per two of them.
+"""Compares parameter sharding by layer and by memory on VGG-16, for 1 to 8 workers with a server for each two.
 
-The paper (in Korean; TensorFlow 1.15 with MPICH, RTX 2080 Ti, 10 Gbit/s Ethernet, ImageNet-1K) says: equal with 1 and 2
-workers, which have one server; memory faster by 20 % with 4 workers and by 66 % with 8. It does not say how long a
-step computes, whether updates are synchronous, or where servers live. Here they are synchronous (BSP), servers live on
-machines of their own, and one compute time for all cluster sizes is fitted to the two figures.
+The paper (in Korean; TensorFlow 1.15 with MPICH, RTX 2080 Ti, 10 Gbit/s Ethernet, ImageNet-1K) reports equal times
+with 1 and 2 workers, which have one server; sharding by memory is faster by 20 % with 4 workers and by 66 % with 8. It
+does not give the compute time of a step, the order of updates and the machines of the servers. Here updates are
+synchronous (BSP), servers have machines of their own, and one compute time for all cluster sizes is fitted to the two
+figures.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 PAPER = {1: 1.0, 2: 1.0, 4: 1.20, 8: 1.66}
-"""Seconds of a step by layer over those by memory, by workers."""
+"""Published ratios: seconds of a step by layer, divided by those by memory, by number of workers."""
 
 STEPS = 10
 
 Row = dict[str, Any]
 
 StepSeconds = Callable[[int, int, str], float]
-"""Seconds of a step, given workers, servers, and what parameters are cut by."""
+"""Gives seconds of a step for a number of workers, a number of servers, and the unit of sharding."""
 
 
 def reproduce(on: str = "virtual") -> dict[str, Any]:
-    """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` the first over the second.
+    """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` is the first divided by the second.
 
-    `compute_seconds` is the fitted time of a step; `residual` says by how much of the paper's each ratio is off.
+    `compute_seconds` is the fitted time of a step; `residual` is the relative error of each ratio to the paper's.
     On "namespaces" the seconds are real, of a small model of the same shape, and nothing is fitted (`sharding_real`).
 
-    Raises `UsageError` for another place, or where there can be no namespaces.
+    Raises `UsageError` for another place, or if the machine cannot make namespaces.
     """
     if on not in ("virtual", "namespaces"):
         raise UsageError(f'sharding is reproduced on "virtual" or "namespaces", got {on!r}.')
@@ -55,7 +56,7 @@ def reproduce(on: str = "virtual") -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The rows for people."""
+    """The rows as a table."""
     from rich import box
     from rich.table import Table
 
@@ -95,7 +96,7 @@ def _row(workers: int, step_seconds: StepSeconds) -> Row:
 
 
 def _fit(job: Job) -> float:
-    """The compute time whose ratios are nearest to the paper's, by the squares of their logarithms."""
+    """The compute time whose ratios fit the paper best: least squares of their logarithms."""
     from scipy.optimize import minimize_scalar
 
     def distance(compute: float) -> float:
@@ -109,7 +110,7 @@ def _virtual(job: Job, compute: float) -> StepSeconds:
 
 
 def _step_seconds(job: Job, workers: int, servers: int, by: str, compute: float) -> float:
-    """Virtual seconds of a step under BSP over 10 Gbit/s links."""
+    """Virtual seconds of a step under BSP over links of 10 Gbit/s."""
     from dure.run.train import train
     from dure.runtime.virtual.cluster import Cluster, Link
     from dure.runtime.virtual.compute import Constant

@@ -1,8 +1,8 @@
-"""Parameter sharding by layer against by memory, for real: at desk size, between hosts with slow links.
+"""Compares parameter sharding by layer and by memory in real time: a small model between hosts with slow links.
 
-VGG-16's shape is a layer that holds three quarters of the parameters. Here a model of 2 MiB has it, sleep stands for
-compute, and links of 50 Mbit/s make communication dominate as 10 Gbit/s do with 528 MiB. Servers live beside workers,
-as torchrun has it.
+In VGG-16 one layer holds three quarters of the parameters. A model of 2 MiB has the same shape here, sleep stands for
+compute, and links of 50 Mbit/s make communication dominate as links of 10 Gbit/s do with 528 MiB. Servers run on the
+machines of workers, as under torchrun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_SECONDS = 200.0
 
 
 def measured(workers: int, servers: int, by: str) -> float:
-    """Seconds of a step under BSP, on `workers` hosts."""
+    """Real seconds of a step under BSP on `workers` hosts."""
     with tempfile.TemporaryDirectory() as folder, namespaces.hosts(workers, bandwidth=BANDWIDTH) as hosts:
         job = Path(folder) / "uneven.py"
         job.write_text(job_file(LAYERS, COMPUTE), encoding="utf-8")
