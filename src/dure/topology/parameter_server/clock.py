@@ -12,6 +12,7 @@ from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
 from dure.core.sequence import SequenceTracker
 from dure.errors import Evicted, PeerLost, Refused
 from dure.topology.fields import LIFE, STAGED
+from dure.topology.parameter_server.pins import Pins
 from dure.topology.parameter_server.policies import Abort, Accept, Close, End, Policy, Start, Verdict
 from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
 
@@ -74,11 +75,7 @@ class ClockService:
         self._watching: dict[int, Operation[Reply]] = {}
         self._aborted: dict[int, int] = {}
         self._open: dict[int, set[int]] = {}
-        self._started: dict[int, int] = {}
-        self._version = 0
-        self._floor: int | None = None
-        self._pins: dict[int, int] = {0: 1}
-        self._unpinned: list[int] = []
+        self._pins = Pins()
         self._outstanding: deque[Operation[Reply]] = deque()
         self._said: dict[tuple[int, int], Mapping[str, float]] = {}
         self._notes: list[Mapping[str, float]] = []
@@ -130,19 +127,19 @@ class ClockService:
             self.live.add(worker)
             if self.policy is not None:
                 self._carry_out(self.policy.join(worker))
-        self._pin(worker, self._version)
+        self._pins.pin(worker, self._pins.newest)
         self._patience.begin(worker)
         clock = 0 if self.policy is None else self.policy.clocks[worker]
-        joined = {"version": self._version, "clock": clock, "incarnation": self.incarnations[worker]}
+        joined = {"version": self._pins.newest, "clock": clock, "incarnation": self.incarnations[worker]}
         return self._with_notes(Reply(joined))
 
     def _ask(self, call: Call) -> Reply | Awaitable[Reply]:
         worker = self._check(call)
         waiting = self._asking.get(worker)
         if waiting is None:
-            if worker in self._started and not self._ruled().ordered:
+            if self._pins.has_started(worker) and not self._ruled().ordered:
                 self._patience.step(worker)  # nobody else says so
-            self._unpin(worker)
+            self._pins.unpin(worker)
             self._aborted.pop(worker, None)
             started = self._carry_out(self._ruled().ask(worker), worker)
             if started is not None:
@@ -167,7 +164,7 @@ class ClockService:
         worker, fields = self._check(call), call.fields
         seq = fields["seq"]
         if self._ledger.first_time(worker, fields["incarnation"], seq):
-            self._unpin(worker)
+            self._pins.unpin(worker)
             self._patience.step(worker)
             self._open.setdefault(worker, set()).add(seq)
             if "note" in fields:
@@ -192,7 +189,7 @@ class ClockService:
         return Reply()
 
     def _admit(self, verdict: Start) -> Reply:
-        self._pin(verdict.worker, verdict.version)
+        self._pins.pin(verdict.worker, verdict.version)
         self._patience.begin(verdict.worker)
         return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
 
@@ -250,12 +247,12 @@ class ClockService:
         clocks = {} if self.policy is None else {str(w): self.policy.clocks[w] for w in sorted(self.live)}
         return Reply(
             {
-                "version": self._version,
+                "version": self._pins.newest,
                 "waits": self.waits,
                 "refused": self.refused,
                 "lost": self.lost_workers,
                 "clocks": clocks,
-                "pinned": sorted(self._pins),
+                "pinned": self._pins.held,
             }
         )
 
@@ -287,7 +284,7 @@ class ClockService:
         incarnation = self.incarnations[worker]
         self.live.remove(worker)
         self._expected.discard(worker)
-        self._unpin(worker)
+        self._pins.unpin(worker)
         self._aborted.pop(worker, None)
         for waiting in (self._asking, self._offering, self._watching):
             promise = waiting.pop(worker, None)
@@ -329,58 +326,27 @@ class ClockService:
                 answer = reply
         if self.policy is not None:
             floor = self.policy.floor
-            if floor != self._floor:
-                self._move_floor(floor)
+            if floor != self._pins.floor:
+                self._pins.move_floor(floor)
         return answer
 
     def _close(self, verdict: Close) -> None:
-        self._version += 1
         self._notes = [self._said.pop(member) for member in verdict.members if member in self._said]
-        self._hold(self._version)
-        self._let_go(self._version - 1)
         for worker, seq in verdict.members:
             if worker in self._open:
                 self._open[worker].discard(seq)
-        drop, self._unpinned = self._unpinned, []
+        version, drop = self._pins.advance(), self._pins.take_unpinned()
         for shard in self.shards:
             told = self.node.call(
                 shard,
                 "close",
-                version=self._version,
+                version=version,
                 group=verdict.group,
                 members=verdict.members,
                 drop=drop,
                 reduce=self.reduce,
             )
             self._outstanding.append(told)
-
-    # ---- versions that somebody may still pull
-
-    def _pin(self, worker: int, version: int) -> None:
-        self._unpin(worker)
-        self._started[worker] = version
-        self._hold(version)
-
-    def _unpin(self, worker: int) -> None:
-        version = self._started.pop(worker, None)
-        if version is not None:
-            self._let_go(version)
-
-    def _move_floor(self, floor: int | None) -> None:
-        if floor is not None:
-            self._hold(floor)
-        if self._floor is not None:
-            self._let_go(self._floor)
-        self._floor = floor
-
-    def _hold(self, version: int) -> None:
-        self._pins[version] = self._pins.get(version, 0) + 1
-
-    def _let_go(self, version: int) -> None:
-        self._pins[version] -= 1
-        if not self._pins[version]:
-            del self._pins[version]
-            self._unpinned.append(version)
 
     # ---- checkpoints
 
@@ -398,9 +364,9 @@ class ClockService:
         `floor` is the one version before the newest that may still be pulled after it (`Shard.state`).
         """
         return {
-            "version": self._version,
-            "floor": self._floor,
-            "versions": sorted({*self._pins, *self._unpinned}),
+            "version": self._pins.newest,
+            "floor": self._pins.floor,
+            "versions": self._pins.known(),
             "incarnations": sorted(self.incarnations.items()),
             "live": sorted(self.live),
             "open": [[worker, sorted(seqs)] for worker, seqs in sorted(self._open.items()) if seqs],
@@ -417,7 +383,7 @@ class ClockService:
         """Go on from what `state` gave, on a fresh clock."""
         if self.policy is not None:
             self.policy.restore(state["policy"])
-        self._version, self._floor = int(state["version"]), state["floor"]
+        self._pins.restore(int(state["version"]), state["floor"], state["versions"])
         self.incarnations = {int(worker): int(incarnation) for worker, incarnation in state["incarnations"]}
         self.live, self._expected = set(state["live"]), set()
         for worker in self.live:
@@ -427,8 +393,3 @@ class ClockService:
         self._said = {(int(worker), int(seq)): note for worker, seq, note in state["said"]}
         self._notes = list(state["notes"])
         self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])
-        self._pins = {}
-        for version in (self._version, self._floor):
-            if version is not None:
-                self._hold(version)
-        self._unpinned = [version for version in state["versions"] if version not in self._pins]
