@@ -37,6 +37,7 @@ from dure.job.models.mnist import convnet
 from dure.job.optimizer import OptimizerSpec
 from dure.run.process import WorkerProcess
 from dure.run.setup import Setup
+from dure.run.workers import build_worker
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
@@ -82,7 +83,7 @@ class Dure:
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
         self.setup, self.node, self.until = setup, node, 0
         life = Unheard(setup, node)
-        life.worker = self.worker = setup.worker(node, rank, node.meter)
+        life.worker = self.worker = build_worker(setup, node, rank, node.meter)
         self.worker.on_step = life._on_step
         if setup.topology.needs_everybody:
             assert node.gradient_engine is not None

@@ -29,11 +29,12 @@ from dure.core.mixing import mixing, pairwise_mixing
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import ShiftedExponential
 from dure.topology.gossip.choice import Gossip
@@ -93,7 +94,7 @@ def run(graph: str, starts: torch.Tensor, steps: int, seed: int) -> list[tuple[f
     def note(row: dict[str, Any]) -> None:
         rows.append((sum(worker.peer.averaged for worker in segment.workers.values()) / 2, row["consensus"] ** 2))
 
-    segment = Segment(VirtualRun(setup, cluster, Callbacks(row=note)), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks(row=note)), None)
     segment.run()
     return rows[:steps]
 

@@ -36,10 +36,11 @@ import numpy as np
 import simpy
 
 from dure.core.node import Operation
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 from dure.runtime.virtual.kernel import Kernel

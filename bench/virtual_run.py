@@ -28,10 +28,11 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 

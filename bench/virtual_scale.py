@@ -45,17 +45,18 @@ def peak_kilobytes() -> int:
 
 def simulate(strategy: str, workers: int, steps: int) -> tuple[float, float]:
     """Wall and CPU seconds of the simulation proper of one run."""
+    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
     from dure.run.prebuilt import Prebuilt
     from dure.run.resolve import resolve
-    from dure.run.virtual import Callbacks, Segment, VirtualRun, collecting_rarely
+    from dure.run.virtual import VirtualRun, VirtualSegment, collecting_rarely
     from dure.runtime.virtual.cluster import Cluster
 
     cluster = Cluster.uniform(workers)
     config = TrainConfig(job=JOB, strategy=strategy, on="virtual", workers=workers, steps=steps, timing_only=True)
     setup, _ = resolve(config, Prebuilt(cluster=cluster))
     with collecting_rarely(workers):
-        segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+        segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
         wall, cpu = time.perf_counter(), time.process_time()
         segment.run()
         return time.perf_counter() - wall, time.process_time() - cpu

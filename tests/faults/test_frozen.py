@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from support.runs import resolved
 
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event
 from dure.runtime.virtual.compute import Constant, ShiftedExponential
 
@@ -23,7 +24,7 @@ def run(strategy, *, pause=None, evict_seconds=5.0, compute=STEADY, **options):
     setup, cluster = resolved(
         "digits-mlp", strategy, cluster, on="virtual", **{"steps": STEPS, "eval_every": 5} | options
     )
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     segment.clock._patience.seconds = evict_seconds
     for shard in segment.shards:
         shard.updater.log = []

@@ -16,11 +16,12 @@ from dure.job.data.dataset import Data
 from dure.job.data.samples import Samples
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import summary
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 
 HERE = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
 

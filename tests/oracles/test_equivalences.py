@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
+from dure.run.callbacks import Callbacks
 from dure.run.strategy import Strategy
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
 from dure.sync.base import ServerRule

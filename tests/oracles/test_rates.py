@@ -121,7 +121,7 @@ def test_what_a_resumed_run_still_has_to_push_keeps_its_rate(strategy, schedule,
 def test_momentum_compensation_sees_every_group():
     job = made("momentum", groups=lambda name, parameter: {"momentum": 0.4} if parameter.dim() < 2 else {})
     setup = virtual(job, "downpour+momentum-compensation ps:shards=1", workers=2, steps=2).setup
-    momenta = [piece.overrides["momentum"] for piece in setup.server_segments(setup.topology.ranges[0])]
+    momenta = [piece.overrides["momentum"] for piece in setup.topology.plan.server_segments(setup.topology.ranges[0])]
     assert momenta == [pytest.approx(-0.1)] * len(momenta)
     assert momenta
 

@@ -15,9 +15,9 @@ import pytest
 from support.real_runs import JOBS, Trial, configured, is_running
 
 from dure.errors import DureError, UsageError
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.process import FaultSettings
-from dure.run.virtual import Callbacks
 from dure.runtime.launch.fork_server import ForkServer
 
 SOON = {"warn_after": 0.4, "frozen_after": 1.0}

@@ -12,7 +12,7 @@ from support.real_runs import Killer, Notes, Trial, configured
 
 from dure.errors import DureError
 from dure.run import checkpoint, restart_policy
-from dure.run.virtual import Callbacks
+from dure.run.callbacks import Callbacks
 from dure.runtime.launch.fork_server import ForkServer
 
 

@@ -23,9 +23,10 @@ from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.job.overlap import LEAST_NBYTES
 from dure.planner.probe.synthetic_job import synthetic_job
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.resolve import resolve
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential
 from dure.sync import REMEDIES
@@ -601,7 +602,7 @@ def test_scaled_rates_count_each_sample_alike(strategy, factor):
     """One step from the same start: where K gradients are averaged, the model moves K times as far."""
     plain = virtual("digits-mlp", strategy, machines(4), steps=1)
     scaled = virtual("digits-mlp", strategy, machines(4), steps=1, scale_lr=True)
-    start = plain.setup.initial
+    start = plain.setup.model.params
     assert scaled.summary["lr"] == factor * plain.summary["lr"]
     torch.testing.assert_close(scaled.params - start, factor * (plain.params - start), rtol=1e-3, atol=1e-6)
 
@@ -616,7 +617,7 @@ def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
     """What a step has made is free at once, and its memory used again: with many workers, caches hold it then."""
     config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=4, steps=50, timing_only=True)
     setup, cluster = resolve(config)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     gc.collect()
     gc.disable()
     try:

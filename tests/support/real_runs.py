@@ -16,6 +16,7 @@ import torch
 from support import faulty_jobs
 
 from dure.job.optimizer import FlatOptimizer
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.driver import Driver
 from dure.run.launchers.local import keep_running
@@ -24,7 +25,6 @@ from dure.run.process import FaultSettings
 from dure.run.resolve import resolve
 from dure.run.restart_policy import RestartPolicy
 from dure.run.setup import Setup
-from dure.run.virtual import Callbacks
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
+from dure.run.callbacks import Callbacks
 from dure.run.checkpoint import Part
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
@@ -22,7 +23,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.resume import resumed as resumed_config
 from dure.run.setup import Setup
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
 

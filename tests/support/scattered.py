@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from support.runs import bowls, resolved
 
+from dure.run.callbacks import Callbacks
 from dure.run.strategy import Strategy
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster
 
 
@@ -40,13 +41,13 @@ def scattered(
     curvature: float = 1.0,
     place: float = 0.0,
     seed: int = 0,
-) -> tuple[float, list[float], Segment]:
+) -> tuple[float, list[float], VirtualSegment]:
     """What is delivered, every worker's model, and the segment: on curvature / 2 w^2, the center at `place`."""
     job = bowls([(curvature, 0.0)] * len(starts), lr=lr, start=place)
     setup, _ = resolved(job, strategy, cluster, on="virtual", steps=steps, eval_every=1000, seed=seed)
     moved = Strategy(Scattered(setup.sync, starts), setup.strategy.topology)  # type: ignore[arg-type]
     object.__setattr__(setup, "strategy", moved)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     segment.run()
     models = [float(segment.workers[rank].params) for rank in range(len(starts))]
     return float(segment.delivered()), models, segment

@@ -22,7 +22,8 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.job.models.quadratic import Point
 from dure.job.optimizer import OptimizerSpec
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
@@ -116,7 +117,7 @@ def test_a_checkpoint_in_the_middle_of_the_full_gradient_loses_no_portion(monkey
 
     options: dict[str, Any] = {"strategy": "asysvrg:inner=0.3,portion=100", "workers": 1, "steps": 20}
     whole = dure.train("digits-mlp", on="virtual", **options)
-    monkeypatch.setattr(Segment, "_suspend", at_a_portion)
+    monkeypatch.setattr(VirtualSegment, "_suspend", at_a_portion)
     stopped = dure.train("digits-mlp", on="virtual", out=tmp_path / "run", checkpoint_every=5, **options)
     assert suspended == [14], "the second epoch's"
     assert stopped.summary()["params_sha256"] == whole.summary()["params_sha256"]

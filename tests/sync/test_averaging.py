@@ -14,8 +14,9 @@ from support.runs import Finished, bowls, resolved, virtual
 from torch import Tensor
 
 from dure.errors import StrategyError, UsageError
+from dure.run.callbacks import Callbacks
 from dure.run.strategy import Strategy
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.averaging import Averaging
@@ -173,7 +174,7 @@ def test_the_overhead_of_a_run_is_what_was_asked_for(topology, meetings):
     cluster = steady(1.0, 1.0, 0.5, seconds=0.01, link=Link(bandwidth=1e6))
     text = f"averaging:period=3,schedule=overhead,overhead=0.1 {topology}"
     setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=200, eval_every=1000)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     last = agreed(meetings)[-1]
     assert last.step == pytest.approx(0.02)
@@ -194,7 +195,7 @@ def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
     cluster = steady(1.0, 1.0, 1.0, 1.0, events=events)
     text = f"averaging:period=16,schedule={schedule},interval=30 ps"
     setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=150, eval_every=1000)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     assert [worker.clock for worker in segment.workers.values()] == [150] * 4
     assert segment.clock is not None
@@ -210,7 +211,7 @@ def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
 def test_with_a_limit_of_time_a_group_ends_at_one_step(strategy):
     cluster = steady(1.0, 0.5, seconds=0.03)
     setup, cluster = resolved("digits-mlp", f"{strategy} collective", cluster, on="virtual", seconds=1.0)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     fast, slow = (worker.clock for worker in segment.workers.values())
     assert fast == slow >= 16
@@ -321,7 +322,7 @@ def test_in_a_round_of_equal_time_the_fast_do_more_and_none_waits():
     text = "averaging:period=10,pace=time ps"
     cluster = steady(1.0, 1.0, 1.0, 0.2)
     setup, cluster = resolved("digits-mlp", text, cluster, on="virtual", steps=101, eval_every=1000)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     assert [worker.clock for worker in segment.workers.values()] == [101, 101, 101, 21], "one to measure, then 10 to 2"
     assert 10.5 < segment.totals.seconds < 10.6, "the first round is one step of the slowest"
@@ -357,7 +358,7 @@ def test_rounds_of_equal_time_go_on_without_whoever_is_missing(stop):
     )
     cluster = steady(1.0, 1.0, 0.5, 1.0, events=events)
     setup, cluster = resolved("digits-mlp", "averaging:pace=time ps", cluster, on="virtual", steps=300)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     outcome = segment.outcome()
     assert outcome.totals.failures_survived == 1

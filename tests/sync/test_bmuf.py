@@ -15,8 +15,9 @@ from torch import Tensor
 from dure.errors import StrategyError
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
+from dure.run.callbacks import Callbacks
 from dure.run.strategy import Strategy
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.bmuf import BMUF
@@ -320,7 +321,7 @@ def test_servers_keep_the_momentum_while_workers_come_and_go(nesterov):
     cluster = Cluster(machines=(machines,), events=events)
     text = f"bmuf:period=4,momentum=0.5,nesterov={nesterov} ps"
     setup, cluster = resolved(job, text, cluster, on="virtual", steps=200, eval_every=1000)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     outcome = segment.outcome()
     assert outcome.totals.failures_survived == 2

@@ -167,7 +167,7 @@ def test_a_gradient_that_is_stopped_is_never_computed_and_its_data_are_used_up(m
 def test_samples_come_from_the_whole_set_unless_asked_otherwise():
     def indices(strategy: str, **options: Any) -> set[int]:
         setup = virtual("digits-mlp", f"{strategy} ps", workers=4, steps=1, **options).setup
-        return set(setup.source(3).sampler.indices.tolist())  # type: ignore[union-attr]
+        return set(setup.data.source(3).sampler.indices.tolist())  # type: ignore[union-attr]
 
     everything = len(load_job("digits-mlp").train)
     for method in ("backup", "k-sync", "k-batch-sync", "k-async", "k-batch-async"):

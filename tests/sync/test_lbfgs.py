@@ -24,9 +24,10 @@ from dure.job.job import Job, load_job
 from dure.job.models.quadratic import Point, half_square, quadratic
 from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.process import FaultSettings
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync import line_search
@@ -264,7 +265,7 @@ def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_ever
     on = Cluster(machines=(Machines(count=workers - 1, compute=compute), Machines(compute=compute, speed=0.2)))
     job = load_job("quadratic", samples=1000, batch_size=1, dim=3, dtype="float64")
     setup, cluster = resolved(job, f"lbfgs:push_every={push_every} ps", on, on="virtual", steps=10_000)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     times = []
     evaluate = segment.coordinator.evaluate
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.runs import Finished, bowls, resolved, virtual
 
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.clock_client import ClockClient
@@ -30,9 +31,9 @@ def steady(seconds: float, speeds: tuple[float, ...], *events: Event) -> Cluster
     return Cluster(machines=(machines,), events=events)
 
 
-def last_segment(strategy: str, cluster: Cluster, **options: object) -> tuple[Segment, Finished]:
+def last_segment(strategy: str, cluster: Cluster, **options: object) -> tuple[VirtualSegment, Finished]:
     setup, cluster = resolved(bowls(PAIRS, lr=0.5), strategy, cluster, on="virtual", **options)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     return segment, Finished(setup, segment.outcome(), [])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.runs import resolved
 
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -14,7 +15,7 @@ def clocks(strategy, **options):
     """The clocks of two workers, the second of half the speed, after a second in virtual time."""
     cluster = Cluster(machines=(Machines(count=2, compute=Constant(seconds=0.03), speed=(1.0, 0.5)),))
     setup, cluster = resolved("digits-mlp", strategy, cluster, on="virtual", seconds=1.0, **options)
-    segment = Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
     assert segment.run() is None
     assert 1.0 <= segment.outcome().totals.seconds < 1.5
     return [worker.clock for worker in segment.workers.values()]

@@ -64,8 +64,8 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
 
 if TYPE_CHECKING:
+    from dure.run.callbacks import Callbacks
     from dure.run.setup import Setup
-    from dure.run.virtual import Callbacks
 
 CLOSE_SECONDS = 2.0
 """Seconds in which processes may close their connections at the end of a run."""

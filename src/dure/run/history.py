@@ -14,9 +14,9 @@ from dure.run.gathering import Gathering
 from dure.run.snapshot_evaluator import Snapshot, SnapshotEvaluator
 
 if TYPE_CHECKING:
+    from dure.run.callbacks import Callbacks, Row
     from dure.run.progress import RunProgress
     from dure.run.setup import Setup
-    from dure.run.virtual import Callbacks, Row
 
 
 class History:
@@ -31,7 +31,7 @@ class History:
         self._callbacks = callbacks
         self._progress = progress
         self._now = now
-        self._gathering = Gathering(setup.merge_buffers)
+        self._gathering = Gathering(setup.delivery.merge_buffers)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_step = 0
 
@@ -55,7 +55,7 @@ class History:
         step, rank = fields["steps"], NodeId.of(call.caller).rank
         if step > self._last_step:
             self._at_servers[step] = fields["at_servers"]
-            more: dict[str, Any] = {"updates": fields["updates"], "weight": self._setup.weight(rank)}
+            more: dict[str, Any] = {"updates": fields["updates"], "weight": self._setup.delivery.weight(rank)}
             self._gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
         self._progress.at[call.caller] = fields["at"]
         self.evaluate_means()

@@ -29,24 +29,22 @@ from dure.errors import CheckpointError, DureError, Refused
 from dure.job.gradients import GradientEngine
 from dure.run import checkpoint
 from dure.run.checkpoint import Part
+from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.work_through import work_through
+from dure.run.workers import build_worker, restore_worker
 from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.rendezvous import lead_engine
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
-from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.parameter_server.progress import EVICT_SECONDS
-from dure.topology.parameter_server.shard import Shard
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
     from dure.run.setup import Setup
     from dure.runtime.process.group import ProcessGroup
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.batch.coordinator import Coordinator
-    from dure.topology.parameter_server.clock import ClockService
 
 PROGRESS_SECONDS = 0.1
 """How often a worker says how far it is."""
@@ -214,82 +212,58 @@ class ServerProcess(RunProcess):
     def __init__(self, setup: Setup, node: ProcessNode, terms: FaultSettings) -> None:
         super().__init__(setup, node)
         self.terms = terms
-        self.clock: ClockService | None = None
-        self.coordinator: Coordinator | None = None
 
     async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
-        number, terms = self.node.rank, self.terms
-        topology = self.setup.topology
-        self.shard = topology.shard(self.node, number, log=terms.log)
-        if number == 0 and topology.clocked:
-            self.clock = self.setup.clock(self.node, absent=terms.absent, evict_seconds=terms.evict_seconds)
-            self.clock.on_evicted = self._evicted
-            self.clock.shards_return = bool(terms.return_seconds)
-            self.coordinator = self.setup.coordinator(self.clock, terms.evict_seconds)
+        node, terms = self.node, self.terms
+        self.server = server = build_server(
+            self.setup, node, absent=terms.absent, evict_seconds=terms.evict_seconds, log=terms.log
+        )
+        if server.clock is not None:
+            server.clock.on_evicted = self._evicted
+            server.clock.shards_return = bool(terms.return_seconds)
         if parts:
-            with checkpoint.fitting(f"shard-{number}"):
-                self.shard.restore(parts[f"shard-{number}"].tensors, parts[f"shard-{number}"].plain)
-            with checkpoint.fitting("clock"):
-                if self.clock is not None:
-                    self.clock.restore(parts["clock"].plain)
-            with checkpoint.fitting("coordinator"):
-                if self.coordinator is not None:
-                    self.coordinator.restore(parts["coordinator"].plain)
-        if parts and self.node.incarnation and isinstance(self.shard, Shard):
-            self.shard.start_generation(self.node.incarnation)
-        self.node.serve("shard", self.shard)
-        if self.clock is not None:
-            serve_clock(self.node, self.clock, self.shard)
-        if self.coordinator is not None:
-            self.node.serve("coordinator", self.coordinator)
+            server.restore(parts)
+            if node.incarnation:
+                self.setup.topology.restarted(server.shard, node.incarnation)
+        server.serve()
         handlers = {
             "lost": self._worker_lost,
             "frozen": self._worker_frozen,
             "meet": self._meet,
             "returned": self._returned,
         }
-        self.node.serve("process", Control(bye=self.bye.resolve, settle=self._settle, save=self._save, **handlers))
+        self.node.serve(
+            "process", Control(bye=self.bye.resolve, settle=self.server.settled, save=self._save, **handlers)
+        )
         await self.register(where)
         go = await self.node.call(DRIVER_ADDRESS, "ready")
-        if self.coordinator is not None:
-            leading = self.coordinator.lead(self.setup.sync.coordinate, go.fields["seconds"])
-            self.node.spawn(leading, "the coordinator")
+        server.lead(self.setup.sync, go.fields["seconds"])
         await self.bye
 
     def _worker_lost(self, name: str) -> None:
-        """A worker died before it had called us."""
-        if self.clock is not None:
-            self.clock.lost(name)
+        """Note that a worker exited before it had called this server."""
+        if self.server.clock is not None:
+            self.server.clock.lost(name)
 
     def _worker_frozen(self, name: str) -> None:
-        """A worker sends no heartbeats: go on without it. It comes back only by joining again."""
-        rank = NodeId.of(name).rank
-        if self.coordinator is not None:
-            self.coordinator.lost(name)
-        if self.clock is not None and rank in self.clock.live:
-            self.clock.evict(rank)
+        """Go on without a worker that sends no heartbeats. It comes back only by joining again."""
+        server, rank = self.server, NodeId.of(name).rank
+        if server.coordinator is not None:
+            server.coordinator.lost(name)
+        if server.clock is not None and rank in server.clock.live:
+            server.clock.evict(rank)
 
     async def _returned(self, name: str) -> None:
-        """Another server is back."""
-        if self.clock is not None:
-            await self.clock.returned(Address(name, "shard"))
+        """Note that another server runs again."""
+        if self.server.clock is not None:
+            await self.server.clock.returned(Address(name, "shard"))
 
     def _evicted(self, worker: int) -> None:
         self.node.call(DRIVER_ADDRESS, "evicted", worker=str(NodeId(WORKER, worker)))
 
-    async def _settle(self) -> None:
-        if self.clock is not None:
-            await self.clock.settled()
-        if self.coordinator is not None:
-            await self.coordinator.settled()
-
     def _save(self, draft: str) -> None:
-        tensors, plain = self.shard.state()
-        checkpoint.write_part(Path(draft), f"shard-{self.node.rank}", Part(tensors, plain))
-        if self.clock is not None:
-            checkpoint.write_part(Path(draft), "clock", Part({}, self.clock.state()))
-        if self.coordinator is not None:
-            checkpoint.write_part(Path(draft), "coordinator", Part({}, self.coordinator.state()))
+        for name, part in self.server.parts().items():
+            checkpoint.write_part(Path(draft), name, part)
 
 
 class WorkerProcess(RunProcess):
@@ -325,7 +299,7 @@ class WorkerProcess(RunProcess):
         if setup.topology.uses_engine:
             lead_engine(where[0])
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
-        self.worker = worker = setup.worker(node, node.rank, node.meter)
+        self.worker = worker = build_worker(setup, node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.calls.return_seconds = self.terms.return_seconds
         assert node.gradient_engine is not None
@@ -355,10 +329,9 @@ class WorkerProcess(RunProcess):
         """Go on from a checkpoint if this worker is in it; whether it was."""
         if self.setup.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
-        mine = parts.get(f"worker-{self.node.rank}")
+        mine = restore_worker(self.worker, parts)
         if mine is not None:
             with checkpoint.fitting(f"worker-{self.node.rank}"):
-                self.worker.restore(mine.tensors, mine.plain)
                 self.counted = dict(mine.plain["counted"])
                 self.node.meter.seconds.update(mine.plain["time"])
         return mine is not None
@@ -394,7 +367,7 @@ class WorkerProcess(RunProcess):
             "seconds": seconds,
             "steps": worker.clock,
             "done": worker.clock - worker.joined_at,
-            "updates": self.setup.gradients_in(worker),
+            "updates": self.setup.delivery.gradients_in(worker),
             "refused": worker.refused,
             **counts,
         }

@@ -99,7 +99,7 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
     if not setup.config.timing_only:
         check_rates(setup)
     if setup.topology.clocked:
-        _ = setup.server_optimizer  # said now, not by a server
+        setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
     if setup.config.timing_only and setup.codec is not None:
         raise UsageError(
             f"timing_only moves sizes without values, and what {setup.strategy.text()['codec']} sends depends on them. "

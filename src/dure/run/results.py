@@ -76,7 +76,7 @@ def merged_buffers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Te
     """The buffers of all workers as one; None where training changes none."""
     found = [delivered[name].buffers for name in by_rank(delivered)]
     given = [buffers for buffers in found if buffers is not None]
-    return setup.merge_buffers(given) if given else None
+    return setup.delivery.merge_buffers(given) if given else None
 
 
 class Results:

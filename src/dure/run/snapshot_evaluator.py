@@ -13,8 +13,8 @@ import torch
 from dure.job.evaluation import Evaluator, Metrics
 
 if TYPE_CHECKING:
+    from dure.run.callbacks import Callbacks, Row
     from dure.run.setup import Setup
-    from dure.run.virtual import Callbacks, Row
 
 
 class Snapshot(NamedTuple):

@@ -67,7 +67,7 @@ class Snapshots:
             self._buffers = _copied(worker.buffers)
         elif not setup.synchronous:
             self._take_of_others(worker)
-        elif worker.buffers is None and setup.is_common(worker, worker.clock):
+        elif worker.buffers is None and setup.delivery.is_common(worker, worker.clock):
             self._take(worker)
         elif worker.clock and worker.clock % setup.eval_every == 0:
             self._send_part(worker)
@@ -84,8 +84,8 @@ class Snapshots:
     def _take(self, worker: Worker) -> None:
         if self.is_due(worker.clock):
             common = not worker.over_servers
-            updates = self.setup.gradients_in_common(worker) if common else worker.server.gradients_held()
-            self._send(self.setup.shown(worker), [], worker.clock, updates)
+            updates = self.setup.delivery.gradients_in_common(worker) if common else worker.server.gradients_held()
+            self._send(self.setup.delivery.shown(worker), [], worker.clock, updates)
 
     def _send(
         self, values: torch.Tensor, buffers: list[torch.Tensor], done: int, updates: int | Sequence[Operation[Reply]]
@@ -109,9 +109,9 @@ class Snapshots:
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
     def _send_part(self, worker: Worker) -> None:
-        own = worker.clock - worker.given if worker.over_servers else self.setup.gradients_in(worker)
+        own = worker.clock - worker.given if worker.over_servers else self.setup.delivery.gradients_in(worker)
         at_servers = worker.server.gradients_held() if worker.over_servers else 0
-        values, buffers, step = self.setup.shown(worker).clone(), _copied(worker.buffers), worker.clock
+        values, buffers, step = self.setup.delivery.shown(worker).clone(), _copied(worker.buffers), worker.clock
         work = self._sending_part(values, buffers, step, own, at_servers)
         self._parts[step] = self.node.spawn(work, f"a part of step {step} of {self.node.name}")
 

@@ -25,6 +25,7 @@ from dure.report.unwritten import Unwritten
 from dure.report.values import versions
 from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.prebuilt import Prebuilt
@@ -33,14 +34,14 @@ from dure.run.resume import CLUSTER, cluster_of, resumed
 from dure.run.setup import Setup
 from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
-from dure.run.virtual import Callbacks, VirtualRun
+from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.launch.machine_memory import check_memory, physical_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
     from dure.report.sinks import Sink
-    from dure.run.virtual import State
+    from dure.run.callbacks import State
 
 TENSORBOARD = "tensorboard"
 """The folder of TensorBoard's events in that of a run."""

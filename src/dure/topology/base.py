@@ -2,120 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
+
+from dure.codec.coder import SliceLayout
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
+from dure.core.ranges import pieces
+from dure.job.optimizer import restrict
 from dure.job.overlap import cut
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import networkx as nx
-    import torch
 
     from dure.codec.base import Codec
-    from dure.codec.coder import SliceLayout
     from dure.core.meter import Meter
     from dure.core.node import Group, Node, Service
     from dure.core.ranges import Ranges
     from dure.job.gradients import GradientEngine
-    from dure.job.groups import Rates
+    from dure.job.initial_model import InitialModel
     from dure.job.job import Job
     from dure.job.optimizer import GroupRange, OptimizerSpec
     from dure.job.replica import Replica
     from dure.topology.correction import Correction
-
-
-class RunPlan(Protocol):
-    """What a topology uses of the run that it is deployed in."""
-
-    @property
-    def job(self) -> Job: ...
-
-    @property
-    def workers(self) -> int: ...
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """The ranks that join later."""
-        ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def timing_only(self) -> bool:
-        """Whether sizes are moved without values."""
-        ...
-
-    @property
-    def virtual(self) -> bool:
-        """Whether all nodes live in this process."""
-        ...
-
-    @property
-    def replica(self) -> Replica: ...
-
-    @property
-    def initial(self) -> Any:
-        """Initial parameters, flat; a `Ghost` in a timing-only run."""
-        ...
-
-    @property
-    def rates(self) -> Rates: ...
-
-    @property
-    def codec(self) -> Codec | None:
-        """The codec of updates; None where they travel as they are."""
-        ...
-
-    @property
-    def layouts(self) -> Sequence[SliceLayout]:
-        """The layout of each shard's slice, where updates are encoded."""
-        ...
-
-    @property
-    def server_optimizer(self) -> OptimizerSpec:
-        """The optimizer of the servers."""
-        ...
-
-    @property
-    def corrections(self) -> Sequence[Correction]:
-        """What servers do to stale gradients."""
-        ...
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the method asks its servers for an order of updates."""
-        ...
-
-    @property
-    def coordinated(self) -> bool:
-        """Whether a coordinator at server 0 leads the method."""
-        ...
-
-    @property
-    def vectors(self) -> Sequence[str]:
-        """What the method keeps beside the model in shared memory."""
-        ...
-
-    def server_segments(self, ranges: Ranges) -> list[GroupRange]:
-        """The parameter groups of a shard that holds `ranges`."""
-        ...
-
-    def draw_samplers(self) -> list[Any]:
-        """The sampler of each worker, at its first batch."""
-        ...
-
-    def shared_memory(self, nbytes: int) -> SystemMemory:
-        """Memory that other processes of this machine can map."""
-        ...
-
-    def mapped_memory(self, path: str) -> SystemMemory:
-        """Memory that another process of this machine owns."""
-        ...
 
 
 class SystemMemory(Protocol):
@@ -130,6 +45,65 @@ class SystemMemory(Protocol):
     def hold(self, first: int, count: int = 1) -> AbstractContextManager[None]:
         """Hold locks of this memory, by number."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MethodNeeds:
+    """What a topology knows of the method that runs over it.
+
+    `ordered`: the servers' clock decides the order of updates. `coordinated`: a coordinator at server 0 leads the
+    method. `delivers`: the name of the model that workers deliver ("mean": the mean of all workers' models). `vectors`:
+    what the method keeps beside the model in shared memory. `corrections` of stale gradients at servers. The servers'
+    optimizer is `server_optimizer` of the job's; it may raise `StrategyError`. With `own_server_rule` it does not
+    depend on the job's.
+    """
+
+    ordered: bool
+    coordinated: bool
+    delivers: str
+    vectors: Sequence[str]
+    corrections: Sequence[Correction]
+    server_optimizer: Callable[[OptimizerSpec], OptimizerSpec]
+    own_server_rule: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a topology uses of the run that it is deployed in.
+
+    `absent` ranks join later. A `timing_only` run moves sizes without values. In a `virtual` run all nodes live in this
+    process. Without a `codec` updates travel as they are. `memory` is shared with other processes of this machine,
+    `mapped_memory` is owned by another process.
+    """
+
+    job: Job
+    model: InitialModel
+    workers: int
+    absent: frozenset[int]
+    seed: int
+    timing_only: bool
+    virtual: bool
+    codec: Codec | None
+    method: MethodNeeds
+    draw_samplers: Callable[[], list[Any]]
+    memory: Callable[[int], SystemMemory]
+    mapped_memory: Callable[[str], SystemMemory]
+
+    @property
+    def replica(self) -> Replica:
+        """A replica with the run's initial values."""
+        return self.model.replica
+
+    @property
+    def server_optimizer(self) -> OptimizerSpec:
+        """The optimizer of the servers. Raises `StrategyError` where a remedy does not suit the job's optimizer."""
+        return self.method.server_optimizer(self.job.optimizer)
+
+    def server_segments(self, ranges: Ranges) -> list[GroupRange]:
+        """The parameter groups of a shard that holds `ranges`."""
+        if self.method.own_server_rule:
+            return []
+        return restrict(self.model.rates.seen_by(self.method.server_optimizer), ranges)
 
 
 class TopologyWorker(Protocol):
@@ -150,11 +124,16 @@ class Choice(Protocol):
     deployed_as: ClassVar[str]
 
 
+def topology_of(choice: Choice) -> type[Topology]:
+    """The class of the topology that a strategy names."""
+    module, _, name = choice.deployed_as.partition(":")
+    found: type[Topology] = getattr(import_module(module), name)
+    return found
+
+
 def deployed(choice: Choice, plan: RunPlan) -> Topology:
     """The topology that a strategy names, in one run."""
-    module, _, name = choice.deployed_as.partition(":")
-    found: Topology = getattr(import_module(module), name)(choice, plan)
-    return found
+    return topology_of(choice)(choice, plan)
 
 
 class Topology:
@@ -163,7 +142,8 @@ class Topology:
     `needs_everybody`: every operation needs every worker, as collectives do. `uses_engine`: collectives are those of
     `torch.distributed`. `clocked`: server 0 hosts a clock, and each worker has a `ServerSession`. `one_machine`: all
     nodes share a machine's memory. `in_place`: workers write to memory that others read, so that a worker which hangs
-    cannot be left behind. `graph` has the neighbors of each worker, where only neighbors meet.
+    cannot be left behind. `graph` has the neighbors of each worker, where only neighbors meet. `no_loop` is the reason
+    why a loop of the user's cannot run over the topology.
     """
 
     needs_everybody = False
@@ -174,8 +154,10 @@ class Topology:
     colocated = False
     servers = 0
     graph: nx.Graph | None = None
+    no_loop: ClassVar[str] = ""
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, choice: Any, plan: RunPlan) -> None:
+        self.choice = choice
         self.plan = plan
 
     def check(self) -> None:
@@ -200,13 +182,21 @@ class Topology:
     @property
     def server_lost(self) -> WhenLost:
         """What the loss of a server means, where there are checkpoints."""
-        alone = self.clocked and not (self.plan.ordered or self.plan.coordinated or self.one_machine)
+        method = self.plan.method
+        alone = self.clocked and not (method.ordered or method.coordinated or self.one_machine)
         return WhenLost.RESTART_ALONE if alone else WhenLost.ROLL_BACK
 
     @property
     def ranges(self) -> list[Ranges]:
         """The flat ranges that each server holds."""
         return []
+
+    @cached_property
+    def layouts(self) -> list[SliceLayout]:
+        """The layout of each shard's slice, where updates are encoded."""
+        if self.plan.codec is None:
+            return []
+        return [SliceLayout.of(self.plan.replica.layers, ranges) for ranges in self.ranges]
 
     @property
     def slices(self) -> list[tuple[int, float]]:
@@ -238,6 +228,27 @@ class Topology:
     async def map(self, worker: TopologyWorker) -> Sequence[torch.Tensor]:
         """Map what another process of this machine owns for the worker; the tensors that gradients read in place."""
         return ()
+
+    def restarted(self, shard: Any, incarnation: int) -> None:
+        """Prepare a restored shard of a server that runs for the second time or later."""
+
+    def counted(self, shard: Any) -> dict[str, int]:
+        """The updates that a shard in this process has applied and refused."""
+        return {"applied": shard.applied, "refused": shard.refused}
+
+    def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameters that the method delivers, where all nodes are in this process.
+
+        `shards` of all servers hold them, or the `models` that workers deliver, in rank order.
+        """
+        if not self.clocked:
+            return torch.stack(list(models)).mean(dim=0) if self.plan.method.delivers == "mean" else models[0]
+        values = self.plan.replica.params.detach().clone()
+        for shard, ranges in zip(shards, self.ranges, strict=True):
+            parts = pieces(values, ranges)
+            for part, held in zip(parts, shard.values.split([len(part) for part in parts]), strict=True):
+                part.copy_(held)
+        return values
 
     def configure(self, engine: GradientEngine) -> None:
         """Have gradients handed over as this topology needs them."""

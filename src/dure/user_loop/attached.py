@@ -30,7 +30,7 @@ from dure.core.finite import all_finite
 from dure.core.node import EndOfWork
 from dure.errors import DureError, PeerLost, Quarantined, UsageError
 from dure.job.replica import Replica
-from dure.run.strategy import Strategy, make, member_text
+from dure.run.strategy import Strategy, make, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
@@ -38,9 +38,7 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
 from dure.sync.worker import MOST_REFUSED, Boundary, Worker
-from dure.topology.collective.choice import Collective
-from dure.topology.hybrid.choice import Hybrid
-from dure.topology.parameter_server.choice import ParameterServer
+from dure.topology.base import topology_of
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.sampler import EpochSampler, share_of
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.runtime.wire.credentials import Integrity
     from dure.sync.base import Sync
+    from dure.topology.collective.choice import Collective
+    from dure.topology.parameter_server.choice import ParameterServer
 
 T = TypeVar("T")
 
@@ -118,11 +118,10 @@ def attach(
         node.loop.check = monitor.check
         worker = _worker(node, replica, mine, sizes)
         ties: LoopCollectives | LoopServers
-        if isinstance(strategy.topology, ParameterServer):
+        if topology_of(strategy.topology).clocked:
             ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
         else:
-            assert isinstance(strategy.topology, Collective)
-            ties = LoopCollectives(node, rendezvous, replica, traits_of(strategy.sync).delivers, strategy.topology)
+            ties = LoopCollectives(node, rendezvous, replica, strategy)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
 
@@ -131,9 +130,10 @@ def _check_strategy(strategy: Strategy) -> None:
     because = traits_of(strategy.sync).no_loop
     if because:
         raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
-    if isinstance(strategy.topology, Hybrid):
+    because = topology_of(strategy.topology).no_loop
+    if because:
         raise UsageError(
-            "hybrid does not run in a loop of one's own: a loop does not say which rows its next batch reads. "
+            f"{name_of('topology', strategy.topology)} does not run in a loop of one's own: {because}. "
             'Write topology="collective" or "ps".'
         )
 

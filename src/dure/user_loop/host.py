@@ -1,9 +1,9 @@
-"""The helper process that hosts one shard of an attached model, and the clock if it is the first.
+"""The helper process of one server of an attached model: its shard, and on server 0 the clock.
 
 rank 0   open (its slice of the initial values) ->  shard and clock are there
 ranks    ... what the method calls ...
-finish (buffers) ------------------------>  once all have finished, or are gone: everybody's buffers
-goodbye --------------------------------->  ends when nobody is left
+finish (buffers) ------------------------>  once every rank has finished or failed: the buffers of all
+the connection ends --------------------->  exits when no connection is left
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from dure.core.node import Address, Call, Operation, Reply, TensorSpec
+from dure.core.node import Call, Operation, Reply, TensorSpec
 from dure.core.protocol import PLACE, WORKERS, Method, mapping
 from dure.errors import Refused
 from dure.job.optimizer import GroupRange, OptimizerSpec, restrict
+from dure.run.server_side import ServerSide
+from dure.run.servers import HostedServer
 from dure.run.strategy import make
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
-from dure.sync.base import server_rule_of
-from dure.sync.remedied import corrections
-from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.corrections import Corrections
-from dure.topology.parameter_server.fused import serve_clock
 from dure.topology.parameter_server.shard import Shard
 
 
@@ -88,23 +86,13 @@ class ShardHost:
         values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
         segments = restrict([GroupRange(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
-        sync = make(request["sync"], "sync")
-        remedies = Corrections.of(corrections(sync))
-        shard = Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies)
-        node.serve("shard", shard)
+        side = ServerSide(make(request["sync"], "sync"), request["workers"], request["shards"])
+        remedies = Corrections.of(side.corrections)
+        server = HostedServer(node, Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies))
         if request["number"] == 0:
-            shards = [Address(f"server {number}", "shard") for number in range(request["shards"])]
-            workers = range(request["workers"])
-            rule = server_rule_of(sync)
-            clock = ClockService(
-                node,
-                rule.policy,
-                shards,
-                workers=workers,
-                reduce=rule.reduce,
-                evict_seconds=math.inf,  # a user's loop may rest as long as it likes, to evaluate or to save
-            )
-            serve_clock(node, clock, shard)
+            # The user's loop may rest as long as it likes, to evaluate or to save: no worker is evicted.
+            server.clock = side.clock(node, present=range(request["workers"]), evict_seconds=math.inf)
+        server.serve()
         return Reply()
 
     async def _finish(self, call: Call) -> Reply:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ from dure.errors import UsageError
 from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.engine import Engine
+from dure.sync.base import traits_of
 from dure.topology.collective.agreement import Agreement, Intention, going_on
 from dure.topology.collective.message_group import SentGroup
 from dure.topology.collective.session import GroupSession
@@ -19,6 +20,7 @@ from dure.user_loop.exchange import Exchange, Failed
 if TYPE_CHECKING:
     from dure.core.node import Group
     from dure.job.replica import Replica
+    from dure.run.strategy import Strategy
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
     from dure.sync.worker import Worker
@@ -51,16 +53,15 @@ class SentCollectives:
 
 
 class LoopCollectives:
-    """Ties over collectives. `delivers` is the method's (`sync.base.Sync`)."""
+    """Ties over collectives."""
 
-    def __init__(
-        self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, delivers: str, topology: Collective
-    ) -> None:
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, strategy: Strategy) -> None:
+        topology: Any = strategy.topology
         self._node = node
         self._replica = replica
         by_engine = topology.algorithm == "engine"
         self._engine = Engine(node, rendezvous) if by_engine else SentCollectives(node, rendezvous, replica, topology)
-        self._delivers = delivers
+        self._delivers = traits_of(strategy.sync).delivers
         self._agreement = Agreement(self._engine.group, replica.device)
         self._source: LoopSource | None = None
 

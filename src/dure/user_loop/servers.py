@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +13,14 @@ import torch
 from dure.core.node import Address, Reply
 from dure.core.ranges import pieces
 from dure.errors import CallTimeout, UsageError
+from dure.job.groups import Rates
 from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.job.replica import as_bytes, copy_bytes
+from dure.run.server_side import CLOCK, ServerSide
 from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
 from dure.runtime.launch.shard_process import ShardProcess
-from dure.sync.base import server_rule_of, servers_have_own_rule
-from dure.sync.remedied import compares, server_optimizer
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.fused import clocked_at
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.session import ServerSession
 from dure.user_loop.optimizer import ServerOptimizer
@@ -74,11 +72,12 @@ class LoopServers:
         self._replica = replica
         self._sync = sync
         self._ranges = held_by(topology, replica.layers, replica.numel)
-        self._rule = None if servers_have_own_rule(sync) else ServerOptimizer(mine.optimizer, replica)
+        self._world_size = rendezvous.place.world_size
+        self._side = ServerSide(sync, self._world_size, len(self._ranges))
+        self._rule = None if self._side.own_rule else ServerOptimizer(mine.optimizer, replica)
         if self._rule is not None:
             mine.refuse_states()
-        self._world_size = rendezvous.place.world_size
-        self._spec = server_optimizer(sync, self._rule.spec if self._rule else OptimizerSpec(), self._world_size)
+        self._spec = self._side.optimizer(self._rule.spec if self._rule else OptimizerSpec())
         self._helpers: list[ShardProcess] = []
         self._check_room()
 
@@ -117,7 +116,8 @@ class LoopServers:
             await self._open(directory, first)
             self._meeting.put("open", True)
         self._meeting.get("open")
-        worker.sessions.server = ServerSession(worker, self._client(worker.rank))
+        client = ServerClient(self._node, worker.rank, self._side.as_reached(self._ranges))
+        worker.sessions.server = ServerSession(worker, client)
         await worker.join(newcomer=False)
         await worker.server.pull()
         if first:
@@ -171,34 +171,16 @@ class LoopServers:
         }
 
     def _segments(self) -> list[GroupRange]:
-        """The user's parameter groups, as remedies would have them."""
+        """The user's parameter groups, as the servers' optimizer applies them."""
         if self._rule is None:
             return []
-        found = []
-        for segment in self._rule.segments:
-            rule = server_optimizer(self._sync, replace(self._rule.spec, **segment.overrides), self._world_size)
-            found.append(segment._replace(overrides={name: getattr(rule, name) for name in segment.overrides}))
-        return found
+        return Rates(self._rule.spec, self._rule.segments).seen_by(self._side.optimizer)
 
     async def _open(self, directory: Mapping[str, Any], first: Sequence[torch.Tensor]) -> None:
         for number, ranges in enumerate(self._ranges):
             slices = pieces(self._replica.params, ranges)
             extra = [] if number else first
             await self._node.call(_host(number), "open", *slices, *extra, directory=dict(directory))
-
-    def _client(self, rank: int) -> ServerClient:
-        policy = server_rule_of(self._sync).policy
-        shards = tuple(Address(f"server {number}", "shard") for number in range(len(self._ranges)))
-        servers = ServerLayout(
-            shards,
-            self._ranges,
-            clock=Address("server 0", "clock"),
-            ordered=policy is not None and policy.ordered,
-            may_refuse=policy is not None and policy.may_refuse,
-            look_back=compares(self._sync),
-            clocked=clocked_at(shards, policy),
-        )
-        return ServerClient(self._node, rank, servers)
 
     # ---- between steps
 
@@ -222,8 +204,8 @@ class LoopServers:
         for number in range(len(self._ranges)):
             await self._finish(number, worker)
         version = None
-        if server_rule_of(self._sync).policy is not None:
-            version = (await self._node.call(Address("server 0", "clock"), "status")).fields["version"]
+        if self._side.policy is not None:
+            version = (await self._node.call(CLOCK, "status")).fields["version"]
         return (await worker.server.client.pull(worker.params.clone(), version=version)).values
 
     async def _finish(self, number: int, worker: Worker) -> None:

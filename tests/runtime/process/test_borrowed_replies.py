@@ -11,10 +11,11 @@ import torch
 from support.runs import local, virtual
 
 from dure.errors import UsageError
+from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.worker import Worker
 from dure.topology.parameter_server.buffers import Buffer
@@ -22,16 +23,16 @@ from dure.topology.parameter_server.buffers import Buffer
 STEPS = 4
 
 
-def segment(shards: int = 1) -> Segment:
+def segment(shards: int = 1) -> VirtualSegment:
     """Two SSP workers, ready to run."""
     cluster = Cluster.uniform(2)
     strategy = f"ssp:bound=1 ps:shards={shards}"
     config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=2, steps=STEPS)
     setup, _ = resolve(config, Prebuilt(cluster=cluster))
-    return Segment(VirtualRun(setup, cluster, Callbacks()), None)
+    return VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
 
 
-def spied(run: Segment, look: Callable[[Worker], None]) -> None:
+def spied(run: VirtualSegment, look: Callable[[Worker], None]) -> None:
     """Call `look` at each step of every worker, and run to the end."""
     for worker in run.workers.values():
         before = worker.on_step
@@ -55,7 +56,7 @@ def test_a_worker_computes_on_the_memory_of_the_only_shard() -> None:
     assert seen == [True] * 2 * STEPS
 
 
-def versions(run: Segment) -> list[Buffer]:
+def versions(run: VirtualSegment) -> list[Buffer]:
     (shard,) = run.shards
     return [shard.versions.current, *shard.versions._kept.values()]
 

@@ -51,7 +51,7 @@ def test_every_way_gives_the_same_bits(strategy, sizes):
     """Half the loss's rates are powers of two and so are the workers' shares: sums are exact in any order."""
     around, through = (virtual(bags(), s, workers=4, batch_sizes=sizes, steps=5) for s in ("bsp collective", strategy))
     assert torch.equal(around.params, through.params)
-    assert not torch.equal(around.params, around.setup.initial)
+    assert not torch.equal(around.params, around.setup.model.params)
     assert around.rows[-1]["loss"] == through.rows[-1]["loss"]
 
 
@@ -94,7 +94,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
 
 def expected_bytes(setup, rank: int, steps: int) -> tuple[int, int]:
     """Sent and received by a worker: the ring's part, and rows of WIDTH numbers of 8 bytes with 4 of their own."""
-    sampler = setup.draw_samplers()[rank]
+    sampler = setup.data.draw_samplers()[rank]
     batches = [setup.job.train.inputs[sampler.next()] for _ in range(steps)]
     rows = sum(len(batch.unique()) for batch in batches)
     ring = ring_all_reduce(WIDTH, setup.workers, Link(0, 0, 1), 8)

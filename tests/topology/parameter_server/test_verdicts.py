@@ -24,7 +24,8 @@ from dure.errors import Superseded
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
-from dure.run.virtual import Callbacks, Segment, VirtualRun
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.client import ServerClient
@@ -179,7 +180,7 @@ def test_a_newcomer_pulls_model_and_velocity_once() -> None:
         eval_every=1000,
     )
     assert found is not None
-    segment = Segment(VirtualRun(setup, found, Callbacks()), None)
+    segment = VirtualSegment(VirtualRun(setup, found, Callbacks()), None)
     segment.run()
     ranges = setup.topology.ranges
     for worker in segment.workers.values():

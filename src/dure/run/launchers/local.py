@@ -16,8 +16,8 @@ from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 
 if TYPE_CHECKING:
+    from dure.run.callbacks import Callbacks
     from dure.run.setup import Setup
-    from dure.run.virtual import Callbacks
 
 
 def run_processes(

@@ -35,10 +35,10 @@ from dure.runtime.launch.rendezvous import Rendezvous, place
 from dure.runtime.launch.shared_key import credentials_of
 
 if TYPE_CHECKING:
+    from dure.run.callbacks import Callbacks
     from dure.run.outcome import Outcome
     from dure.run.prebuilt import Prebuilt
     from dure.run.setup import Setup
-    from dure.run.virtual import Callbacks
 
 RUN_SECONDS = 10.0 * 24 * 3600
 """How long a rank waits for what rank 0 makes of a run in which it has done its part."""

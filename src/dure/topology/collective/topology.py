@@ -20,8 +20,7 @@ class CollectiveTopology(Topology):
     needs_everybody = True
 
     def __init__(self, choice: Collective, plan: RunPlan) -> None:
-        super().__init__(plan)
-        self.choice = choice
+        super().__init__(choice, plan)
         self.uses_engine = choice.algorithm == "engine"
 
     def group(self, node: Node, meter: Meter) -> Group:

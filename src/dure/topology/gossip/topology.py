@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class GossipTopology(Topology):
     """Every worker serves its neighbors in a graph."""
 
+    no_loop = "its neighbors average with a model at any time, also while backward() uses it"
+
     def __init__(self, choice: Gossip, plan: RunPlan) -> None:
-        super().__init__(plan)
+        super().__init__(choice, plan)
         self.graph = build(choice, plan.workers)
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:

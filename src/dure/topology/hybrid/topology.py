@@ -16,6 +16,8 @@ from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
 from dure.topology.hybrid.session import RowSession
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
     from dure.job.gradients import GradientEngine
@@ -27,10 +29,10 @@ class HybridTopology(Topology):
 
     needs_everybody = True
     uses_engine = True
+    no_loop = "a loop does not say which rows its next batch reads"
 
     def __init__(self, choice: Hybrid, plan: RunPlan) -> None:
-        super().__init__(plan)
-        self.choice = choice
+        super().__init__(choice, plan)
         self.colocated = choice.colocated
 
     @property
@@ -55,7 +57,7 @@ class HybridTopology(Topology):
         shape = ClusterShape(plan.workers, choice.shards or plan.workers, choice.colocated, itemsize)
         rows = decide(choice, measure(plan.replica.layers, plan.job.rows, batches), shape)
         for table in rows.tables:
-            check_rule(of_table(plan.job.optimizer, plan.rates.segments, table)[0])
+            check_rule(of_table(plan.job.optimizer, plan.model.rates.segments, table)[0])
         return rows
 
     @property
@@ -67,8 +69,8 @@ class HybridTopology(Topology):
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> RowShard:
         plan, part = self.plan, self.rows.part(number)
-        values = part.taken_from(plan.initial)
-        return RowShard(node, part, values, plan.job.optimizer, plan.workers, plan.rates.segments)
+        values = part.taken_from(plan.model.params)
+        return RowShard(node, part, values, plan.job.optimizer, plan.workers, plan.model.rates.segments)
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
         if not self.servers:
@@ -78,8 +80,16 @@ class HybridTopology(Topology):
         servers = [Address(str(NodeId(SERVER, number)), "shard") for number in range(self.servers)]
         client = RowClient(worker.node, worker.rank, self.rows, plan.job.rows, servers)
         worker.sessions.rows = RowSession(worker, client, group)  # type: ignore[arg-type]
-        dtype, segments = plan.replica.dtype, plan.rates.segments
+        dtype, segments = plan.replica.dtype, plan.model.rates.segments
         worker.optimizer = RangesOptimizer(plan.job.optimizer, self.rows.ring, dtype, segments=segments)
+
+    def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
+        values = super().result(shards, models)
+        if shards:
+            values = values.clone()
+        for shard in shards:
+            shard.part.put_into(values, shard.values)
+        return values
 
     def configure(self, engine: GradientEngine) -> None:
         if self.servers:

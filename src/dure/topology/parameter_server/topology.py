@@ -26,8 +26,7 @@ class ServerTopology(Topology):
     clocked = True
 
     def __init__(self, choice: ParameterServer, plan: RunPlan) -> None:
-        super().__init__(plan)
-        self.choice = choice
+        super().__init__(choice, plan)
         self.servers = choice.shards
         self.colocated = choice.colocated
 
@@ -40,7 +39,7 @@ class ServerTopology(Topology):
         return held_by(self.choice, replica.layers, replica.numel)
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> Shard:
-        plan, ranges, initial = self.plan, self.ranges[number], self.plan.initial
+        plan, ranges, initial = self.plan, self.ranges[number], self.plan.model.params
         if isinstance(initial, Ghost):
             values: Any = Ghost(size(ranges), plan.replica.params.element_size())
         else:
@@ -48,12 +47,15 @@ class ServerTopology(Topology):
         more: dict[str, Any] = {
             "timing_only": plan.timing_only,
             "log": log,
-            "corrections": Corrections.of(plan.corrections),
+            "corrections": Corrections.of(plan.method.corrections),
         }
         if plan.codec is not None:
-            more |= {"coder": plan.codec.coder(plan.layouts[number]), "vote": plan.codec.vote()}
+            more |= {"coder": plan.codec.coder(self.layouts[number]), "vote": plan.codec.vote()}
         segments = plan.server_segments(ranges)
         return Shard(node, values, plan.server_optimizer, ranges=ranges, segments=segments, **more)
+
+    def restarted(self, shard: Shard, incarnation: int) -> None:
+        shard.start_generation(incarnation)
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
         plan = self.plan

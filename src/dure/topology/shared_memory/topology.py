@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import SERVER, NodeId
 from dure.core.node import Address
-from dure.topology.base import RunPlan, Topology, TopologyWorker
+from dure.topology.base import Topology, TopologyWorker
 from dure.topology.shared_memory.segment import Access, Layout, Segment, SharedShard
 from dure.topology.shared_memory.session import MemorySession
 
@@ -30,10 +30,8 @@ class SharedMemoryTopology(Topology):
     one_machine = True
     in_place = True
     servers = 1
-
-    def __init__(self, choice: SharedMemory, plan: RunPlan) -> None:
-        super().__init__(plan)
-        self.choice = choice
+    no_loop = "its workers share memory, which ranks of several machines do not have"
+    choice: SharedMemory
 
     @property
     def ranges(self) -> list[Ranges]:
@@ -42,15 +40,18 @@ class SharedMemoryTopology(Topology):
     @cached_property
     def _layout(self) -> Layout:
         plan = self.plan
-        return Layout(plan.replica.numel, plan.replica.dtype, plan.workers, tuple(plan.vectors))
+        return Layout(plan.replica.numel, plan.replica.dtype, plan.workers, tuple(plan.method.vectors))
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> SharedShard:
         """The owner of the memory: between processes the system's, else this process's own."""
         plan = self.plan
         if plan.virtual:
-            return SharedShard(node, Segment(self._layout, timing_only=plan.timing_only), plan.initial)
-        memory = plan.shared_memory(self._layout.nbytes)
-        return SharedShard(node, Segment(self._layout, memory.bytes, memory), plan.initial, path=memory.path)
+            return SharedShard(node, Segment(self._layout, timing_only=plan.timing_only), plan.model.params)
+        memory = plan.memory(self._layout.nbytes)
+        return SharedShard(node, Segment(self._layout, memory.bytes, memory), plan.model.params, path=memory.path)
+
+    def counted(self, shard: Any) -> dict[str, int]:
+        return super().counted(shard) | {"written": shard.segment.written}
 
     def attach(self, worker: TopologyWorker, shards: Sequence[Service]) -> None:
         (owner,) = shards

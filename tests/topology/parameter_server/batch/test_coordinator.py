@@ -23,7 +23,9 @@ from dure.job.gradients import GradientEngine
 from dure.job.job import Job
 from dure.job.models.quadratic import Point, half_square
 from dure.job.optimizer import OptimizerSpec
+from dure.run.servers import build_server
 from dure.run.work_through import work_through
+from dure.run.workers import build_worker
 from dure.topology.parameter_server.batch.coordinator import COORDINATOR
 
 DIM, SAMPLES, STEPS = 5, 64, 4
@@ -103,14 +105,11 @@ class Play(World):
         strategy = f"lbfgs:push_every={push_every} ps:shards={shards}"
         self.setup, _ = resolved(job, strategy, on="virtual", workers=workers, steps=10**6)
         Node.gradient_engine, Node.repeats = GradientEngine(job), repeats
-        servers = [Node(self, f"server {number}") for number in range(shards)]
-        self.shards = [self.setup.topology.shard(node, number) for number, node in enumerate(servers)]
-        for node, shard in zip(servers, self.shards, strict=True):
-            node.serve("shard", shard)
-        self.clock = self.setup.clock(servers[0])
-        servers[0].serve("clock", self.clock)
-        self.coordinator = self.setup.coordinator(self.clock)
-        servers[0].serve("coordinator", self.coordinator)
+        hosted = [build_server(self.setup, Node(self, f"server {number}")) for number in range(shards)]
+        for server in hosted:
+            server.serve()
+        self.shards = [server.shard for server in hosted]
+        self.clock, self.coordinator = hosted[0].clock, hosted[0].coordinator
         self.leading = self.spawn(self.coordinator.lead(lead), "the coordinator")
         self.roles = {}
         self.ended = []
@@ -120,7 +119,7 @@ class Play(World):
 
     def start(self, rank):
         node = Node(self, f"worker {rank}")
-        worker = self.setup.worker(node, rank, Meter(node.name))
+        worker = build_worker(self.setup, node, rank, Meter(node.name))
         self.roles[rank] = self.spawn(self.role(worker, rank), node.name)
 
     async def role(self, worker, rank):

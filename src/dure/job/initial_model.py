@@ -1,0 +1,61 @@
+"""The model of a job as every node of a run starts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dure.core.node import Ghost
+from dure.job.groups import Rates, rates_of
+from dure.job.replica import Replica
+from dure.job.schedule import schedule_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from dure.job.job import Job
+
+
+class InitialModel:
+    """Initial values of a job's model, drawn from `seed`. In a timing-only run a `Ghost` stands for each vector."""
+
+    def __init__(self, job: Job, seed: int, *, timing_only: bool = False) -> None:
+        self._job = job
+        self._seed = seed
+        self._timing_only = timing_only
+
+    @cached_property
+    def replica(self) -> Replica:
+        """A replica with the initial values."""
+        return Replica(self._job.build(self._seed))
+
+    @property
+    def params(self) -> Any:
+        """A copy of the initial parameters, flat."""
+        return self._ghost if self._timing_only else self.replica.params.detach().clone()
+
+    @cached_property
+    def _ghost(self) -> Ghost:
+        # Nothing changes a ghost, so that one is enough for all workers.
+        return Ghost(self.replica.numel, self.replica.params.element_size())
+
+    @property
+    def buffers(self) -> Any:
+        """Initial buffers, flat; None where training changes none."""
+        buffers = self.replica.buffers_flat()
+        if not buffers.numel():
+            return None
+        return Ghost(buffers.numel(), buffers.element_size()) if self._timing_only else buffers
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The job's optimizer with its parameter groups and schedule. Raises `UsageError` for invalid groups."""
+        job, replica = self._job, self.replica
+        return rates_of(job.optimizer, job.groups, schedule_of(job.schedule), replica.layers, replica.parameters)
+
+    def merge_buffers(self, snapshots: Sequence[torch.Tensor], weights: Sequence[int] | None) -> torch.Tensor:
+        """Merge the buffers of several workers: means by `weights` (equal ones if None), counts by their maximum."""
+        if isinstance(snapshots[0], Ghost):
+            return snapshots[0]
+        return self.replica.merge_buffers(snapshots, weights)

@@ -1,0 +1,28 @@
+"""What a run reports while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from dure.run.checkpoint import Part
+
+State = dict[str, Part]
+"""The parts of a checkpoint, by name."""
+
+Row = dict[str, Any]
+"""A row of the history."""
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out."""
+
+    row: Callable[[Row], None] = lambda row: None
+    progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
+    checkpoint: Callable[[int, State], None] = lambda step, state: None
+    rewind: Callable[[int], None] = lambda rows: None
+    notice: Callable[[str], None] = lambda text: None

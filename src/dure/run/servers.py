@@ -1,0 +1,99 @@
+"""One server of a run, on whatever node hosts it: built, restored, served and saved in the same way everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dure.run.checkpoint import Part, fitting
+from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
+from dure.topology.parameter_server.batch.portions import Portions
+from dure.topology.parameter_server.fused import serve_clock
+from dure.topology.parameter_server.progress import EVICT_SECONDS
+
+if TYPE_CHECKING:
+    from dure.core.node import Node
+    from dure.run.setup import Setup
+    from dure.topology.parameter_server.clock import ClockService
+
+
+@dataclass(slots=True)
+class HostedServer:
+    """A server on `node`: its shard and, on server 0 of a run that has them, the clock and the coordinator."""
+
+    node: Node
+    shard: Any
+    clock: ClockService | None = None
+    coordinator: Coordinator | None = None
+
+    def serve(self) -> None:
+        """Register the services at the node."""
+        self.node.serve("shard", self.shard)
+        if self.clock is not None:
+            serve_clock(self.node, self.clock, self.shard)
+        if self.coordinator is not None:
+            self.node.serve("coordinator", self.coordinator)
+
+    def lead(self, sync: Any, seconds: float) -> None:
+        """Start the coordinator's part of the method, if there is one, at `seconds` of the run."""
+        if self.coordinator is not None:
+            self.node.spawn(self.coordinator.lead(sync.coordinate, seconds), "the coordinator")
+
+    def restore(self, parts: Mapping[str, Part]) -> None:
+        """Continue from the parts of a checkpoint. Raises `CheckpointError` where one does not fit."""
+        name = f"shard-{self.node.rank}"
+        with fitting(name):
+            self.shard.restore(parts[name].tensors, parts[name].plain)
+        with fitting("clock"):
+            if self.clock is not None:
+                self.clock.restore(parts["clock"].plain)
+        with fitting("coordinator"):
+            if self.coordinator is not None:
+                self.coordinator.restore(parts["coordinator"].plain)
+
+    def parts(self) -> dict[str, Part]:
+        """The parts of a checkpoint that hold this server's state, by name."""
+        tensors, plain = self.shard.state()
+        found = {f"shard-{self.node.rank}": Part(tensors, plain)}
+        if self.clock is not None:
+            found["clock"] = Part({}, self.clock.state())
+        if self.coordinator is not None:
+            found["coordinator"] = Part({}, self.coordinator.state())
+        return found
+
+    async def settled(self) -> None:
+        """Once the clock and the coordinator have no update or work under way."""
+        if self.clock is not None:
+            await self.clock.settled()
+        if self.coordinator is not None:
+            await self.coordinator.settled()
+
+
+def build_server(
+    setup: Setup,
+    node: Node,
+    *,
+    absent: Collection[int] | None = None,
+    evict_seconds: float = EVICT_SECONDS,
+    log: bool = False,
+) -> HostedServer:
+    """Build the server of `node`'s rank. `absent` replaces the ranks that the set-up expects to join later.
+
+    A worker without progress for `evict_seconds` is evicted. `log` keeps what the shard has applied.
+    """
+    server = HostedServer(node, setup.topology.shard(node, node.rank, log=log))
+    if node.rank == 0 and setup.topology.clocked:
+        later = setup.absent if absent is None else absent
+        present = [rank for rank in range(setup.workers) if rank not in later]
+        server.clock = setup.server_side.clock(node, present=present, evict_seconds=evict_seconds)
+        if setup.coordinated:
+            server.coordinator = _coordinator(setup, server.clock, evict_seconds)
+    return server
+
+
+def _coordinator(setup: Setup, clock: ClockService, evict_seconds: float) -> Coordinator:
+    portions = Portions(setup.workers, setup.sync.push_every)
+    limits = Limits(setup.steps * setup.workers, setup.config.seconds or math.inf, evict_seconds)
+    return Coordinator(clock, setup.batches, portions, limits=limits, timing_only=setup.config.timing_only)
