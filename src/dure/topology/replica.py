@@ -27,7 +27,7 @@ class Pulled(NamedTuple):
     release: Callable[[], None] = nothing
 
 
-class Replica(Protocol):
+class WorkerReplica(Protocol):
     """A worker's model, clock and meter."""
 
     node: Node

@@ -27,8 +27,8 @@ from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
+    from dure.core.meter import Meter
     from dure.core.node import Group, Node
-    from dure.topology.collective.message_group import Meter
 
 SERVICE = "stripe"
 """What a node's `ChunkServer` is called by."""

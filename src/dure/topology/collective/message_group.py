@@ -27,6 +27,7 @@ from dure.topology.collective.ring import Ring
 from dure.topology.collective.tree import Tree
 
 if TYPE_CHECKING:
+    from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.topology.collective.choice import Collective
 
@@ -37,12 +38,6 @@ class Algorithm(Protocol):
     async def all_reduce(self, whole: torch.Tensor) -> None: ...
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None: ...
-
-
-class Meter(Protocol):
-    """Where a node's time goes."""
-
-    def add(self, kind: str, start: float, end: float, detail: str = "") -> None: ...
 
 
 def algorithm_of(topology: Collective, line: Ranks) -> Algorithm:

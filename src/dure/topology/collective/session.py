@@ -13,7 +13,7 @@ from dure.topology.collective.compressed import CompressedGroup
 if TYPE_CHECKING:
     from dure.core.node import Group, Operation
     from dure.job.gradient import Gradient, GradientWork
-    from dure.topology.replica import Replica, Stats
+    from dure.topology.replica import Stats, WorkerReplica
 
 
 class GroupSession:
@@ -22,7 +22,7 @@ class GroupSession:
     `members` makes the collectives.
     """
 
-    def __init__(self, worker: Replica, members: Group) -> None:
+    def __init__(self, worker: WorkerReplica, members: Group) -> None:
         self.members = members
         self._worker = worker
 

@@ -66,7 +66,7 @@ class Table(NamedTuple):
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
 
 
-class Cost(NamedTuple):
+class PlacementCost(NamedTuple):
     """Bytes in and out of the busiest machine per step, by each way."""
 
     servers: float
@@ -97,12 +97,12 @@ class Use(NamedTuple):
     rows: float | None
     union: float | None = None
 
-    def cost(self, place: ClusterShape) -> Cost:
+    def cost(self, place: ClusterShape) -> PlacementCost:
         """What each way costs. A dense gradient has no row numbers."""
         n = place.workers
         nbytes = (self.layer.stop - self.layer.start) * place.itemsize
         used = float(nbytes) if self.rows is None else self.rows * (nbytes / self.layer.shape[0] + NUMBER_NBYTES)
-        return Cost(2 * used * place.exchanged, 4 * nbytes * (n - 1) / n, 2 * used * (n - 1))
+        return PlacementCost(2 * used * place.exchanged, 4 * nbytes * (n - 1) / n, 2 * used * (n - 1))
 
     def by_servers(self, place: ClusterShape) -> bool:
         """Whether servers move fewer bytes, of a parameter of which a batch reads only some rows."""

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from dure.core.node import Group
     from dure.job.gradient import Gradient, GradientWork
     from dure.topology.hybrid.rows import RowClient
-    from dure.topology.replica import Replica
+    from dure.topology.replica import WorkerReplica
 
 
 class RowSession:
     """Mean gradients of which servers get their part. `client` makes the calls to servers, `group` the collectives."""
 
-    def __init__(self, worker: Replica, client: RowClient, group: Group) -> None:
+    def __init__(self, worker: WorkerReplica, client: RowClient, group: Group) -> None:
         self.client = client
         self._worker = worker
         self._group = group

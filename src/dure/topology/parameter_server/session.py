@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dure.job.gradient import Gradient
     from dure.topology.parameter_server.client import ServerClient
     from dure.topology.parameter_server.clock_client import Joined
-    from dure.topology.replica import Pulled, Replica, Stats
+    from dure.topology.replica import Pulled, Stats, WorkerReplica
 
 
 class ServerSession:
@@ -25,7 +25,7 @@ class ServerSession:
     may be the server's own, not copied, and are for reading only.
     """
 
-    def __init__(self, worker: Replica, client: ServerClient) -> None:
+    def __init__(self, worker: WorkerReplica, client: ServerClient) -> None:
         self.client = client
         self._worker = worker
         self._admitted: int | None = None

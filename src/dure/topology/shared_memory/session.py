@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
 
     from dure.job.optimizer import FlatOptimizer
-    from dure.topology.replica import Replica
+    from dure.topology.replica import WorkerReplica
     from dure.topology.shared_memory.segment import Access
 
 
 class MemorySession:
     """Reads and writes of one worker, with the seconds that they take on its meter. `access` makes them."""
 
-    def __init__(self, worker: Replica, access: Access) -> None:
+    def __init__(self, worker: WorkerReplica, access: Access) -> None:
         self.access = access
         self._worker = worker
 
