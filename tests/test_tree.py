@@ -20,7 +20,21 @@ TIMED = ("runtime/", "codec/timing.py", "core/chance.py", "planner/probe/")
 """Where clocks are read and global generators set: runtimes, measurements, `chance.seeded`."""
 
 SHARED = {
-    "sync": {"base", "fragments", "line_search", "local_sgd", "pace", "period", "remedied", "weights", "worker"},
+    "sync": {
+        "base",
+        "fragments",
+        "line_search",
+        "local_sgd",
+        "membership",
+        "pace",
+        "period",
+        "refusals",
+        "remedied",
+        "saved",
+        "storage",
+        "weights",
+        "worker",
+    },
     "codec": {"base", "bits", "blocks", "cast", "coder", "cost", "exchange", "gaps", "residual", "timing", "vote"},
     "partition": {"base"},
 }

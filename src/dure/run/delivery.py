@@ -44,7 +44,7 @@ class Delivery:
         """The number of a worker's own gradients in the model that it delivers without a server."""
         # A model kept apart from the worker's parameters is told of gradients now and then only.
         apart = self.traits.delivers in worker.kept
-        return (worker.given if apart else worker.clock - worker.joined_at) - worker.refused
+        return (worker.given if apart else worker.clock - worker.joined_at) - worker.refusals.total
 
     def gradients_in_common(self, worker: Worker) -> int:
         """The number of gradients in the model that all workers have over collectives, where this worker is now."""

@@ -38,6 +38,7 @@ from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.rendezvous import lead_engine
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
+from dure.sync import membership, saved
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class WorkerProcess(RunProcess):
             node.gradient_engine.read_in_place(worker.params)  # which stay where they are, as no server sends others
         self.snapshots.resume(worker.clock)
         if not resumed:
-            await worker.join(newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
+            await membership.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
         self._began = worker.clock
         go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
@@ -347,14 +348,16 @@ class WorkerProcess(RunProcess):
                 await self._checkpoint()
             except DureError as error:
                 kind, message = type(error).__name__, str(error)[:MESSAGE]
-                await self.node.call(DRIVER_ADDRESS, "failed", kind=kind, message=message, refused=self.worker.refused)
+                await self.node.call(
+                    DRIVER_ADDRESS, "failed", kind=kind, message=message, refused=self.worker.refusals.total
+                )
                 raise SystemExit(1) from error
             else:
                 return
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
-        await worker.leave()
+        await membership.leave(worker)
         seconds = node.now()
         await self.snapshots.settled()
         counts = self._counts()
@@ -368,7 +371,7 @@ class WorkerProcess(RunProcess):
             "steps": worker.clock,
             "done": worker.clock - worker.joined_at,
             "updates": self.setup.delivery.gradients_in(worker),
-            "refused": worker.refused,
+            "refused": worker.refusals.total,
             **counts,
         }
         await node.call(DRIVER_ADDRESS, "done", *tensors, time=dict(node.meter.seconds), **done)
@@ -439,7 +442,7 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
-        tensors, plain = self.worker.state()
+        tensors, plain = saved.state(self.worker)
         plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
         problem = None
         try:

@@ -34,6 +34,7 @@ from dure.run.work_through import work_through
 from dure.run.workers import build_worker, restore_worker
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
+from dure.sync import membership, saved
 
 if TYPE_CHECKING:
     import torch
@@ -280,9 +281,9 @@ class VirtualSegment:
 
     async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
         if join:
-            await worker.join(newcomer=newcomer, period=self.setup.period)
+            await membership.join(worker, newcomer=newcomer, period=self.setup.period)
         await work_through(self.setup.sync, worker, self.setup.period)
-        await worker.leave()
+        await membership.leave(worker)
 
     def _ended(self, rank: int) -> None:
         role = self.roles[rank]
@@ -295,7 +296,7 @@ class VirtualSegment:
         except Quarantined as error:
             self._quarantine(rank, error)
             return
-        self.attendance.refused += self.workers[rank].refused
+        self.attendance.refused += self.workers[rank].refusals.total
         self.attendance.finished.add(rank)
         self.attendance.at[rank] = self.workers[rank].clock
         self.last_end = self.runtime.kernel.now
@@ -323,7 +324,7 @@ class VirtualSegment:
         if self.setup.deployment[f"worker {rank}"].when_lost is not WhenLost.GO_ON:
             raise error
         self.attendance.deaths[f"worker {rank}"] = str(error).rstrip(".")
-        self.attendance.refused += self.workers[rank].refused
+        self.attendance.refused += self.workers[rank].refusals.total
         self._crash(rank)
 
     def _crash(self, rank: int) -> None:
@@ -421,7 +422,7 @@ class VirtualSegment:
         state: State = {"run": Part({}, run)} | retired
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                tensors, plain = worker.state()
+                tensors, plain = saved.state(worker)
                 plain["drawn"] = self.durations[rank].drawn
                 state[f"worker-{rank}"] = Part({k: v.clone() for k, v in tensors.items()}, plain)
         for server in self.servers:

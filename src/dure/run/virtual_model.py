@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.run.checkpoint import Part
+from dure.sync import saved
 
 if TYPE_CHECKING:
     from dure.run.callbacks import State
@@ -99,7 +100,7 @@ class VirtualModel:
         retired = dict(self._retired)
         for rank in self._attendance.finished & self._workers.keys():
             worker = self._workers[rank]
-            tensors = {"params": worker.params} if worker.buffers is None else worker.state()[0]
+            tensors = {"params": worker.params} if worker.buffers is None else saved.state(worker)[0]
             retired[rank] = Part({name: tensors[name].clone() for name in ("params", "buffers") if name in tensors}, {})
         return retired
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dure.core.node import EndOfWork
 from dure.errors import Evicted
+from dure.sync import membership
 from dure.sync.worker import Worker
 
 if TYPE_CHECKING:
@@ -20,6 +21,6 @@ async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:
         except EndOfWork:
             return
         except Evicted:
-            await worker.rejoin(period)
+            await membership.rejoin(worker, period)
         else:
             return

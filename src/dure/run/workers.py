@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dure.job.optimizer import FlatOptimizer
 from dure.run.checkpoint import Part, fitting
+from dure.sync import saved
 from dure.sync.worker import Worker
 from dure.topology.collective.session import GroupSession
 from dure.topology.parameter_server.batch.client import PortionClient
@@ -57,5 +58,5 @@ def restore_worker(worker: Worker, parts: Mapping[str, Part]) -> Part | None:
     part = parts.get(name)
     if part is not None:
         with fitting(name):
-            worker.restore(part.tensors, part.plain)
+            saved.restore(worker, part.tensors, part.plain)
     return part

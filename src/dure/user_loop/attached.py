@@ -37,7 +37,8 @@ from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
-from dure.sync.worker import MOST_REFUSED, Boundary, Worker
+from dure.sync.refusals import MOST_REFUSED
+from dure.sync.worker import Boundary, Worker
 from dure.topology.base import topology_of
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
 from dure.user_loop.peers import LoopCollectives

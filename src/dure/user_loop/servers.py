@@ -20,6 +20,7 @@ from dure.run.server_side import CLOCK, ServerSide
 from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
 from dure.runtime.launch.shard_process import ShardProcess
+from dure.sync import membership
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.session import ServerSession
@@ -118,7 +119,7 @@ class LoopServers:
         self._meeting.get("open")
         client = ServerClient(self._node, worker.rank, self._side.as_reached(self._ranges))
         worker.sessions.server = ServerSession(worker, client)
-        await worker.join(newcomer=False)
+        await membership.join(worker, newcomer=False)
         await worker.server.pull()
         if first:
             await self._node.call(_host(0), "first", into=first)

@@ -26,6 +26,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.servers import build_server
 from dure.run.work_through import work_through
 from dure.run.workers import build_worker
+from dure.sync import membership
 from dure.topology.parameter_server.batch.coordinator import COORDINATOR
 
 DIM, SAMPLES, STEPS = 5, 64, 4
@@ -123,7 +124,7 @@ class Play(World):
         self.roles[rank] = self.spawn(self.role(worker, rank), node.name)
 
     async def role(self, worker, rank):
-        await worker.join(newcomer=bool(self.deaths))
+        await membership.join(worker, newcomer=bool(self.deaths))
         await work_through(self.setup.sync, worker)
         self.ended.append(rank)
         await worker.server.leave()
