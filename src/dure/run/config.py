@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dure.core.spec_text import MemberSpec, nearest, typed
 from dure.core.target import Target
 from dure.errors import UsageError
+from dure.run.places import LAUNCHERS, is_real, is_started_outside
 from dure.run.strategy import AXES, Strategy, by_axis
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ C = TypeVar("C", bound="Options")
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-PLACES = ("local", "torchrun", "virtual")
+PLACES = (*LAUNCHERS, "virtual")
 
 FEW = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
 """Strategies that are compared if none is named: synchronous, periodic, bounded staleness, asynchronous."""
@@ -189,14 +190,14 @@ class TrainConfig(Options):
             if self.resume is not None:
                 return  # a run that is resumed has its place
             object.__setattr__(self, "on", "local")
-        if self.key_file is not None and self.on != "torchrun":
+        if self.key_file is not None and not is_started_outside(self.on):
             raise UsageError(
                 f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
                 "key, and a virtual one needs none: leave it out."
             )
         if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
             raise UsageError(
-                f'"{self.on}" is no place and no cluster file: write local, torchrun, virtual, or the path of a file.'
+                f'"{self.on}" is no place and no cluster file: write {", ".join(PLACES)}, or the path of a file.'
                 f"{nearest(self.on, PLACES)}"
             )
 
@@ -207,7 +208,7 @@ class TrainConfig(Options):
     @property
     def virtual(self) -> bool:
         """Whether time is modelled."""
-        return self.on not in ("local", "torchrun")
+        return not is_real(self.on)
 
     def for_workers(self, workers: int) -> TrainConfig:
         """The same for as many workers as were started. Raises `UsageError` if others are asked for."""
@@ -251,7 +252,7 @@ class CompareConfig(Options):
 
     def runs(self) -> Iterator[TrainConfig]:
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
-        if "torchrun" in self.on:
+        if any(map(is_started_outside, self.on)):
             raise UsageError(
                 "compare runs in places that it starts itself, and torchrun starts us. Write dure train --on torchrun "
                 "--out DIR once per strategy, and dure report DIR DIR ..."

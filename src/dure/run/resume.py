@@ -12,6 +12,7 @@ from dure.core.spec_text import value_text
 from dure.errors import StrategyError, UsageError
 from dure.report.run import read_run
 from dure.run.config import TrainConfig
+from dure.run.places import is_real
 from dure.run.strategy import AXES, DEFAULTS, make, member_text
 from dure.run.trust import check
 from dure.runtime.virtual.cluster import Cluster
@@ -103,7 +104,7 @@ def _in_full(axis: str, text: str) -> str:
 def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> bool:
     """In virtual time, on the same cluster; "virtual" alone says nothing of the machines."""
     kept = has["cluster"]
-    if on in ("local", "torchrun") or kept is None:
+    if is_real(on) or kept is None:
         return bool(on == has["on"])
     given = cluster if on == "virtual" else Cluster.from_yaml(on)
     return given is None or given.to_yaml() == kept.to_yaml()

@@ -28,6 +28,7 @@ from dure.run.break_even import break_even_summary
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, check_applied, summary
+from dure.run.places import LAUNCHERS, is_real, is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, resumed
@@ -76,30 +77,20 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
 
 def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
     """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
-    if config.on == "torchrun":
-        from dure.run.launchers.torchrun import after_restart
-
-        config = after_restart(config)
+    launcher = LAUNCHERS[config.on].load() if is_real(config.on) else None
+    if launcher is not None:
+        config = launcher.after_restart(config)
     if config.resume is not None:
         config = resumed(config, prebuilt.cluster)
-    if config.on == "torchrun":
-        from dure.run.launchers.torchrun import run_together
-
-        return run_together(config, lambda config, launch: _run_here(config, prebuilt, launch), resolve)
-    return _run_here(config, prebuilt, _on_this_machine)
-
-
-def _on_this_machine(
-    setup: Setup, watch: Callbacks, saved: Path | None, place: Path | None, prebuilt: Prebuilt
-) -> Outcome:
-    from dure.run.launchers.local import run_processes
-
-    fork_server, interruption = prebuilt.fork_server, prebuilt.interruption
-    return run_processes(setup, watch, saved, place, fork_server=fork_server, interruption=interruption)
+        launcher = LAUNCHERS[config.on].load() if is_real(config.on) else None
+    if launcher is None:
+        return _run_here(config, prebuilt, None)
+    done: Run = launcher.run_real(config, lambda config, launch: _run_here(config, prebuilt, launch))
+    return done
 
 
-def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome]) -> Run:
-    """Do the run from this process; `launch` (as `_on_this_machine`) sees to the processes of a real one."""
+def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome] | None) -> Run:
+    """Lead the run from this process; `launch` carries out a real one, None a virtual one."""
     if config.resume is not None and prebuilt.cluster is None:
         prebuilt = replace(prebuilt, cluster=cluster_of(config.resume))
     name = config.job or "the job"
@@ -122,6 +113,7 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
             outcome = VirtualRun(setup, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
         else:
             place = folder.checkpoints if folder is not None else None
+            assert launch is not None
             outcome = launch(setup, watch, saved, place, prebuilt)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(setup, outcome, folder, cluster)
@@ -134,7 +126,7 @@ def _check_real(setup: Setup, prebuilt: Prebuilt) -> None:
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
-    if setup.config.on != "torchrun":
+    if not is_started_outside(setup.config.on):
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
 
 

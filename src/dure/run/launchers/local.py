@@ -16,8 +16,26 @@ from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 
 if TYPE_CHECKING:
+    from dure.report.run import Run
     from dure.run.callbacks import Callbacks
+    from dure.run.config import TrainConfig
+    from dure.run.prebuilt import Prebuilt
     from dure.run.setup import Setup
+
+
+def after_restart(config: TrainConfig) -> TrainConfig:
+    """The configuration as it is: nothing restarts a run of this launcher from outside."""
+    return config
+
+
+def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]) -> Run:
+    """Lead the run from this process, which starts all others."""
+    return run_here(config, _launch)
+
+
+def _launch(setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None, prebuilt: Prebuilt) -> Outcome:
+    fork_server, interruption = prebuilt.fork_server, prebuilt.interruption
+    return run_processes(setup, watch, saved, folder, fork_server=fork_server, interruption=interruption)
 
 
 def run_processes(

@@ -6,8 +6,8 @@
       notes in the store: "start worker r", "start server s" -->   a fork server that forks its servers
       note: the finished record ------------------------------->   the same record
 
-The driver is that of `process_run`; only who starts what differs. A rank that fails is torchrun's to notice: it
-ends all. Told to (`--max-restarts`), it starts all again, and the run goes on from its last checkpoint.
+The driver is the same as on one machine (`run.driver`); only the launcher differs. If a rank fails, torchrun ends all
+ranks. With `--max-restarts` torchrun starts all of them again, and the run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dure.run.config import TrainConfig
 from dure.run.driver import Driver
 from dure.run.process import LaunchSpec
 from dure.run.process import main as be_member
+from dure.run.resolve import resolve
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.relay import relayed
@@ -67,11 +68,7 @@ def after_restart(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def run_together(
-    config: TrainConfig,
-    run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run],
-    resolve: Callable[[TrainConfig], tuple[Setup, Any]],
-) -> Run:
+def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]) -> Run:
     """Take part in the run that `config` asks for, with all ranks; its record, the same at each.
 
     Raises:
@@ -87,7 +84,7 @@ def run_together(
     rendezvous = Rendezvous(here, "train")
     if here.rank:
         with relayed(f"worker {here.rank}"):
-            return _follow(config, rendezvous, *resolve(config))
+            return _follow(config, rendezvous, resolve(config)[0])
     try:
         with relayed("launcher"):
             run = run_here(config, lambda *given: _lead(rendezvous, *given))
@@ -111,14 +108,14 @@ def _lead(
         stack.callback(RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close)  # the other ranks hear it
         fork_server = stack.enter_context(ForkServer())
         fork_server.load(setup.config.plain())
-        ranks = Ranks(fork_server, rendezvous)
+        ranks = RankLauncher(fork_server, rendezvous)
         interface = rendezvous.place.interface
         driver = Driver(setup, watch, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(driver.close)
         return driver.run(saved)
 
 
-class Ranks:
+class RankLauncher:
     """A launcher that starts what belongs to rank 0, and tells the other ranks to start what is theirs."""
 
     def __init__(self, fork_server: ForkServer, rendezvous: Rendezvous) -> None:
@@ -156,7 +153,7 @@ class Ranks:
         return self._fork_server.last_line(name)
 
 
-def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup, _: Any) -> Run:
+def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     """What the other ranks do: one worker each, and their servers in processes of their own."""
     rank = rendezvous.place.rank
     mine: dict[str, Any] = {
