@@ -1,4 +1,4 @@
-"""How good a model is: loss and accuracy of flat parameters on a job's test data."""
+"""Evaluation of a model: loss and accuracy of flat parameters on a job's test data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ BATCH = 1024
 """Samples per forward pass."""
 
 SAMPLES = 1000
-"""Training samples of an evaluation where the job has no test data."""
+"""Number of training samples that an evaluation uses if the job has no test data."""
 
 
 class Metrics(NamedTuple):
-    """Mean loss, and the share of right answers (None where the job has no notion of one)."""
+    """Mean loss, and the share of right answers (None if the job defines no accuracy)."""
 
     loss: float
     accuracy: float | None
 
 
 def _batch(job: Job, data: DataSet) -> int:
-    """Samples per forward pass. A mini-batch of the job where a sample has many labels, as a text has.
+    """Samples per forward pass: BATCH, or the job's batch size if a sample has many labels, as a text has.
 
-    The outputs are then so many times larger, and those of BATCH samples may not fit in memory.
+    Each label has outputs of its own, so the outputs of BATCH such samples may not fit in memory.
     """
     _, targets = data.batch(torch.zeros(1, dtype=torch.int64))
     return job.batch_size if _has_labels_in_rows(targets) else BATCH
@@ -41,10 +41,10 @@ def _has_labels_in_rows(targets: Batch) -> bool:
 
 
 class Evaluator:
-    """Grades flat parameters on `job.test`, or on training data where the job has no test data.
+    """Grades flat parameters on `job.test`, or on training data if the job has no test data.
 
     `samples` limits the number of samples; None takes all test data, or SAMPLES of the training data. A limited choice
-    is random without repetition and depends on the number of samples alone: runs of all seeds and strategies, in
+    is random without repetition, and depends only on the number of samples. So runs of all seeds and strategies, in
     virtual and in real time, are graded on the same samples.
     """
 
@@ -74,7 +74,7 @@ class Evaluator:
 
 
 def _choice(total: int, samples: int | None) -> torch.Tensor:
-    """Numbers of the samples of an evaluation, in the order of the data set."""
+    """Indices of the samples of an evaluation, in the order of the data set."""
     if samples is None or samples >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:samples].sort().values

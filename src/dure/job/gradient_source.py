@@ -1,4 +1,4 @@
-"""The source of a worker's gradients: a job's data, or the loop of a user."""
+"""Protocols between a worker and the source of its gradients: a job's data, or a user's own training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MeanGradients(Protocol):
-    """What a source sees of the group of a worker."""
+    """The part of a worker's group that a source uses."""
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """Start the gradient of `work`, times `share`, summed over the group."""
@@ -22,7 +22,7 @@ class MeanGradients(Protocol):
 
 
 class Requester(Protocol):
-    """What a source sees of the worker that asks for a gradient."""
+    """The part of a worker that a source uses: the worker requests a gradient."""
 
     rank: int
     clock: int
@@ -34,14 +34,14 @@ class Requester(Protocol):
     def group(self) -> MeanGradients: ...
 
     def settle(self, values: torch.Tensor) -> None:
-        """Copy the parameters to `values`, where a loop of the user's computes with them."""
+        """Copy the parameters to `values`, the memory in which a user's loop reads them."""
         ...
 
 
 class GradientSource(Protocol):
-    """Where a worker's gradients come from: a job's data, or a loop that the user owns.
+    """Source of a worker's gradients: a job's data, or a user's own training loop.
 
-    `can_stop`: a gradient that has been started may be cancelled.
+    `can_stop`: whether a gradient can be cancelled after its start.
     """
 
     batch_size: int
@@ -61,9 +61,9 @@ class GradientSource(Protocol):
 
 
 class DataSource(GradientSource, Protocol):
-    """A source that owns its data, and so can give other gradients than the next.
+    """A source that owns its data, so that it can compute the gradient of any samples, not only of the next ones.
 
-    `samples` are there altogether; `epoch` counts passes over this worker's.
+    `samples` is the number of samples; `epoch` counts passes over this worker's samples.
     """
 
     @property
@@ -73,11 +73,11 @@ class DataSource(GradientSource, Protocol):
     def epoch(self) -> float: ...
 
     def next(self, requester: Requester) -> GradientWork:
-        """Draw the next mini-batch: the work of computing its gradient."""
+        """Draw the next mini-batch; return the work of computing its gradient."""
         ...
 
     def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
-        """Start the gradient of the mini-batch that was last begun, at `values`."""
+        """Start another gradient of the last mini-batch, at `values`."""
         ...
 
     def gradient_at(
@@ -88,7 +88,7 @@ class DataSource(GradientSource, Protocol):
 
 
 class LocalOptimizer(Protocol):
-    """What `Worker.step` steps with: a rule on flat vectors (`optim.FlatOptimizer`), or a user's own optimizer."""
+    """The optimizer of `Worker.step`: a rule on flat vectors (`FlatOptimizer`), or a user's own optimizer."""
 
     spec: OptimizerSpec
 

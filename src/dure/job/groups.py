@@ -1,8 +1,9 @@
 """Parameter groups of a job: hyper-parameters that differ between parameters, as segments of the flat parameters.
 
-`Job.groups(name, parameter)` returns what differs for a parameter, for example `{"weight_decay": 0.0}` for biases.
-Parameters with equal differences are a group, numbered from 1; group 0 is all parameters without any. A step with a
-schedule has one rate per group, in that order (`FlatOptimizer.apply`).
+`Job.groups(name, parameter)` returns the hyper-parameters that differ for a parameter, for example
+`{"weight_decay": 0.0}` for biases. Parameters with equal differences form a group. Groups are numbered from 1; group 0
+holds the parameters without differences. A step with a schedule has one rate per group, in the order of the numbers
+(`FlatOptimizer.apply`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FIELDS = tuple(each.name for each in fields(OptimizerSpec) if each.name != "name
 
 @dataclass(frozen=True)
 class Rates:
-    """The optimizer `spec` of a job with its groups and schedule; `differences[g - 1]` is what group g changes."""
+    """The optimizer `spec` of a job with its groups and schedule; `differences[g - 1]` are the overrides of group g."""
 
     spec: OptimizerSpec
     segments: Sequence[GroupRange] = ()
@@ -36,11 +37,11 @@ class Rates:
     schedule: Schedule | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is a group or a schedule."""
+        """Whether the job has a group or a schedule."""
         return bool(self.segments) or self.schedule is not None
 
     def at(self, step: int) -> float | list[float]:
-        """The rate at `step`, or one per group where there are groups."""
+        """The rate at `step`; if the job has groups, one rate per group."""
         factor = 1.0 if self.schedule is None else factor_at(self.schedule, step)
         rates = [rate * factor for rate in self._rates]
         return rates if self.segments else rates[0]
@@ -50,7 +51,7 @@ class Rates:
         return [self.spec.lr, *(each.get("lr", self.spec.lr) for each in self.differences)]
 
     def seen_by(self, rule: Callable[[OptimizerSpec], OptimizerSpec]) -> list[GroupRange]:
-        """The segments for servers, which make `rule(spec)` of an optimizer."""
+        """The segments for servers, which use the optimizer `rule(spec)` in place of a worker's `spec`."""
         found = []
         for segment in self.segments:
             own = rule(replace(self.spec, **segment.overrides))
@@ -65,7 +66,7 @@ def rates_of(
     layers: Sequence[Layer],
     parameters: Sequence[nn.Parameter],
 ) -> Rates:
-    """The rates of a job whose flat parameters have `layers`. Raises `UsageError` for a group that makes no sense."""
+    """The rates of a job whose flat parameters have `layers`. Raises `UsageError` for an invalid group."""
     if groups is None:
         return Rates(spec, schedule=schedule)
     differences: list[Mapping[str, Any]] = [{}]
@@ -83,7 +84,7 @@ def rates_of(
 
 
 def scaled(groups: Groups, factor: float) -> Groups:
-    """`groups` with every rate of theirs times `factor`."""
+    """`groups` with every learning rate in it multiplied by `factor`."""
 
     def times(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
         own = dict(groups(name, parameter) or {})

@@ -1,4 +1,4 @@
-"""The model of a job as every node of a run starts with it."""
+"""The initial model of a job, equal on every node of a run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class InitialModel:
 
     @cached_property
     def _ghost(self) -> Ghost:
-        # Nothing changes a ghost, so that one is enough for all workers.
+        # A ghost never changes, so all workers share one.
         return Ghost(self.replica.numel, self.replica.params.element_size())
 
     @property
     def buffers(self) -> Any:
-        """Initial buffers, flat; None where training changes none."""
+        """Initial buffers, flat; None if the model has no buffers that training changes."""
         buffers = self.replica.buffers_flat()
         if not buffers.numel():
             return None

@@ -1,4 +1,4 @@
-"""What is trained: a model, a loss, data, and how one would train it alone.
+"""Jobs: a model, a loss and data, with the settings of training on one worker.
 
     | built-in job     | data                          | model                                          |
     |------------------|-------------------------------|------------------------------------------------|
@@ -7,9 +7,9 @@
     | `mnist-cnn`      | MNIST                         | two convolutions, no batch norm                |
     | `cifar10-cnn`    | CIFAR-10                      | three convolutions with batch norm             |
     | `embedding-text` | IMDB reviews                  | mean of words' embeddings, two dense layers; sparse gradients |
-    | `quadratic`      | drawn; `dim`, `conditioning`, `noise` | a point, whose best place is known exactly |
+    | `quadratic`      | drawn; `dim`, `conditioning`, `noise` | a point whose optimum is known exactly |
 
-Anything else is `FILE.py:FUNCTION`, a function that returns a `Job`.
+Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,20 @@ BUILT_IN: Mapping[str, str] = {
 class Job:
     """A model, its loss and its data, with the settings that suit one worker.
 
-    `model` makes a fresh module. `train` and `test` are `Data`, a `Stream`, or a map-style data set, with a collate of
-    its own as `Samples(dataset, collate)`. Inputs are a tensor, a mapping or a tuple of tensors; the model is called as
-    `model(inputs)`, `model(**inputs)` or `model(*inputs)`. `loss(outputs, targets)` is the mean over the batch, a
-    scalar; `accuracy(outputs, targets)` a share from 0 to 1. `steps` are mini-batches per worker. `split` says how
-    samples go to workers (`data/split.py`). `optimum`, where it is known, is the best place as a flat tensor of all
-    parameters. `source` says in words which data these are. `rows(inputs)`, where servers may hold parameters in rows
-    (the topology `hybrid`), names those of which a batch reads only some rows, and gives their numbers: 1-D int64, in
-    any order, more than once or not. Rows that the loss does not depend on, such as padding, may be left out.
-    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`groups.py`).
-    `schedule(step)` is a factor of all rates, or a text as "cosine:steps=1000" (`schedule.py`); `step` counts the
-    mini-batches of a worker from 0.
+    `model()` builds a new module. `train` and `test` are `Data`, a `Stream` or a map-style data set; a data set with a
+    collate function is `Samples(dataset, collate)`. Inputs are a tensor, a mapping or a tuple of tensors; the model is
+    called as `model(inputs)`, `model(**inputs)` or `model(*inputs)`. `loss(outputs, targets)` returns the mean over the
+    batch, a scalar; `accuracy(outputs, targets)` returns a share from 0 to 1. `steps` counts mini-batches per worker.
+    `split` distributes samples to workers (`data/split.py`). `optimum`, if known, is the minimum of the loss as a flat
+    tensor of all parameters. `source` describes the data in words.
+
+    `rows(inputs)` is for topologies whose servers hold parameters in rows (`hybrid`). It maps the name of each
+    parameter of which a batch reads only some rows to the indices of those rows: 1-D int64, in any order, repeated or
+    not. Rows that do not affect the loss, such as padding, may be left out.
+
+    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`groups.py`). `schedule` is
+    a function of the step that returns a factor for all learning rates, or a text such as "cosine:steps=1000"
+    (`schedule.py`); the step counts the mini-batches of a worker from 0.
 
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
@@ -120,7 +123,7 @@ class Job:
             self.split = parse_split(self.split)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """A fresh module whose initial values depend on `seed` alone; global randomness stays as it was."""
+        """Build a new module whose initial values depend only on `seed`; the global generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return _made(self.model)
@@ -133,7 +136,7 @@ class Job:
 
     @property
     def graded(self) -> DataSet:
-        """The data that a model is graded on: `test`, else `train`; of a `Stream`, windows that do not overlap."""
+        """The data of evaluations: `test`, else `train`; a `Stream` is read in windows that do not overlap."""
         data: DataSet = self.train if self.test is None else self.test
         return dataclasses.replace(data, windows="contiguous") if isinstance(data, Stream) else data
 
@@ -141,8 +144,8 @@ class Job:
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample's forward and backward pass, counted by PyTorch's counter.
 
-        It counts products of matrices and convolutions. A model without any is charged six operations per parameter,
-        as a dense layer would cost.
+        The counter includes matrix products and convolutions only. A model without them is charged six operations per
+        parameter, the cost of a dense layer.
         """
         return _count_flops(self)
 
@@ -156,7 +159,7 @@ class Job:
 
 
 def _as_data_set(data: Any, what: str) -> DataSet:
-    """`data`, or the `Samples` of a map-style data set. Raises `UsageError`."""
+    """`data` itself if it is a `DataSet`, else `Samples(data)`. Raises `UsageError` unless `data` is map-style."""
     if isinstance(data, Data | Samples | Stream):
         return data
     if isinstance(data, Tensor | Mapping | tuple | str) or data is None:
@@ -166,13 +169,13 @@ def _as_data_set(data: Any, what: str) -> DataSet:
 
 
 def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
-    """The job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
+    """Load the job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
 
-    `data_root` is the folder of data sets (see `data/location.py` for what None means). `overrides` change it; one
-    that is None changes nothing. Each is a parameter of the job's function (`hidden`, `dim`), a field of `Job`
-    (`batch_size`, `steps`, `split`), a field of its optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64").
+    `data_root` is the folder of data sets (`data/location.py` defines the default). Each of `overrides` replaces a
+    parameter of the job's function (`hidden`, `dim`), a field of `Job` (`batch_size`, `steps`, `split`), a field of its
+    optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64"). An override of None has no effect.
 
-    Raises `UsageError` for a name or an override that does not exist, `DataError` for data that cannot be had.
+    Raises `UsageError` for a name or an override that does not exist, `DataError` for data that is not available.
     """
     location, folder = _locate(name_or_path)
     target, _, function_name = location.rpartition(":")
@@ -196,7 +199,7 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
 
 
 def _locate(text: str) -> tuple[str, Path | None]:
-    """`text` as "module:function" or "file:function", and the folder of the file if it is one."""
+    """Resolve `text` to "module:function" and None, or to "file:function" and the folder of the file."""
     if text in BUILT_IN:
         return BUILT_IN[text], None
     path, _, function = text.rpartition(":")
@@ -271,7 +274,7 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _count_flops(job: Job) -> float:
-    """Two rows are counted, since batch norm refuses one."""
+    """Count the operations of one sample. Two rows are computed, because batch norm rejects a batch of one."""
     module = job.build()
     rows = torch.arange(2) % len(job.train)
     inputs, targets = job.train.batch(rows)

@@ -1,4 +1,4 @@
-"""Update rules, as plain values and on flat vectors.
+"""Optimizers: their specification as plain values, and their update rules on flat vectors.
 
 | name       | state  | the new value of w, given g                                       | equals               |
 |------------|--------|-------------------------------------------------------------------|----------------------|
@@ -7,15 +7,15 @@
 | `adagrad`  | G      | G = G + g^2; w - lr g / (sqrt(G) + eps)                           | `torch.optim.Adagrad` |
 | `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
 | `adamw`    | m, v   | as `adam`, from (1 - lr weight_decay) w: decoupled weight decay   | `torch.optim.AdamW`  |
-| `assign`   |        | g: a server that keeps what it is given                           |                      |
-| `add`      |        | w + g: a server that adds up what it is given                     |                      |
+| `assign`   |        | g: a server that keeps the last value pushed to it                |                      |
+| `add`      |        | w + g: a server that adds up the values pushed to it              |                      |
 
-Weight decay is the coupled one, but for `adamw`: g + weight_decay w takes the place of g. Adagrad on a server is that
-of Dean et al. (2012), who print no `eps`: gamma g / sqrt(G) divides by zero where a gradient has always been zero,
-so it is added to the root, as PyTorch does.
+Weight decay is coupled: g + weight_decay w replaces g. Only `adamw` decouples it. Adagrad on a server follows Dean et
+al. (2012). Their update gamma g / sqrt(G) has no `eps` and divides by zero where every gradient has been zero, so `eps`
+is added to the root, as in PyTorch.
 
-Every rule is element-wise: on a slice it does, bit for bit (float32 and float64), what it does to that slice of
-the whole, so a result does not depend on how a model is cut into shards.
+Every rule is element-wise: the result for a slice equals, bit for bit (float32 and float64), that slice of the result
+for the whole vector. So results do not depend on how a model is cut into shards.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from dure.core.spec_text import MemberSpec, names, nearest, parse_members, typed
 from dure.errors import StrategyError
 
 BLOCK = 1 << 18
-"""Elements that a rule of several passes takes at a time, so that all passes but the first find them in the cache."""
+"""Elements per block of a rule that makes several passes: later passes find the block in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """An optimizer as plain values. `str` gives the text form, `parse` reads it.
 
-    `momentum` without a value of its own uses 0.9. It may be negative, as asynchronous methods may want it.
+    The optimizer `momentum` uses a momentum of 0.9 unless another is given. A negative momentum is allowed:
+    asynchronous methods may need it.
 
     >>> OptimizerSpec.parse("adam:lr=0.001")
     OptimizerSpec(name='adam', lr=0.001, momentum=0.0, nesterov=False, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-08)
@@ -93,7 +94,7 @@ class OptimizerSpec:
 
 
 def optimizer_member(text: str) -> MemberSpec:
-    """The one optimizer that a user's `text` names, and its parameters. Raises `StrategyError`."""
+    """Parse a user's `text` that names one optimizer and its parameters. Raises `StrategyError`."""
     call, *more = parse_members(text)
     if more:
         raise StrategyError(f'"{text}" names {1 + len(more)} optimizers; write one.')
@@ -119,7 +120,7 @@ class GroupRange(NamedTuple):
 
 
 def restrict(segments: Sequence[GroupRange], ranges: Sequence[tuple[int, int]]) -> list[GroupRange]:
-    """`segments` of a whole vector as seen in the vector that holds only `ranges` of it, one after another."""
+    """Translate `segments` of a whole vector to the vector that concatenates its `ranges`."""
     found = []
     offset = 0
     for start, stop in ranges:
@@ -134,8 +135,8 @@ def restrict(segments: Sequence[GroupRange], ranges: Sequence[tuple[int, int]]) 
 class FlatOptimizer:
     """An update rule for a flat vector of `numel` elements, and its state.
 
-    `segments` are slices whose hyper-parameters differ (parameter groups): `(start, stop, overrides)` with
-    fields of `OptimizerSpec` except its name, not overlapping; the rest of the vector goes by `spec`.
+    `segments` are slices whose hyper-parameters differ (parameter groups), as `(start, stop, overrides)`. They do not
+    overlap; `overrides` may have any field of `OptimizerSpec` except its name. Outside of them `spec` applies.
     """
 
     def __init__(
@@ -163,16 +164,16 @@ class FlatOptimizer:
         *,
         lr: float | Sequence[float] | None = None,
     ) -> None:
-        """One step: the new values of `values`, given `gradient`, are written to `out`, which may be `values`.
+        """Make one step from `values` along `gradient`, and write the new values to `out`, which may be `values`.
 
-        `lr` replaces the rates of `spec` and `segments`: one for all, or one per group of the segments.
+        `lr` replaces the rates of `spec` and `segments`: one rate for all, or one per group of the segments.
         """
         self.steps += 1
         for start, stop, spec, group in self._pieces:
             rate = _rate(spec, lr, group)
             rule = _rule(spec)
             if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == self.numel:
-                torch.add(values, gradient, alpha=-rate, out=out)  # the commonest, in as many calls as it takes
+                torch.add(values, gradient, alpha=-rate, out=out)  # the most frequent case, in one call
                 continue
             size = stop - start if rule is _RULES["sgd"] and not spec.weight_decay else BLOCK
             for low in range(start, stop, max(size, 1)):
@@ -182,7 +183,7 @@ class FlatOptimizer:
     def increment(
         self, values: torch.Tensor, gradient: torch.Tensor, lr: float | Sequence[float] | None = None
     ) -> torch.Tensor:
-        """One step as the difference of the new values from `values`, for memory that others write to meanwhile."""
+        """Make one step and return the new values minus `values`, for memory that several workers write to at once."""
         gradient = gradient.clone()
         for start, stop, spec, _ in self._pieces:
             if spec.weight_decay and spec.name != "adamw":
@@ -237,7 +238,7 @@ def _rate(spec: OptimizerSpec, lr: float | Sequence[float] | None, group: int) -
 
 
 def leaves_alone(spec: OptimizerSpec) -> bool:
-    """Whether a gradient of zero changes neither a value nor what the rule keeps, so that it need not be told of."""
+    """Whether a zero gradient changes neither values nor the rule's state, so that its step can be left out."""
     return spec.name in ("sgd", "adagrad") and not (spec.momentum or spec.weight_decay)
 
 
@@ -318,11 +319,11 @@ class RowOptimizer:
             vector[rows] = some.vectors[name].view_as(gradient)
 
 
-# ---- the rules, each in PyTorch's order of operations
+# ---- update rules, each in PyTorch's order of operations
 
 
 class _View(NamedTuple):
-    """What a rule sees: equal slices of everything. `kept` are the vectors that the rule keeps."""
+    """The arguments of a rule: the same slice of each vector. `kept` are the vectors of the rule's state."""
 
     spec: OptimizerSpec
     lr: float
@@ -392,7 +393,7 @@ _RULES: Mapping[str, _Rule] = {
 
 
 _ASKED_FOR = [name for name in _RULES if name not in ("assign", "add")]
-"""Those that a user may ask for: the others are servers', of methods whose pushes are no gradients."""
+"""Optimizers that a user may name. The others serve methods whose pushes are not gradients."""
 
 
 def _rule(spec: OptimizerSpec) -> _Rule:
@@ -402,7 +403,7 @@ def _rule(spec: OptimizerSpec) -> _Rule:
 def _pieces(
     spec: OptimizerSpec, numel: int, segments: Sequence[GroupRange]
 ) -> list[tuple[int, int, OptimizerSpec, int]]:
-    """The whole vector in slices of one set of hyper-parameters each: start, stop, spec, group."""
+    """Cut the whole vector into slices with one set of hyper-parameters each: (start, stop, spec, group)."""
     pieces = []
     at = 0
     for start, stop, overrides, group in sorted(segments, key=lambda segment: segment[:2]):

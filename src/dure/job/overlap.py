@@ -1,8 +1,8 @@
-"""Sending a gradient while it is computed: flat slices leave as backward completes them.
+"""Overlap of communication and backward: each slice of the flat gradient is sent as soon as backward completes it.
 
 Backward completes parameters roughly from the last to the first. The flat gradient is cut into fixed slices at
-borders of parameters; a slice is launched once all its parameters are complete *and* all slices behind it have
-been launched, so that every rank launches in the same order. Slices never change, as a codec's state needs.
+borders of parameters. A slice is launched once all its parameters are complete *and* all slices behind it have
+been launched, so that every rank launches in the same order. Slices never change: a codec keeps state for each slice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
 
 LEAST_NBYTES, MOST_NBYTES = 3 << 19, 4 << 20
-"""Slices are closed at the first border of a parameter after an eighth of the gradient, within these limits."""
+"""Limits of a slice's size: it ends at the first border of a parameter after an eighth of the gradient."""
 
 Launch = Callable[["torch.Tensor"], Any]
 
 
 def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Flat ranges [start, stop) from the last parameter to the first, each of at least `nbytes` but the last.
+    """Cut the flat gradient into ranges [start, stop), from the last parameter to the first.
 
-    Parameters numbered `without` are in none; what is before and behind them is cut apart.
+    Each range has at least `nbytes` except the last. Parameters numbered `without` are in no range, and no range
+    crosses them.
 
-    Where `nbytes` is not given, it is an eighth of the gradient: a dense layer at the end is on its way while the
-    convolutions before it, which take the time, are still computed. Below the least, a slice of its own costs more
-    in wake-ups than it hides (two cores: 1.03x of DDP in one slice of 0.4 MB, 0.96x in two; a small GPT of 3.1 MB under
-    `attach`: 1.007x with slices of at least 1.5 MB, 0.986x with 1 MB, 200 pairs each beside other programs).
+    `nbytes` is an eighth of the gradient by default: a dense layer at the end is sent while the slow convolutions
+    before it are still computed. A slice smaller than LEAST_NBYTES costs more in wake-ups than it hides (two cores:
+    1.03x of DDP in one slice of 0.4 MB, 0.96x in two; a small GPT of 3.1 MB under `attach`: 1.007x with slices of at
+    least 1.5 MB, 0.986x with 1 MB, 200 pairs each beside other programs).
     """
     if nbytes is None:
         nbytes = min(max(replica.params.nbytes // 8, LEAST_NBYTES), MOST_NBYTES)
@@ -50,7 +51,7 @@ def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = 
 class Overlap:
     """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed.
 
-    Parameters numbered `without` are left alone.
+    Parameters numbered `without` get no hook and are in no slice.
     """
 
     def __init__(self, replica: Replica, nbytes: int | None = None, *, without: Collection[int] = ()) -> None:
@@ -69,7 +70,7 @@ class Overlap:
         ]
 
     def arm(self, launch: Launch, begin: Callable[[], None] | None = None) -> None:
-        """From now on, give each complete slice of the next backward to `launch`; call `begin` before the first."""
+        """Pass each slice that the next backward completes to `launch`; call `begin` before the first."""
         self._launch = launch
         self._begin = begin
         self._missing = [set() for _ in self.slices]
@@ -79,7 +80,10 @@ class Overlap:
         self._works = []
 
     def finish(self) -> list[Any]:
-        """Disarm; launch what backward did not reach (its gradient is zero). All that `launch` returned, in order."""
+        """Launch the slices that backward did not reach (their gradient is zero), and disarm.
+
+        Returns the results of `launch`, in order.
+        """
         for missing in self._missing:
             missing.clear()
         self._send_complete()
@@ -87,11 +91,11 @@ class Overlap:
         return self._works
 
     def disarm(self) -> None:
-        """Leave gradients alone."""
+        """Stop launching: the hooks do nothing until the next `arm`."""
         self._launch = None
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self.disarm()
         self._works = []
         for hook in self._hooks:

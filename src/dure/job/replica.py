@@ -5,14 +5,14 @@
     grads     |--------------------|--------------|-------------------|------------|     another
                layers[0]            layers[1]      layers[2]           layers[3]         named slices
 
-Methods, codecs and shards work on flat slices; the module never notices. A parameter that several layers share lies
-there once, and one with `requires_grad=False` not at all: it stays what and where it was.
+Methods, codecs and shards work on flat slices; the module works as before. A parameter that several layers share is in
+the flat tensors once. A parameter with `requires_grad=False` is not in them: its value and its memory stay as they are.
 
 Buffers that training changes (batch norm's running statistics) are part of a replica too. `buffers_flat` is a
-snapshot of them in float64, which holds float32 and counts below 2**53 exactly: floating values first, then integers.
-Where replicas agree, floating values are averaged, and of integers (batch norm's `num_batches_tracked`) everybody
-takes the largest. Boolean, complex and non-persistent buffers are constants, as frozen parameters are: replicas that
-are to be alike need the same ones from the start (`constants`), and afterwards they are left alone.
+snapshot of them in float64, which represents float32 and counts below 2**53 exactly: floating values first, then
+integers. When replicas synchronize, floating values are averaged, and every replica takes the largest of the integers
+(batch norm's `num_batches_tracked`). Boolean, complex and non-persistent buffers are constants, and so are frozen
+parameters. All replicas need the same constants at the start (`constants`); training does not change them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The slice [start, stop) of the flat buffer that parameter `name` is."""
+    """Parameter `name` as the slice [start, stop) of the flat buffer."""
 
     name: str
     start: int
@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter, where in the module it hangs, and its two views."""
+    """A parameter, the submodule and the attribute that hold it, and the views of its values and its gradient."""
 
     layer: Layer
     owner: nn.Module
@@ -63,8 +63,8 @@ class _Slot:
 class Replica:
     """`module`, laid out flat: `params` and `grads` are 1-D, in the order of `module.named_parameters()`.
 
-    Writing to `params` changes the module, and `loss.backward()` adds to `grads`. Calls that move parameters
-    elsewhere (`.to()`, `.double()`, `load_state_dict(assign=True)`) break that: call `check()` before relying on it.
+    Writing to `params` changes the module, and `loss.backward()` adds to `grads`. Calls that move parameters to other
+    memory (`.to()`, `.double()`, `load_state_dict(assign=True)`) break this link; `check()` detects them.
 
     Raises `ReplicaError` for a module that cannot be laid out flat.
     """
@@ -118,7 +118,7 @@ class Replica:
         return tuple(slot.parameter for slot in self._slots)
 
     def load(self, values: Tensor) -> None:
-        """Copy the flat `values` in. Raises `ReplicaError` if they do not fit."""
+        """Copy the flat `values` to `params`. Raises `ReplicaError` for another shape or dtype."""
         if values.shape != self.params.shape or values.dtype != self.dtype:
             raise ReplicaError(
                 f"this replica has {self.numel} parameters of {self.dtype}, "
@@ -127,7 +127,7 @@ class Replica:
         self.params.copy_(values)
 
     def move_to(self, values: Tensor) -> None:
-        """Have the parameters lie in the flat `values`, as they are there; gradients stay where they were."""
+        """Make the flat `values` the memory of the parameters, without copying; gradients keep their memory."""
         if values.data_ptr() == self.params.data_ptr():
             return
         self.params = values
@@ -142,12 +142,13 @@ class Replica:
     # ---- calls that detach views
 
     def check(self) -> None:
-        """Bring foreign gradients home, and refuse parameters that have moved away.
+        """Copy gradients in other memory into `grads`, and reject parameters that left the flat buffer.
 
-        `zero_grad()` sets gradients to None and the next `backward()` makes new ones: those are copied into `grads`,
-        and the parameter gets its view back. A gradient that is None counts as zero.
+        `zero_grad()` sets gradients to None and the next `backward()` makes new tensors. Those are copied into `grads`,
+        and the parameter's gradient becomes a view of `grads` again. A gradient that is None counts as zero.
 
-        Raises `ReplicaError` naming the call that most likely moved a parameter, or the one that was frozen or thawed.
+        Raises `ReplicaError`. It names the call that most likely moved a parameter, or the parameter whose
+        `requires_grad` has changed.
         """
         for slot in self._slots:
             if getattr(slot.owner, slot.attribute) is not slot.parameter or _moved(slot):
@@ -169,7 +170,7 @@ class Replica:
             self.bring_home(index)
 
     def bring_home(self, index: int) -> None:
-        """Copy the gradient of parameter `index` into `grads` if it is a tensor of its own; None counts as zero."""
+        """Copy the gradient of parameter `index` into `grads` if it lies in other memory; None counts as zero."""
         slot = self._slots[index]
         gradient = slot.parameter.grad
         if gradient is slot.gradient:
@@ -183,13 +184,13 @@ class Replica:
     # ---- buffers
 
     def buffers_flat(self) -> Tensor:
-        """The buffers that training may change: float64, flat, a copy; of no elements where there are none."""
+        """A flat float64 copy of the buffers that training may change; empty if there are none."""
         named = dict(self.module.named_buffers())
         parts = [named[name].detach().reshape(-1).double() for name in (*self._floating, *self._integer)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
 
     def load_buffers(self, values: Tensor) -> None:
-        """Copy a flat snapshot in; integers are rounded. Raises `ReplicaError` if it does not fit."""
+        """Copy a flat snapshot to the buffers; integers are rounded. Raises `ReplicaError` for another shape."""
         named = dict(self.module.named_buffers())
         targets = [named[name] for name in (*self._floating, *self._integer)]
         sizes = [target.numel() for target in targets]
@@ -203,7 +204,7 @@ class Replica:
             target.copy_(part.round() if _is_integer(target) else part)
 
     def merge_buffers(self, snapshots: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-        """What replicas agree on: the mean of floating buffers, weighted, and the largest of integer ones."""
+        """The buffers after a synchronization: weighted means of floating values, and the largest integers."""
         stacked = torch.stack(list(snapshots))
         share = torch.ones(len(stacked), 1) if weights is None else torch.tensor(weights).unsqueeze(1)
         share = (share.to(stacked) / share.sum()).to(stacked)
@@ -211,28 +212,28 @@ class Replica:
         floating = sum(named[name].numel() for name in self._floating)
         return torch.cat([(stacked[:, :floating] * share).sum(0), stacked[:, floating:].amax(0)])
 
-    # ---- what training leaves alone
+    # ---- tensors that training does not change
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Frozen parameters, and the buffers that `buffers_flat` leaves out, by name; dense ones, as they lie there."""
+        """Frozen parameters, and the buffers that `buffers_flat` leaves out, by name; only dense ones, not copied."""
         trained = {*self._floating, *self._integer}
         rest = {name: buffer for name, buffer in self.module.named_buffers() if name not in trained}
         found = {**dict(self._frozen), **rest}
         return {name: tensor.detach() for name, tensor in found.items() if tensor.layout == torch.strided}
 
-    # ---- what a module is like
+    # ---- properties of the module
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether samples of a batch influence each other and leave a trace in buffers."""
+        """Whether a sample's output depends on its batch, and training changes buffers."""
         return any(isinstance(module, _BATCH_NORMS) for module in self.module.modules())
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether a module that is in training mode draws random numbers, as dropout does.
+        """Whether a module in training mode draws random numbers, as dropout does.
 
-        Draws that a model's own `forward` makes cannot be seen from here.
+        Draws in the code of a model's own `forward` are not detected.
         """
         return any(module.training and _draws(module) for module in self.module.modules())
 
@@ -250,7 +251,7 @@ def digest(values: Tensor) -> str:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a tensor of any type, flat, as bytes; its own memory where that is in order.
+    """The values of a tensor of any type as flat bytes; a view of a contiguous tensor, else a copy.
 
     >>> as_bytes(torch.tensor([[True, False]]))
     tensor([1, 0], dtype=torch.uint8)
@@ -259,14 +260,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copy_bytes(tensor: Tensor, values: Tensor) -> None:
-    """Copy what `as_bytes` gave of a tensor like this one into it."""
+    """Copy `values`, the `as_bytes` of a tensor of the same shape and dtype, to `tensor`."""
     values = values.to(tensor.device)
-    if not torch.equal(as_bytes(tensor), values):  # what is alike may lie where nothing can be written to
+    if not torch.equal(as_bytes(tensor), values):  # a tensor that is equal already may be read-only
         tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name and parameter, each parameter once. Raises `ReplicaError` if they do not fit in one buffer."""
+    """Names and trainable parameters, each parameter once. Raises `ReplicaError` if one buffer cannot hold them."""
     found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     kind = type(module).__name__
     if not found:
@@ -318,7 +319,7 @@ def _same_memory(tensor: Tensor, view: Tensor) -> bool:
 
 
 def _explain_move(slot: _Slot) -> str:
-    """Which call took the parameter out of the flat buffer, as far as its present state tells."""
+    """An error text that guesses, from the parameter's present state, which call moved it out of the flat buffer."""
     name, home = slot.layer.name, slot.values
     now = getattr(slot.owner, slot.attribute)
     if now.device != home.device:

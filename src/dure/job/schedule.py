@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a factor of every rate, as a function of the step.
+"""Learning-rate schedules: a factor for every learning rate, as a function of the step.
 
     | text                                        | factor at step t = 0, 1, ...                                      |
     |---------------------------------------------|-------------------------------------------------------------------|
@@ -83,12 +83,12 @@ SCHEDULES: Mapping[str, type[Cosine] | type[Linear] | type[Step]] = {"cosine": C
 
 
 def schedule_of(given: Any) -> Schedule | None:
-    """The schedule that a function or a text names; None for None.
+    """The schedule that a function or a text specifies; None for None.
 
     >>> schedule_of("step:every=10")
     Step(every=10, factor=0.1)
 
-    Raises `UsageError` that names the nearest right text.
+    Raises `UsageError` that suggests the nearest valid text.
     """
     if isinstance(given, str):
         return _parse(given)

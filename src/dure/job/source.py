@@ -1,4 +1,4 @@
-"""Where a job's gradients come from: its data, in the order that its sampler gives."""
+"""The source of gradients of a job: its training data, in the order of its sampler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class JobSource:
     """Mini-batches of `batch_size` from a job's training data, for one worker.
 
-    `share` is this worker's part of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
-    (timing only) work has a size and no data.
+    `share` is this worker's share of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
+    (timing only), a unit of work has a size but no data.
     """
 
     can_stop = True
@@ -39,12 +39,12 @@ class JobSource:
 
     @property
     def samples(self) -> int:
-        """How many there are altogether."""
+        """Number of training samples of the job."""
         return len(self.job.train)
 
     @property
     def epoch(self) -> float:
-        """Passes over this worker's samples, or those of all who share its stream, so far."""
+        """Passes so far over this worker's samples; over the shared samples if several workers share a stream."""
         return 0.0 if self.sampler is None else self.sampler.epoch
 
     def gradient(self, requester: Requester) -> Operation[Gradient]:
@@ -54,16 +54,16 @@ class JobSource:
         return requester.group.mean_gradient(self.next(requester), self.share)
 
     def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
-        """Start the gradient of the mini-batch that was last begun, at `values`, with the same random draws."""
+        """Start another gradient of the last mini-batch, at `values`, with the same random draws."""
         assert self._last is not None
         return requester.node.compute(replace(self._last, values=values))
 
     def gradient_at(
         self, requester: Requester, values: torch.Tensor, indices: torch.Tensor, *, draw: int
     ) -> Operation[Gradient]:
-        """Start the mean gradient over the samples `indices` at `values`: not the sampler's next mini-batch.
+        """Start the mean gradient over the samples `indices`, at `values`. The sampler does not advance.
 
-        Random layers draw from (seed, `draw`): the result is the same whoever computes it, and whenever.
+        Random layers draw from (seed, `draw`), so the result does not depend on the worker or the time.
         """
         inputs = targets = None
         if self.sampler is not None:
@@ -88,7 +88,7 @@ class JobSource:
             self.sampler.restore(dict(state))
 
     def next(self, requester: Requester) -> GradientWork:
-        """Draw the next mini-batch: the work of computing its gradient at the requester's parameters."""
+        """Draw the next mini-batch; return the work of computing its gradient at the requester's parameters."""
         inputs = targets = None
         if self.sampler is not None:
             draw = self.seed, 1 + requester.rank, requester.clock

@@ -1,9 +1,10 @@
-"""A job is tried before anything starts: a mini-batch of each extreme size forward and backward, and one examined.
+"""Preflight of a job: before a run starts, one training step with the smallest and the largest batch, one evaluation.
 
-What is wrong with a job is so said in one sentence, the same in every runtime: a simulation would find it in the middle
-of many gradients at once, and a worker in a process of its own. The model is one of its own, the samples are the first
-of the data, and the random numbers of PyTorch, NumPy and Python are put back: the run that follows is, bit for bit, the
-run without a trial.
+An error of the job is thus reported in one sentence, the same in every runtime. Without a preflight a simulation would
+meet the error while it computes many gradients at once, and a real run would meet it in a worker process.
+
+The preflight does not affect the run that follows, bit for bit: it builds a model of its own, reads the first samples
+of the data, and restores the random generators of PyTorch, NumPy and Python.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 
 
 def validate_job(job: Job, name: str, *, rows: int, fewest: int | None = None, seed: int = 0) -> None:
-    """Compute a gradient and a grade of `job` on `rows` samples, once. `name` is what the job goes by.
+    """Compute a gradient and a grade of `job` on `rows` samples, once. Errors call the job `name`.
 
-    Where some workers have smaller batches, a gradient on the `fewest` too: batch norm refuses a batch of one.
+    If some workers have smaller batches, `fewest` is the size of the smallest, and a gradient on it is computed too:
+    batch norm rejects a batch of one.
 
-    Raises `UsageError`, naming the job, where its model, loss, accuracy or data do not do what they should.
+    Raises `UsageError`, naming the job, if its model, loss, accuracy or data are invalid.
     """
-    with _named(name), torch.random.fork_rng(devices=[]), _drawing_apart():
-        torch.default_generator.manual_seed(seed)  # what is found does not depend on what was drawn before
+    with _named(name), torch.random.fork_rng(devices=[]), _restoring_generators():
+        torch.default_generator.manual_seed(seed)  # the outcome does not depend on earlier draws
         module = _model(job, seed)
         for size in dict.fromkeys((rows, fewest or rows)):
             inputs, targets = _first(job.train, size)
@@ -50,7 +52,7 @@ def validate_job(job: Job, name: str, *, rows: int, fewest: int | None = None, s
 
 
 def try_to_count(job: Job, name: str) -> None:
-    """What a run without values needs of `job`: its parameters, and what a sample costs. Raises as `validate_job`."""
+    """Preflight of a run without values: build the model and count its operations. Raises as `validate_job`."""
     with _named(name):
         _model(job, 0)
         with explain_user_errors("counting its model's operations raised"):
@@ -58,8 +60,8 @@ def try_to_count(job: Job, name: str) -> None:
 
 
 @contextmanager
-def _drawing_apart() -> Iterator[None]:
-    """What is drawn meanwhile from NumPy's and Python's own generators is drawn again afterwards."""
+def _restoring_generators() -> Iterator[None]:
+    """Restore the global generators of NumPy and Python at the end of the block."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield
