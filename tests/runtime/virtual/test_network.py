@@ -15,7 +15,7 @@ from support.machines import placed
 
 from dure.core.collective_cost import HEADER, SMALL
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
-from dure.runtime.virtual.network import Network, Pair, SharingQueue, Transfer, weights
+from dure.runtime.virtual.network import Network, Pair, PlainMessage, SharingQueue, Transfer, weights
 
 MIB = 2**20
 
@@ -465,7 +465,8 @@ def test_shares_by_weight_are_those_of_a_fluid(given: list[tuple[float, int, flo
     kernel = HeapKernel()
     ended: dict[int, float] = {}
     queue = SharingQueue(kernel, 1e6, 1, lambda transfer: ended.setdefault(number[id(transfer)], kernel.now))
-    transfers = [Transfer(Pair(0, 1), size, lambda: None, weight) for _, size, weight in given]
+    network, pair = Wires().network, Pair(0, 1)
+    transfers = [Transfer(PlainMessage(network, pair, size, lambda: None), weight) for _, size, weight in given]
     number = {id(transfer): i for i, transfer in enumerate(transfers)}
     for transfer, (start, _, _) in zip(transfers, given, strict=True):
         transfer.pending = 1

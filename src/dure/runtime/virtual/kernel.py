@@ -37,10 +37,12 @@ class Kernel(Loop):
         if time not in self._first:
             self._first[time] = callback
             heappush(self._times, time)
-        elif time in self._more:
-            self._more[time].append(callback)
-        else:
+            return
+        more = self._more.get(time)
+        if more is None:
             self._more[time] = [callback]
+        else:
+            more.append(callback)
 
     def timer(self, time: float, callback: Callback) -> Timer:
         """Schedule as `at` does; the result cancels the callback when given to `void`."""

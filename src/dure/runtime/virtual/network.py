@@ -39,9 +39,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush, heapreplace
 from itertools import repeat
+from typing import Protocol
 
 import numpy as np
 
@@ -64,16 +64,46 @@ class NetworkCounters:
     messages: int
 
 
+class Message(Protocol):
+    """A message of `wire` bytes, header included, over the connection `pair`.
+
+    It is for the incarnation `life` of its receiver: `Network.carry` sets that. `arrive` is called at the time of its
+    arrival, and asks `Network.received` whether the message is lost.
+    """
+
+    pair: Pair
+    wire: int
+    life: int
+
+    def arrive(self) -> None: ...
+
+
+class PlainMessage:
+    """A message whose arrival calls `deliver`."""
+
+    __slots__ = ("_deliver", "_network", "life", "pair", "wire")
+
+    def __init__(self, network: Network, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+        self._network = network
+        self._deliver = deliver
+        self.pair = pair
+        self.wire = wire
+        self.life = 0
+
+    def arrive(self) -> None:
+        if self._network.received(self):
+            self._deliver()
+
+
 class Transfer:
     """A message on the wire. `pending` has a bit for each side that is not done; `weight` is its share of a queue."""
 
-    __slots__ = ("deliver", "nbytes", "pair", "pending", "weight")
+    __slots__ = ("message", "nbytes", "pending", "weight")
 
-    def __init__(self, pair: Pair, nbytes: int, deliver: Callable[[], None], weight: float = 1.0) -> None:
-        self.pair = pair
-        self.nbytes = nbytes
+    def __init__(self, message: Message, weight: float = 1.0) -> None:
+        self.message = message
+        self.nbytes = message.wire
         self.weight = weight
-        self.deliver = deliver
         self.pending = _BOTH
 
 
@@ -206,21 +236,22 @@ class Processor:
 
 
 class Pair:
-    """The connection from one node to another; keeps messages in order."""
+    """The connection from one node to another; keeps messages in order. `back` is the one in the other direction."""
 
-    __slots__ = ("arrived", "backlog", "current", "dst", "dst_cpu", "egress", "ingress", "latency", "local", "src",
-                 "src_cpu", "start", "stretch")  # fmt: skip
+    __slots__ = ("arrived", "back", "backlog", "current", "dst", "dst_cpu", "egress", "ingress", "latency", "local",
+                 "src", "src_cpu", "start", "stretch")  # fmt: skip
 
     def __init__(self, src: int, dst: int) -> None:
         self.src = src
         self.dst = dst
+        self.back: Pair | None = None  # set when `Network.reverse` first looks it up
         self.local = True
         self.start = 0.0  # constant seconds of a small or local message
         self.stretch = 0.0  # its seconds per byte
         self.latency = 0.0
         self.arrived = 0.0  # time at which the last message arrives or arrived
         self.current: Transfer | None = None
-        self.backlog: deque[tuple[int, Callable[[], None]]] | None = None  # made when a message first has to wait
+        self.backlog: deque[Message] | None = None  # made when a message first has to wait
         self.egress: SharingQueue
         self.ingress: SharingQueue
         self.src_cpu: Processor
@@ -263,6 +294,7 @@ class Network:
             )
             self._processors[machine] = Processor(cluster.cores_of(machine))
         self._pairs: dict[tuple[int, int], Pair] = {}
+        self._constants: dict[float, float] = {}  # of pairs: equal ones are one object, as pairs are many
         shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
         self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
         self._weights = weights(cluster.unfairness, rng)
@@ -277,10 +309,12 @@ class Network:
         self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int | None = None
     ) -> None:
         """Send `nbytes` bytes and a header. `deliver` is called on arrival; never, if the message is lost."""
-        self.carry(self.route(src, dst), nbytes + (self._header if header is None else header), deliver)
+        wire = nbytes + (self._header if header is None else header)
+        self.carry(PlainMessage(self, self.route(src, dst), wire, deliver))
 
-    def carry(self, pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
-        """Send `wire` bytes, header included, over a known `route`; otherwise as `send`."""
+    def carry(self, message: Message) -> None:
+        """Send `message`. It arrives, or is lost, as in `send`."""
+        pair, wire = message.pair, message.wire
         node = pair.src
         if self._gone and node in self._gone:
             return
@@ -288,26 +322,34 @@ class Network:
         (self.bytes_local if pair.local else self.bytes_sent)[node] += wire
         if self._gone and pair.dst in self._gone:
             return
+        message.life = self._life[pair.dst]
         if self.processes is not None:
-            self._hand_over(self.processes, pair, wire, deliver)
+            self._hand_over(self.processes, message)
         elif pair.local:
             now = max(self.kernel.now, pair.arrived)
-            self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
+            self._arrive_at(now + pair.start + wire * pair.stretch, message)
         elif pair.current is not None:
             if pair.backlog is None:
                 pair.backlog = deque()
-            pair.backlog.append((wire, deliver))
+            pair.backlog.append(message)
         elif wire <= self._small:
             time = self.kernel.now + pair.start + wire * pair.stretch
             if time < pair.arrived:  # inlined `_arrive_at`, to save a call
                 time = pair.arrived
             else:
                 pair.arrived = time
-            self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
+            self.kernel.at(time, message.arrive)
         else:
-            transfer = pair.current = Transfer(pair, wire, deliver, next(self._weights))
-            pair.egress.add(transfer)
-            pair.ingress.add(transfer)
+            self._transfer(message)
+
+    def received(self, message: Message) -> bool:
+        """Count a message that arrives. False if it is lost, as its receiver has crashed since it was sent."""
+        pair = message.pair
+        if message.life != self._life[pair.dst]:
+            return False
+        if not pair.local:
+            self.bytes_received[pair.dst] += message.wire
+        return True
 
     def drop(self, node: str | int) -> None:
         """Crash `node`: lose the messages that had not left it and those on their way to it, until `restore`.
@@ -395,20 +437,28 @@ class Network:
             pair.egress, pair.ingress = self._cards[here][0], self._cards[there][1]
             pair.local = here == there
             if pair.local:
-                pair.start, pair.stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
+                start, stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
             else:
                 pair.latency = self.cluster.latency(here, there)
-                pair.start = pair.latency + self._alpha
-                pair.stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
+                start = pair.latency + self._alpha
+                stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
+            constants = self._constants
+            pair.start, pair.stretch = constants.setdefault(start, start), constants.setdefault(stretch, stretch)
         return pair
 
-    def _hand_over(self, processes: Sequence[Process], pair: Pair, wire: int, deliver: Callable[[], None]) -> None:
+    def reverse(self, pair: Pair) -> Pair:
+        """The connection in the other direction, kept as `pair.back`."""
+        back = pair.back = self.route(pair.dst, pair.src)
+        return back
+
+    def _hand_over(self, processes: Sequence[Process], message: Message) -> None:
         """Carry a message between two processes of the host."""
-        seconds, life = self._alpha + wire * self._beta, self._life[pair.dst]
+        pair, life = message.pair, message.life
+        seconds = self._alpha + message.wire * self._beta
 
         def receive() -> None:
             if life == self._life[pair.dst]:
-                processes[pair.dst].run(seconds, partial(self._arrive, pair, life, wire, deliver))
+                processes[pair.dst].run(seconds, message.arrive)
 
         def sent() -> None:
             pair.arrived = self.kernel.now + self.cluster.link.latency
@@ -416,38 +466,37 @@ class Network:
 
         processes[pair.src].run(seconds, sent)
 
+    def _transfer(self, message: Message) -> None:
+        """Start to send a message that queues at both cards."""
+        pair = message.pair
+        transfer = pair.current = Transfer(message, next(self._weights))
+        pair.egress.add(transfer)
+        pair.ingress.add(transfer)
+
     def _left(self, transfer: Transfer) -> None:
         """End `transfer`, whose two sides are done: the cores handle it, and the next message of its pair starts."""
-        pair = transfer.pair
-        wire = transfer.nbytes
+        message = transfer.message
+        pair = message.pair
         now = self.kernel.now
         handled = now
-        cost = self._alpha + wire * self._beta
+        cost = self._alpha + transfer.nbytes * self._beta
         if cost > 0.0:
             handled = max(pair.src_cpu.reserve(now, cost), pair.dst_cpu.reserve(now, cost))
-        self._arrive_at(pair, handled + pair.latency, wire, transfer.deliver)
+        self._arrive_at(handled + pair.latency, message)
         pair.current = None
         backlog = pair.backlog
         while backlog:
-            wire, deliver = backlog.popleft()
-            if wire > self._small:
-                following = pair.current = Transfer(pair, wire, deliver, next(self._weights))
-                pair.egress.add(following)
-                pair.ingress.add(following)
+            message = backlog.popleft()
+            if message.wire > self._small:
+                self._transfer(message)
                 return
-            self._arrive_at(pair, now + pair.start + wire * pair.stretch, wire, deliver)
+            self._arrive_at(now + pair.start + message.wire * pair.stretch, message)
 
-    def _arrive_at(self, pair: Pair, time: float, wire: int, deliver: Callable[[], None]) -> None:
+    def _arrive_at(self, time: float, message: Message) -> None:
         """Deliver at `time`, but not before the previous message of this pair."""
+        pair = message.pair
         if time < pair.arrived:
             time = pair.arrived
         else:
             pair.arrived = time
-        self.kernel.at(time, partial(self._arrive, pair, self._life[pair.dst], wire, deliver))
-
-    def _arrive(self, pair: Pair, life: int, wire: int, deliver: Callable[[], None]) -> None:
-        dst = pair.dst
-        if life == self._life[dst]:
-            if not pair.local:
-                self.bytes_received[dst] += wire
-            deliver()
+        self.kernel.at(time, message.arrive)

@@ -23,6 +23,7 @@ from dure.core.node import (
     Apply,
     Call,
     CodecWork,
+    Fields,
     Ghost,
     Operation,
     Reply,
@@ -108,6 +109,7 @@ class VirtualNode:
         self.name = name
         self.rank = rank
         self.routes: dict[str, Pair] = {}  # connections to nodes that this one has sent to
+        self.network = runtime.network
         self.carry = runtime.network.carry
         processes = runtime.network.processes  # if the cluster is one host
         self.process = None if processes is None else processes[runtime.network.node(name)]
@@ -151,7 +153,7 @@ class VirtualNode:
         timeout: float | None = None,
         **fields: Any,
     ) -> Operation[Reply]:
-        return RemoteCall(self, service, Call(self.name, method, fields, tensors), into)
+        return RemoteCall(self, service, method, fields, tensors, into)
 
     def borrows(self, peer: str, nbytes: int) -> bool:
         return True
@@ -208,7 +210,7 @@ class VirtualNode:
     def post(self, peer: VirtualNode, nbytes: int, header: int, deliver: Callable[[], None]) -> None:
         """Send tensors of `nbytes` bytes to `peer`; `deliver` is called on arrival."""
         self.payload_sent += nbytes
-        self.carry(self.routes.get(peer.name) or self.route(peer), nbytes + header, deliver)
+        self.runtime.network.send(self.name, peer.name, nbytes, deliver, header)
 
     def route(self, peer: VirtualNode) -> Pair:
         """Look up the connection to `peer`, and keep it for the next message."""
@@ -277,57 +279,93 @@ class VirtualNode:
 
 
 class RemoteCall(Operation[Reply]):
-    """A call of a service: request, handling, and reply.
+    """A call of a service: request, handling, and reply. A call of the caller's own node needs no message.
 
-    A call of the caller's own node needs no message.
+    It is also the `Message` that the network carries, first as the request and then as the reply: of one object for
+    each call under way a large run has few enough to be fast.
     """
 
-    __slots__ = ("_call", "_into", "_nbytes", "_reply", "_service", "_target", "source")
+    __slots__ = ("_fields", "_into", "_method", "_nbytes", "_reply", "_service", "_target", "_tensors", "life", "pair",
+                 "source", "wire")  # fmt: skip
 
-    def __init__(self, source: VirtualNode, service: Address, call: Call, into: Sequence[torch.Tensor] | None) -> None:
+    pair: Pair
+    wire: int
+    life: int
+
+    def __init__(
+        self,
+        source: VirtualNode,
+        service: Address,
+        method: str,
+        fields: Fields,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None,
+    ) -> None:
         self.loop = source.kernel  # inlined `Operation.__init__`, to save a call
         self.done = False
         self.on_cancel = self._error = self._waiters = self._value = None
         self.source = source
         self._service = service.service
-        self._call = call
+        self._method = method
+        self._fields: Fields | None = fields  # None once the request has been handled
+        self._tensors = tensors
         self._into = into
+        self._nbytes = 0
         self._target = target = source.runtime.nodes[service.node]
         if not target.alive:
             source.kernel.at(source.kernel.now + source.runtime.detection, self._lost)
         elif target is source:
-            self._nbytes = 0
-            self._arrive()
+            self._handle(fields)
         else:
             source.calls[self] = next(source.runtime.numbers)
-            self._nbytes = 0
-            wire = source.runtime.header + source.runtime.field * len(call.fields)
-            if call.tensors:
-                nbytes = self._nbytes = _weight(call.tensors)
-                source.payload_sent += nbytes
-                wire += nbytes
-            source.carry(source.routes.get(target.name) or source.route(target), wire, self._arrive)
+            self.pair = source.routes.get(target.name) or source.route(target)
+            self._send(source, fields, tensors)
+
+    def _send(self, sender: VirtualNode, fields: Fields, tensors: Sequence[torch.Tensor]) -> None:
+        """Send the request or the reply over `pair`."""
+        runtime = sender.runtime
+        self.wire = runtime.header + runtime.field * len(fields)
+        if tensors:
+            nbytes = self._nbytes = _weight(tensors)
+            sender.payload_sent += nbytes
+            self.wire += nbytes
+        sender.carry(self)
 
     @property
     def label(self) -> str:
-        return f"{self._call.method} of {self._service} at {self._target.name}"
+        return f"{self._method} of {self._service} at {self._target.name}"
 
-    def _arrive(self) -> None:
-        target = self._target
-        if target.paused_until and target.is_paused():
-            target.when_awake(self._arrive)
+    def arrive(self) -> None:
+        """Receive the request or the reply."""
+        if not self.source.network.received(self):
             return
-        if self._nbytes:
-            target.payload_received += self._nbytes
+        if self._fields is None:
+            self._deliver()
+        else:
+            self._requested()
+
+    def _requested(self) -> None:
+        target, fields = self._target, self._fields
+        if target.paused_until and target.is_paused():
+            target.when_awake(self._requested)
+            return
+        assert fields is not None
+        target.payload_received += self._nbytes
+        self._handle(fields)
+
+    def _handle(self, fields: Fields) -> None:
+        target = self._target
+        call = Call(self.source.name, self._method, fields, self._tensors)
+        self._fields, self._tensors = None, ()
         try:
-            answer = target.services[self._service].handle(self._call)
+            answer = target.services[self._service].handle(call)
         except Exception as error:  # noqa: BLE001  (an error of the handler is the answer)
             self._answer_error(error)
             return
         if isinstance(answer, Reply):
             self._answer(answer)
         else:
-            later = answer if isinstance(answer, Operation) else target.spawn(answer, self._call.method)  # type: ignore[arg-type]
+            later = answer if isinstance(answer, Operation) else target.spawn(answer, self._method)  # type: ignore[arg-type]
             later.when_done(partial(self._handled, later))
 
     def _handled(self, later: Operation[Reply]) -> None:
@@ -340,17 +378,12 @@ class RemoteCall(Operation[Reply]):
 
     def _answer(self, reply: Reply) -> None:
         self._reply = reply
-        source, target = self.source, self._target
-        if source is target:
+        self._nbytes = 0
+        if self.source is self._target:
             self._deliver()
             return
-        self._nbytes = 0
-        wire = source.runtime.header + source.runtime.field * len(reply.fields)
-        if reply.tensors:
-            nbytes = self._nbytes = _weight(reply.tensors)
-            target.payload_sent += nbytes
-            wire += nbytes
-        target.carry(target.routes.get(source.name) or target.route(source), wire, self._deliver)
+        self.pair = self.pair.back or self.source.network.reverse(self.pair)
+        self._send(self._target, reply.fields, reply.tensors)
 
     def _answer_error(self, error: Exception) -> None:
         if isinstance(error, RemoteError):
@@ -391,7 +424,7 @@ class RemoteCall(Operation[Reply]):
             self._lost()
 
     def _lost(self) -> None:
-        self.fail(PeerLost(f"{self._target.name} is gone; {self.source.name} had asked it for {self._call.method}"))
+        self.fail(PeerLost(f"{self._target.name} is gone; {self.source.name} had asked it for {self._method}"))
 
 
 def _weight(tensors: Sequence[torch.Tensor]) -> int:
