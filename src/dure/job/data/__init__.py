@@ -1,6 +1,6 @@
-"""Data sets, and how their samples go to workers.
+"""Data sets, and the distribution of their samples to workers.
 
-    | file        | what it offers                                                                 |
+    | file        | contents                                                                       |
     |-------------|--------------------------------------------------------------------------------|
     | structure.py | inputs and targets of a batch: a tensor, a mapping or a tuple of tensors      |
     | dataset.py  | `DataSet`: the protocol of the next three; `Data`: samples in memory           |
@@ -8,15 +8,15 @@
     | stream.py   | `Stream`: windows of a long text, for language models                          |
     | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
     | download.py | `fetch`: a published file, checked and written whole or not at all             |
-    | archive.py  | `files`: those of a tar.gz archive, checked and read without unpacking it      |
+    | archive.py  | `files`: the files of a tar.gz archive, checked and read without unpacking     |
     | digits.py   | `load_digits`: 8x8 digits that come with scikit-learn                          |
     | mnist.py    | `load_mnist`: the published IDX files                                          |
     | cifar10.py  | `load_cifar10`: the published binary layout, packed or unpacked                |
     | imdb.py     | `load_imdb`: film reviews as published, as rows of a vocabulary                |
     | split.py    | `parse_split`: `iid`, `whole`, `striped`, `dirichlet`; `Sampler`: one worker's batches |
 
-A loader returns `Loaded(train, test, source)`; `source` says in words how much was found, and where. It raises
-`DataError` for what is missing or damaged. Pixels are read as uint8 once and handed on as float32.
+A loader returns `Loaded(train, test, source)`; `source` states in words how many samples were found, and where. A
+loader raises `DataError` if a file is missing or damaged. Pixels are read as uint8 and returned as float32.
 """
 
 from dure.job.data.cifar10 import load_cifar10

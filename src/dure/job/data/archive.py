@@ -1,4 +1,4 @@
-"""The files of a published tar.gz archive, read without unpacking it to disk."""
+"""Reader of a published tar.gz archive; nothing is unpacked to disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dure.errors import DataError
 
 
 def files(path: Path, wanted: Callable[[str], bool], *, most: int, again: str) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each file in the archive at `path` whose name is `wanted`.
+    """Yield the name and the content of each file in the archive at `path` whose name is `wanted`.
 
-    Every member is looked at and the checksum at the end is read, so that a damaged or unsafe archive is refused as a
-    whole: then, or where a member has more than `most` bytes, `DataError` is raised, which ends with `again`.
+    Every member is examined and the checksum at the end is read, so that a damaged or unsafe archive is rejected as a
+    whole. Raises `DataError`, ending with `again`, for such an archive or for a member of more than `most` bytes.
     """
     try:
         with gzip.open(path) as packed, tarfile.open(fileobj=packed, mode="r:") as archive:
@@ -24,7 +24,7 @@ def files(path: Path, wanted: Callable[[str], bool], *, most: int, again: str) -
                 if member.isfile() and wanted(member.name):
                     stream = archive.extractfile(member)
                     yield member.name, stream.read() if stream else b""
-            while packed.read(1 << 20):  # to the end, where the checksum is
+            while packed.read(1 << 20):  # gzip verifies the checksum at the end of the file
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{path} is no whole tar.gz archive: {error}. {again}") from error

@@ -1,4 +1,4 @@
-"""Batches whose parts anybody can evaluate: a portion's samples follow from its number, not from who asks."""
+"""Batches in portions that any worker can evaluate: a portion's samples depend only on its number."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dure.errors import UsageError
 
 
 class Batches:
-    """Batches of `size` of the `samples` samples (0: all of them, in order), each in portions of at most `portion`.
+    """Batches of `size` out of `samples` samples, each in portions of at most `portion`.
 
-    Batches of less than all samples are slices of a shuffled order, a new one for each pass over the data, drawn
-    from `seed`; what is left over at the end of a pass is not used in it.
+    With `size=0` each batch has all samples, in order. Smaller batches are slices of a shuffled order, which is drawn
+    from `seed` anew for each pass over the data. The samples left over at the end of a pass are not used in that pass.
 
     >>> batches = Batches(10, portion=4, seed=0)
     >>> batches.count, [batches.indices(0, portion).tolist() for portion in range(batches.count)]
@@ -36,11 +36,11 @@ class Batches:
 
     @property
     def count(self) -> int:
-        """Portions of a batch."""
+        """Number of portions of a batch."""
         return -(-self.size // self.portion)
 
     def indices(self, batch: int, portion: int) -> torch.Tensor:
-        """The samples of one portion of one batch."""
+        """Indices of the samples of one portion of one batch."""
         if self.change:
             turn, place = divmod(batch, self.samples // self.size)
             self._shuffle(turn)

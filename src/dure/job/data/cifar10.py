@@ -1,11 +1,11 @@
-"""CIFAR-10 in the binary layout in which it is published.
+"""CIFAR-10 in its published binary layout.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The archive `cifar-10-binary.tar.gz` holds
 `cifar-10-batches-bin/data_batch_1.bin` .. `data_batch_5.bin` and `test_batch.bin`, each a row of records:
 
     1 byte label 0..9, then 1024 bytes red, 1024 green, 1024 blue, row by row      3,073 bytes in all
 
-Nothing is unpacked to disk. A set with only some of the training batches is used as it is.
+Nothing is unpacked to disk. A set with only some of the training batches is accepted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ RECORD = 1 + 3 * 32 * 32
 MOST_RECORDS = 10_000
 MEAN = (0.4914, 0.4822, 0.4465)
 DEVIATION = (0.2470, 0.2435, 0.2616)
-"""Per channel, of the pixels of the published training set, scaled to 0..1."""
+"""Mean and standard deviation per channel of the published training set's pixels, scaled to 0..1."""
 
 
 def load_cifar10(root: Path, homes: tuple[str, ...] = HOMES) -> Loaded:
-    """Images as float32 (count, 3, 32, 32), standardised per channel; labels as int64.
+    """Load images as float32 (count, 3, 32, 32), standardised per channel, and labels as int64.
 
-    Looked for as a folder `cifar-10-batches-bin` or the archive, in `root/cifar10` and `root`; else the archive is
-    downloaded to `root/cifar10`. Raises `DataError` for what is damaged or unsafe, or neither here nor reachable.
+    The folder `cifar-10-batches-bin` or the archive is searched in `root/cifar10` and `root`. If neither is found, the
+    archive is downloaded to `root/cifar10`. Raises `DataError` for a damaged or unsafe file, or a failed download.
     """
     path = _locate(root, homes)
     batches = _from_folder(path) if path.is_dir() else _from_archive(path)

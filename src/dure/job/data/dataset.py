@@ -1,4 +1,4 @@
-"""Data sets that a job trains on: they have a length, and give the batch of any indices."""
+"""Data sets of a job: a length, and a batch for any indices."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ class DataSet(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Batch, Batch]:
-        """Inputs and targets of the samples `indices` (int64), in that order.
+        """Return inputs and targets of the samples `indices` (int64), in that order.
 
         Random transforms draw from a generator that is seeded with `draw`.
         """
         ...
 
     def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
-        """One sampler per worker, as `split` says; worker k has batches of `batch_sizes[k]`. Raises `UsageError`."""
+        """Make one sampler per worker according to `split`; worker k has batches of `batch_sizes[k]`.
+
+        Raises `UsageError` if the data cannot be split in this way.
+        """
         ...
 
     def steps(self, epochs: float, batch: int) -> int:
-        """Steps of `batch` samples that make `epochs` passes."""
+        """Number of steps of `batch` samples in `epochs` passes."""
         ...
 
     def to(self, dtype: torch.dtype) -> DataSet:
-        """The same with floating-point values of `dtype`."""
+        """The same data set with floating-point values of `dtype`."""
         ...
 
 
@@ -90,7 +93,7 @@ class Data:
         return len(tensors(self.targets)[0])
 
     def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Batch, Batch]:
-        """Copies of the rows `indices` (int64), in that order."""
+        """Copy the rows `indices` (int64), in that order."""
         inputs, targets = self.inputs, self.targets
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
             return inputs.index_select(0, indices), targets.index_select(0, indices)  # faster than [indices]
@@ -119,13 +122,13 @@ class Data:
 
 
 def no_labels(samples: int) -> Tensor:
-    """Stands for the targets of data without a tensor of labels: shape (samples, 0)."""
+    """Placeholder for the targets of data without a tensor of labels: shape (samples, 0)."""
     return torch.empty(samples, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a loader found. `source` is a sentence for people: how many samples, from where."""
+    """Result of a loader. `source` states in words how many samples were found, and where."""
 
     train: Data
     test: Data

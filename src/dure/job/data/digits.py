@@ -18,9 +18,9 @@ TRAIN_SAMPLES = 1437
 
 
 def load_digits() -> Loaded:
-    """1,437 training and 360 test images as rows of 64 float32, labels int64; always the same split.
+    """Load 1,437 training and 360 test images as rows of 64 float32, and labels as int64; the split is fixed.
 
-    Each pixel is standardised with the mean and deviation of the training part; a pixel that never changes becomes 0.
+    Each pixel is standardised with the mean and deviation of the training part; a constant pixel becomes 0.
     """
     images, labels = _bundled()
     order = np.random.default_rng(0).permutation(len(images))
@@ -35,7 +35,10 @@ def load_digits() -> Loaded:
 
 
 def _bundled() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """What `sklearn.datasets.load_digits` gives, from its file: importing scikit-learn would take most of a second."""
+    """Images and labels of `sklearn.datasets.load_digits`, read from its file.
+
+    Importing scikit-learn would take most of a second.
+    """
     package = find_spec("sklearn")
     for place in (package.submodule_search_locations or ()) if package is not None else ():
         path = Path(place) / "datasets" / "data" / "digits.csv.gz"

@@ -1,4 +1,4 @@
-"""One published file: fetched, checked, and written whole or not at all."""
+"""Download of one published file: checked, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A file as its authors publish it: `nbytes` long, with this SHA-256, at any of `homes` (folders' URLs)."""
+    """A published file: its length, its SHA-256, and the URLs of the folders that offer it (`homes`)."""
 
     name: str
     nbytes: int
@@ -36,8 +36,8 @@ class Published:
 def fetch(file: Published, folder: Path) -> Path:
     """Download `file` into `folder` and return its path there.
 
-    Homes are tried in order. Nothing appears under the file's name before its length and checksum are right.
-    Raises `DataError` when no home answers with the right file, naming each home and what went wrong.
+    Homes are tried in order. The file gets its name only after its length and checksum have been verified.
+    Raises `DataError`, with the error of each home, if no home delivers the right file.
     """
     target = folder / file.name
     failures = []
@@ -71,7 +71,7 @@ def _download(url: str, file: Published, temporary: Path) -> None:
 
 
 def _pieces(source: IO[bytes], nbytes: int) -> Iterator[bytes]:
-    """Pieces of `source`, at most one byte more than `nbytes`: enough to tell that it is too long."""
+    """Yield pieces of `source`, in total at most `nbytes` + 1 bytes: the extra byte shows that a file is too long."""
     left = nbytes + 1
     while left and (piece := source.read(min(PIECE, left))):
         left -= len(piece)
@@ -89,7 +89,7 @@ def _progress(pieces: Iterable[bytes], file: Published) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _temporary(folder: Path, name: str) -> Iterator[Path]:
-    """A file beside `name` that is gone afterwards, unless it was renamed."""
+    """A temporary file in `folder`, removed at the end of the block unless it was renamed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(dir=folder, prefix=f".{name}.")

@@ -1,19 +1,19 @@
-"""Film reviews from IMDB, in the layout in which they are published.
+"""Film reviews from IMDB in their published layout.
 
-Maas et al., "Learning Word Vectors for Sentiment Analysis", ACL 2011. The archive `aclImdb_v1.tar.gz` holds one text
-per file, named by a number and the stars that its author gave:
+Maas et al., "Learning Word Vectors for Sentiment Analysis", ACL 2011. The archive `aclImdb_v1.tar.gz` holds one review
+per file. The file's name has a number and the reviewer's stars:
 
     aclImdb/train/pos/127_7.txt    7 to 10 stars, label 1         12,500 of each, and as many under aclImdb/test
     aclImdb/train/neg/127_4.txt    1 to 4 stars, label 0
 
-Nothing is unpacked to disk, and other files (`unsup`, bags of words) are passed over. A part of the set is used as it
-is. A text becomes a row of numbers:
+Nothing is unpacked to disk, and other files (`unsup`, bags of words) are ignored. A part of the set is accepted. A
+review becomes a vector of rows of the vocabulary:
 
     row 0 of the vocabulary   padding, after the last word of a short review
-    row 1                     every word that is in no other row
+    row 1                     all words that have no row of their own
     row 2, 3, ...             words of the training reviews, the most frequent first
 
-A word is a run of letters and digits in lower case, with what follows an apostrophe: "don't" is one.
+A word is a run of letters and digits in lower case, including a part after an apostrophe: "don't" is one word.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FOLDER = "aclImdb"
 PUBLISHED = 25_000
 """Reviews in each half of the published set."""
 MOST_BYTES, MOST_REVIEW_BYTES = 100_000_000, 100_000
-"""The largest published file has 41 MB, the longest review 14 kB."""
+"""Limits of a file and of a review. The largest published file has 41 MB, the longest review 14 kB."""
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 IntArray = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ _STARS = {"neg": range(1, 5), "pos": range(7, 11)}
 
 @dataclass(slots=True)
 class _Half:
-    """Reviews of one half, as they come: (number, label), and the words, numbered in the order of first sight."""
+    """Reviews of one half, in the order of reading: (number, label), and word numbers in order of first occurrence."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
@@ -69,16 +69,17 @@ class _Half:
         return [label for _, label in self.keys]
 
     def in_order(self) -> _Half:
-        """By number, so that the order does not depend on the file system, and good and bad ones alternate."""
+        """Sort by number: the order is then independent of the file system, and good and bad reviews alternate."""
         order = sorted(range(len(self)), key=self.keys.__getitem__)
         return _Half([self.keys[i] for i in order], [self.texts[i] for i in order])
 
 
 def load_imdb(root: Path, homes: tuple[str, ...] = HOMES, *, vocabulary: int = 20_000, tokens: int = 200) -> Loaded:
-    """Each review's first `tokens` words as rows of a vocabulary of `vocabulary`: int64 (count, tokens); labels int64.
+    """Load each review's first `tokens` words as rows of the vocabulary, int64 (count, tokens), and labels as int64.
 
-    Looked for as a folder `aclImdb` or the archive, in `root/imdb` and `root`; else the archive is downloaded to
-    `root/imdb`. Raises `DataError` for what is damaged or unsafe, or neither here nor reachable.
+    `vocabulary` is the number of rows. The folder `aclImdb` or the archive is searched in `root/imdb` and `root`. If
+    neither is found, the archive is downloaded to `root/imdb`. Raises `DataError` for a damaged or unsafe file, or a
+    failed download.
     """
     if vocabulary <= FIRST_WORD:
         raise UsageError(f"vocabulary counts padding and unknown words too: give at least 3, got {vocabulary}.")
@@ -120,7 +121,7 @@ def _locate(root: Path, homes: tuple[str, ...]) -> Path:
 
 
 def _read(path: Path, tokens: int, seen: dict[str, int]) -> dict[str, _Half]:
-    """Both halves; of each review its first `tokens` words."""
+    """Read the first `tokens` words of each review in both halves."""
     halves = {"train": _Half(), "test": _Half()}
     for name, body in _in_folder(path) if path.is_dir() else _in_archive(path):
         place = _PLACE.fullmatch(name)
@@ -164,7 +165,7 @@ def _text(name: str, body: bytes, path: Path) -> str:
 
 
 def _rows(texts: Iterable[Sequence[int]], seen: dict[str, int], vocabulary: int) -> IntArray:
-    """The row of each word seen, by its number. Words that are equally frequent in `texts` go by the alphabet."""
+    """The vocabulary row of each word number. Words of equal frequency in `texts` are ordered alphabetically."""
     counts = np.bincount(np.fromiter(chain.from_iterable(texts), dtype=np.int64), minlength=len(seen))
     known = [word for word, number in seen.items() if counts[number]]
     ranked = sorted(known, key=lambda word: (-counts[seen[word]], word))

@@ -1,8 +1,8 @@
-"""Where data sets live on this machine.
+"""Location of data sets on this machine.
 
-Under a root, each data set has its folder:
+Each data set has its own folder under a root:
 
-    ROOT/mnist/train-images-idx3-ubyte.gz      and three more (plain files without .gz do as well)
+    ROOT/mnist/train-images-idx3-ubyte.gz      and three more (or plain files without .gz)
     ROOT/cifar10/cifar-10-binary.tar.gz        or the unpacked folder cifar-10-batches-bin/
     ROOT/imdb/aclImdb_v1.tar.gz                or the unpacked folder aclImdb/
 """
@@ -19,8 +19,8 @@ from dure.errors import DataError
 def data_root(given: Path | str | None = None, environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of all data sets: `given` (the flag `--data`), else `DURE_DATA`, else the user's cache.
 
-    The cache is `$XDG_CACHE_HOME/dure/data`, or `~/.cache/dure/data`.
-    A folder that is named but is none raises `DataError`; the cache is made when first written to.
+    The cache is `$XDG_CACHE_HOME/dure/data`, or `~/.cache/dure/data`; the first download creates it. Raises `DataError`
+    if `--data` or `DURE_DATA` names a folder that does not exist.
     """
     named = given if given is not None else environ.get("DURE_DATA") or None
     if named is not None:
@@ -34,6 +34,6 @@ def data_root(given: Path | str | None = None, environ: Mapping[str, str] = os.e
 
 
 def find(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
-    """The first of `names` that exists, in the first of `folders` that has one."""
+    """Find the first of `folders` that contains one of `names`; return the path of the first such name, or None."""
     wanted = tuple(names)
     return next((folder / name for folder in folders for name in wanted if (folder / name).exists()), None)

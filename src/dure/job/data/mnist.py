@@ -1,4 +1,4 @@
-"""MNIST in the IDX layout in which it is published.
+"""MNIST in its published IDX layout.
 
 LeCun, Cortes & Burges, "The MNIST database of handwritten digits", 1998. An IDX file, all numbers big-endian:
 
@@ -32,14 +32,14 @@ SUMS = {
 }
 MOST_SAMPLES = 1_000_000
 MEAN, DEVIATION = 0.1307, 0.3081
-"""Of the pixels of the published training set, scaled to 0..1."""
+"""Mean and standard deviation of the published training set's pixels, scaled to 0..1."""
 
 
 def load_mnist(root: Path, homes: tuple[str, ...] = HOMES) -> Loaded:
-    """Images as float32 (count, 1, 28, 28), standardised; labels as int64.
+    """Load images as float32 (count, 1, 28, 28), standardised, and labels as int64.
 
-    The four files are looked for in `root/mnist`, `root/MNIST/raw` and `root`, plain or with `.gz`; those that are
-    missing are downloaded to `root/mnist`. Raises `DataError` for what is damaged, or neither here nor reachable.
+    The four files are searched in `root/mnist`, `root/MNIST/raw` and `root`, plain or with `.gz`. Missing files are
+    downloaded to `root/mnist`. Raises `DataError` for a damaged file, or a failed download.
     """
     paths = {name: _locate(root, name, homes) for name in SUMS}
     train = _pair(paths["train-images-idx3-ubyte"], paths["train-labels-idx1-ubyte"])
@@ -76,13 +76,13 @@ def _pair(images: Path, labels: Path) -> Data:
 
 
 def read_images(path: Path) -> Tensor:
-    """An IDX file of images: uint8, (count, 28, 28)."""
+    """Read an IDX file of images: uint8, (count, 28, 28)."""
     count, pixels = _read(path, magic=2051, shape=(28, 28), what="images")
     return pixels.view(count, 28, 28)
 
 
 def read_labels(path: Path) -> Tensor:
-    """An IDX file of labels: uint8, (count,), each 0..9."""
+    """Read an IDX file of labels: uint8, (count,), each 0..9."""
     _, labels = _read(path, magic=2049, shape=(), what="labels")
     if int(labels.max()) > 9:
         raise DataError(f"{path} holds the label {int(labels.max())}, where 0 to 9 are right. {_again(path)}")
@@ -90,7 +90,7 @@ def read_labels(path: Path) -> Tensor:
 
 
 def _read(path: Path, *, magic: int, shape: tuple[int, ...], what: str) -> tuple[int, Tensor]:
-    """Header and body of an IDX file, plain or packed: (count, flat uint8)."""
+    """Read header and body of an IDX file, plain or gzipped: (count, flat uint8)."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             count = _header(file, path, magic, shape, what)

@@ -1,4 +1,4 @@
-"""Map-style data sets, as `torch.utils.data.Dataset` is one: samples are read one at a time and collated."""
+"""Map-style data sets, such as `torch.utils.data.Dataset`: samples are read one at a time and collated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dure.job.data.structure import Batch, checked, mapped, tensors
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A map-style `dataset`: `len(dataset)` samples, `dataset[i]` the sample i.
+    """A map-style `dataset` of `len(dataset)` samples; `dataset[i]` is sample i.
 
     `collate` makes one batch, `(inputs, targets)`, from a list of samples; each part is a tensor, a mapping or a tuple
     of tensors (`data/structure.py`). The default is `torch.utils.data.default_collate`, for samples `(input, target)`.
-    Transforms may draw from PyTorch, NumPy and `random`: for each batch their generators are seeded from the run's
-    seed, the rank and the step, so the same run reads the same samples. `dataset.targets`, where it exists, has the
-    labels that the split `dirichlet` needs.
+    Transforms may draw from PyTorch, NumPy and `random`. Their generators are seeded for each batch from the run's
+    seed, the rank and the step, so a repeated run reads the same samples. The split `dirichlet` takes its labels from
+    `dataset.targets`.
 
     >>> squares = Samples([(torch.tensor([float(i)]), torch.tensor(i * i)) for i in range(5)])
     >>> inputs, targets = squares.batch(torch.tensor([3, 1]))
@@ -48,7 +48,7 @@ class Samples:
         return len(self.dataset)
 
     def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Batch, Batch]:
-        """Read the samples `indices` and collate them. Raises `UsageError` if that gives no inputs and targets."""
+        """Read the samples `indices` and collate them. Raises `UsageError` if the result is not (inputs, targets)."""
         collate = _default_collate if self.collate is None else self.collate
         with seeded(draw):
             made = collate(_read(self.dataset, indices.tolist()))
@@ -70,7 +70,7 @@ class Samples:
         return math.ceil(epochs * len(self) / batch)
 
     def to(self, dtype: torch.dtype) -> Samples:
-        """As `DataSet`: batches are cast once they are collated."""
+        """As `DataSet`. Batches are cast after they have been collated."""
         return replace(self, dtype=dtype)
 
     def _cast(self, each: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Samples:
 
 
 def check_map_style(dataset: Any, what: str) -> None:
-    """Raise `UsageError` unless `dataset` has a length and gives a sample by its number."""
+    """Raise `UsageError` unless `dataset` has a length and can be indexed."""
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise UsageError(
             f"{what} must be a map-style data set, got a DataLoader, which makes batches of its own. Write "
@@ -94,7 +94,7 @@ def check_map_style(dataset: Any, what: str) -> None:
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:
-    """All at once where the data set can, as `torch.utils.data` does."""
+    """Read samples, in one call if the data set has `__getitems__`, as `torch.utils.data` does."""
     several = getattr(dataset, "__getitems__", None)
     return list(several(indices)) if several else [dataset[index] for index in indices]
 
@@ -119,7 +119,7 @@ def _check_rows(what: str, batch: Batch, samples: int) -> None:
 
 
 def _default_collate(samples: list[Any]) -> Any:
-    """As PyTorch's. Raises `UsageError` where samples have different shapes or types that it cannot join."""
+    """Collate as PyTorch does. Raises `UsageError` for shapes or types that PyTorch cannot join."""
     try:
         return torch.utils.data.default_collate(samples)
     except (RuntimeError, TypeError) as error:
@@ -130,7 +130,7 @@ def _default_collate(samples: list[Any]) -> Any:
 
 
 def _labels(dataset: Any) -> Tensor:
-    """One label per sample where `dataset.targets` holds numbers, as in torchvision; else no labels."""
+    """One label per sample if `dataset.targets` holds numbers, as in torchvision; else no labels."""
     try:
         found = torch.as_tensor(dataset.targets)
     except (AttributeError, RuntimeError, TypeError, ValueError):

@@ -1,20 +1,20 @@
-"""How samples go to workers, and in which order one worker sees its own.
+"""Distribution of samples to workers, and the order in which each worker reads its samples.
 
-    | text                  | who may see what                                                              |
+    | text                  | samples of a worker                                                           |
     |-----------------------|-------------------------------------------------------------------------------|
-    | `iid`                 | disjoint parts of a random order, sizes differing by at most one              |
+    | `iid`                 | disjoint parts of a random order; sizes differ by at most one                 |
     | `dirichlet:alpha=0.1` | disjoint parts; each label's share per worker is drawn from Dirichlet(alpha)  |
-    | `whole`               | every worker the whole set, each in an order of its own                       |
-    | `striped`             | one order for all: step t hands out the next sum(B_k) samples, worker k its B_k |
+    | `whole`               | the whole set, each worker in an order of its own                             |
+    | `striped`             | one order for all: step t takes the next sum(B_k) samples, worker k B_k of them |
 
-Under `striped`, K workers with batch B see at each step what one worker with batch K x B sees at that step.
+Under `striped`, K workers with batch B read at each step the samples that one worker with batch K x B reads.
 
-A worker's samples form a *stream*: epoch after epoch, each a fresh random order of the same indices. A batch is always
-full: the last of an epoch goes on into the next, so each index comes exactly once per epoch. Orders follow from
-(seed, stream, epoch) alone.
+A worker's samples form a *stream* of epochs, each a new random order of the same indices. A batch is always full: the
+last batch of an epoch continues into the next epoch, so each index occurs exactly once per epoch. An order depends only
+on (seed, stream, epoch).
 
 Dirichlet: Hsu, Qi & Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification", 2019, section 3.1, in its form by label (each label is dealt out on its own).
+Classification", 2019, section 3.1, applied to each label separately.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from dure.errors import CheckpointError, UsageError
 Indices = npt.NDArray[np.int64]
 COMMON_STREAM = 0
 SPLIT_STREAM = 2**32 - 1
-"""Of the draws that make the split itself; workers' own streams count up from 1."""
+"""Stream of the draws for the split itself. Streams of workers are numbered from 1."""
 
 
 class Sampler:
-    """The batches of one worker, step by step, without end.
+    """The endless sequence of batches of one worker.
 
-    `indices` are its samples, `stream` names its random orders. Step t takes `batch_size` samples of the stream from
-    position `offset + t * stride` on; `stride` is the batch size unless workers share a stream.
+    `indices` are its samples, `stream` selects its random orders. Step t takes `batch_size` samples of the stream,
+    starting at position `offset + t * stride`. `stride` is the batch size unless workers share a stream.
 
     >>> sampler = Sampler(np.arange(10), 4, seed=0, stream=1)
     >>> epoch = torch.cat([sampler.next() for _ in range(5)])
@@ -78,15 +78,15 @@ class Sampler:
 
     @property
     def epoch(self) -> float:
-        """Passes over `indices` handed out so far, by everyone who shares the stream."""
+        """Passes over `indices` so far, by all workers that share the stream."""
         return self.position / len(self.indices)
 
     def state(self) -> dict[str, int]:
-        """All that `restore` needs, as plain JSON."""
+        """The state that `restore` takes, as plain JSON."""
         return {"position": self.position, "seed": self.seed, "stream": self.stream, "samples": len(self.indices)}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where the sampler that gave `state` stood. Raises `CheckpointError` if it was another's."""
+        """Continue from `state`. Raises `CheckpointError` if it belongs to another sampler."""
         check_state(self.state(), state, "position")
         self.position = state["position"]
 
@@ -99,7 +99,7 @@ class Sampler:
 
 
 def check_state(mine: Mapping[str, int], saved: Mapping[str, int], moves: str) -> None:
-    """Raise `CheckpointError` unless the two states of a sampler agree in all but the entry that `moves`."""
+    """Raise `CheckpointError` unless two states of a sampler agree in every entry except `moves`."""
     for key, value in mine.items():
         if key != moves and saved.get(key) != value:
             raise CheckpointError(
@@ -109,7 +109,7 @@ def check_state(mine: Mapping[str, int], saved: Mapping[str, int], moves: str) -
 
 
 class BatchSampler(Protocol):
-    """The batches of one worker, step by step, without end: indices of a data set. `Sampler` is one."""
+    """The endless sequence of batches of one worker, as indices of a data set; implemented by `Sampler`."""
 
     def next(self) -> Tensor:
         """Indices of the next batch: int64, (batch size,)."""
@@ -121,7 +121,7 @@ class BatchSampler(Protocol):
         ...
 
     def state(self) -> dict[str, int]:
-        """All that `restore` needs, as plain JSON."""
+        """The state that `restore` takes, as plain JSON."""
         ...
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -130,12 +130,12 @@ class BatchSampler(Protocol):
 
 
 class Split(Protocol):
-    """A way to hand out samples."""
+    """A distribution of samples to workers."""
 
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
-        """One sampler per worker; worker k has batches of `batch_sizes[k]`. `targets` has a row per sample.
+        """Make one sampler per worker; worker k has batches of `batch_sizes[k]`. `targets` has a row per sample.
 
-        Raises `UsageError` for what cannot be handed out. The same arguments always give the same samplers.
+        The same arguments always give the same samplers. Raises `UsageError` if the samples cannot be split.
         """
         ...
 
@@ -155,7 +155,7 @@ class IID:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """All samples for every worker, each worker in an order of its own. Its text is "whole"."""
+    """Every worker reads all samples, in an order of its own. The text form is "whole"."""
 
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
         _check(len(targets), batch_sizes, seed, disjoint=False)
@@ -167,7 +167,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Striped:
-    """One order for all; each step's samples are dealt out in the order of ranks."""
+    """One order for all workers; each step's samples are assigned in the order of ranks."""
 
     def samplers(self, targets: Tensor, batch_sizes: Sequence[int], *, seed: int) -> list[Sampler]:
         _check(len(targets), batch_sizes, seed, disjoint=False)
@@ -185,9 +185,9 @@ class Striped:
 
 @dataclass(frozen=True, slots=True)
 class Dirichlet:
-    """Disjoint parts with uneven labels: the smaller `alpha`, the fewer labels a worker sees.
+    """Disjoint parts with uneven labels: the smaller `alpha`, the fewer labels a worker has.
 
-    A worker that would be left without a sample is given one by the worker that has most.
+    A worker whose part would be empty gets one sample from the worker that has most.
     """
 
     alpha: float
@@ -232,12 +232,12 @@ SPLITS: Mapping[str, type[IID] | type[Replicated] | type[Striped] | type[Dirichl
 
 
 def parse_split(text: str) -> Split:
-    """The split that `text` names.
+    """Parse the text form of a split.
 
     >>> parse_split("dirichlet:alpha=0.1")
     Dirichlet(alpha=0.1)
 
-    Raises `UsageError` that names the nearest right text.
+    Raises `UsageError` that suggests the nearest valid text.
     """
     call, *wrappers = parse_members(text.strip())
     if call.name not in SPLITS or wrappers:

@@ -1,27 +1,27 @@
-"""A long text as one vector of tokens, of which a sample is a window: for language models.
+"""Data of language models: a long text as one vector of tokens. A sample is a window of the text.
 
 The window that starts at s has tokens s, ..., s + block - 1 as inputs, and tokens s + 1, ..., s + block as targets.
-A batch has shape (batch size, block). N tokens, K workers, B_k the batch size of worker k, C = sum of B_k:
+A batch has shape (batch size, block). With N tokens, K workers, batch size B_k of worker k, and C = sum of B_k:
 
     | windows      | sample i starts at | step t of worker k                                       | as in      |
     |--------------|--------------------|----------------------------------------------------------|------------|
-    | `random`     | i                  | B_k starts, uniform in 0, ..., N - block - 1, drawn anew | nanoGPT    |
+    | `random`     | i                  | B_k starts, drawn uniformly from 0, ..., N - block - 1   | nanoGPT    |
     | `contiguous` | i block            | B_k samples of an order without repetition (`split.py`)  |            |
     | `batchified` | i                  | for each of its columns c: c L + (t mod W) block         | word LM    |
 
-`batchified` cuts the text into C columns of L = floor(N / C) tokens, each with W = floor((L - 1) / block) windows in
-the order of the text; a shorter last window is left out. Worker 0 has the first B_0 columns, worker 1 the next. The
-two programs are Karpathy's nanoGPT and PyTorch's example word_language_model.
+`batchified` cuts the text into C columns of L = floor(N / C) tokens. Each column has W = floor((L - 1) / block) windows
+in the order of the text; a shorter last window is left out. Worker 0 has the first B_0 columns, worker 1 the next B_1.
+nanoGPT is Karpathy's program; word LM is PyTorch's example word_language_model.
 
     | split       | `random`                                  | `batchified`                                   |
     |-------------|-------------------------------------------|------------------------------------------------|
-    | `iid`       | every worker draws from the whole text    | C columns, dealt out in the order of ranks     |
+    | `iid`       | every worker draws from the whole text    | C columns, assigned in the order of ranks      |
     | `whole`     | as `iid`                                  | every worker has the whole text in B_k columns |
-    | `striped`   | each step's C draws are dealt out by rank | as `iid`                                       |
-    | `dirichlet` | refused                                   | refused                                        |
+    | `striped`   | each step's C draws are assigned by rank  | as `iid`                                       |
+    | `dirichlet` | rejected                                  | rejected                                       |
 
-Under `striped`, K workers see at each step what one worker with batch C sees. `contiguous` takes any split but
-`dirichlet`.
+Under `striped`, K workers read at each step the windows that one worker with batch C reads. `contiguous` takes any
+split except `dirichlet`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from dure.job.data.split import COMMON_STREAM, IID, BatchSampler, Replicated, Sp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """Windows of `block` tokens out of one vector of `tokens`, whole numbers.
+    """Windows of `block` tokens out of one vector `tokens` of integers.
 
-    `tokens` is a tensor or a NumPy array on the CPU, and may be a `numpy.memmap` of a file: only windows are read.
+    `tokens` is a tensor or a NumPy array on the CPU. For a `numpy.memmap`, only the windows are read from the file.
 
     >>> text = Stream(torch.arange(10), block=4, windows="contiguous")
     >>> inputs, targets = text.batch(torch.tensor([1]))
@@ -79,7 +79,7 @@ class Stream:
 
     @property
     def blocks(self) -> int:
-        """Windows that do not overlap."""
+        """Number of windows that do not overlap."""
         return (len(self.tokens) - 1) // self.block
 
     def batch(self, indices: Tensor, draw: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
@@ -107,19 +107,19 @@ class Stream:
         return [Draws(self, size, 0, size, seed=seed, stream=1 + rank) for rank, size in enumerate(batch_sizes)]
 
     def steps(self, epochs: float, batch: int) -> int:
-        """As `DataSet`. A pass reads as many windows as lie in the text side by side, drawn or not."""
+        """As `DataSet`. A pass has as many windows as fit in the text without overlap, also for random windows."""
         passes = self.blocks / batch
         if self.windows == "batchified":
             passes = float(_windows_of_column(self, batch))
         return math.ceil(epochs * passes)
 
     def to(self, dtype: torch.dtype) -> Stream:
-        """Itself: tokens are whole numbers."""
+        """Returns the stream itself, because tokens are integers."""
         return self
 
 
 class Draws:
-    """Starts of random windows: step t takes places `offset` to `offset + size` of the `total` that step draws."""
+    """Starts of random windows: each step draws `total` starts and takes those from `offset` to `offset + size`."""
 
     def __init__(self, text: Stream, size: int, offset: int, total: int, *, seed: int, stream: int) -> None:
         self._text = text
@@ -151,7 +151,7 @@ class Draws:
 
 
 class Columns:
-    """Starts of windows in the order of the text: worker columns `first` to `first + size` of `columns`."""
+    """Starts of windows in the order of the text, for the columns `first` to `first + size` out of `columns`."""
 
     def __init__(self, text: Stream, size: int, first: int, columns: int, *, seed: int) -> None:
         self._block = text.block
@@ -182,7 +182,7 @@ class Columns:
 
 
 def _windows_of_column(text: Stream, columns: int) -> int:
-    """W in the equations above."""
+    """W in the equations above. Raises `UsageError` if a column is shorter than a window."""
     length = len(text.tokens) // columns
     if length <= text.block:
         raise UsageError(

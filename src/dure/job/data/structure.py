@@ -1,12 +1,12 @@
 """The inputs and the targets of a batch: a tensor, a mapping of tensors, or a tuple of tensors.
 
-    | inputs            | what the model is called with | a sample is                 |
+    | inputs            | call of the model             | a sample is                 |
     |-------------------|-------------------------------|-----------------------------|
     | a tensor `x`      | `model(x)`                    | a row of `x`                |
     | a mapping `named` | `model(**named)`              | the same row of each tensor |
     | a tuple `several` | `model(*several)`             | the same row of each tensor |
 
-The loss and the accuracy get `(outputs, targets)`; targets have any of the three structures and stay as they are.
+The loss and the accuracy get `(outputs, targets)`; targets have any of the three structures and are passed unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from dure.errors import UsageError
 
 Batch = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
-"""One row per sample in each tensor. A `torch.vmap` of a function of a `Batch` works, since each is a pytree."""
+"""One row per sample in each tensor. `torch.vmap` accepts a `Batch`, because each structure is a pytree."""
 
 _WRITE = "Write torch.as_tensor(...)."
 
 
 def checked(value: Any, what: str) -> Batch:
-    """`value`, called `what`, as a `Batch`: a list becomes a tuple, any mapping a `dict`. Raises `UsageError`."""
+    """Convert `value` to a `Batch`: a list becomes a tuple, any mapping a `dict`.
+
+    Raises `UsageError`, which calls the value `what`, if it is no `Batch`.
+    """
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -57,7 +60,7 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The same structure with `function` of each tensor."""
+    """Apply `function` to each tensor, and keep the structure."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -66,7 +69,7 @@ def mapped(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def joined(function: Callable[[list[Tensor]], Tensor], batches: Sequence[Batch]) -> Batch:
-    """Batches of one structure as one: `function` of each place's tensors, such as `torch.stack`."""
+    """Join batches of one structure: `function`, such as `torch.stack`, joins the tensors of each position."""
     first = batches[0]
     if isinstance(first, Tensor):
         return function(list(batches))  # type: ignore[arg-type]
@@ -76,7 +79,7 @@ def joined(function: Callable[[list[Tensor]], Tensor], batches: Sequence[Batch])
 
 
 def called(model: nn.Module, inputs: Batch) -> Any:
-    """The outputs of `model`, called as the table above says."""
+    """Call `model` with `inputs` according to the table above, and return its outputs."""
     return model(inputs) if isinstance(inputs, Tensor) else model(*arguments(inputs), **keywords(inputs))
 
 

@@ -1,12 +1,12 @@
-"""The built-in jobs: small models, with settings that were measured to learn.
+"""The built-in jobs: small models, with settings that measurements have shown to learn.
 
-    | file         | what it offers                                                                 |
+    | file         | contents                                                                       |
     |--------------|--------------------------------------------------------------------------------|
     | mlp.py       | `mlp`, `mlp_maker`: dense layers with ReLU between; `top1`: share of right labels |
     | digits.py    | `digits_mlp`: the job `digits-mlp`                                             |
     | mnist.py     | `mnist_mlp`, `mnist_cnn`: the jobs `mnist-mlp`, `mnist-cnn`                    |
-    | cifar10.py   | `cifar10_cnn`: the job `cifar10-cnn`, the one with buffers (batch norm)        |
-    | text.py      | `embedding_text`: the job `embedding-text`, the one with sparse gradients      |
+    | cifar10.py   | `cifar10_cnn`: the job `cifar10-cnn`, which has buffers (batch norm)           |
+    | text.py      | `embedding_text`: the job `embedding-text`, which has sparse gradients         |
     | quadratic.py | `quadratic`: the job `quadratic`, whose optimum is known exactly               |
 
 A job function's parameters are settings of the job (`load_job("mnist-mlp", hidden=64)`).

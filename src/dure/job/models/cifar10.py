@@ -14,7 +14,7 @@ from dure.job.optimizer import OptimizerSpec
 
 
 def cifar10_cnn(data_root: Path) -> Job:
-    """33,946 parameters, and the running statistics of three batch norms."""
+    """A job with 33,946 parameters and the running statistics of three batch norms."""
     data = load_cifar10(data_root)
     return Job(
         name="cifar10-cnn",
@@ -31,7 +31,7 @@ def cifar10_cnn(data_root: Path) -> Job:
 
 
 def convnet() -> nn.Sequential:
-    """(batch, 3, 32, 32) to (batch, 10)."""
+    """A convolutional network: inputs (batch, 3, 32, 32), outputs (batch, 10)."""
     return nn.Sequential(
         *_block(3, 16),
         nn.MaxPool2d(2),
@@ -45,6 +45,6 @@ def convnet() -> nn.Sequential:
 
 
 def _block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
-    """The convolution has no bias: batch norm would take it away again."""
+    """A convolution, batch norm and ReLU. The convolution has no bias, because batch norm would cancel it."""
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
     return convolution, nn.BatchNorm2d(outputs), nn.ReLU()

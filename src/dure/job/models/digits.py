@@ -1,4 +1,4 @@
-"""`digits-mlp`: one hidden layer on the digits that come with scikit-learn. Needs no download."""
+"""`digits-mlp`: one hidden layer on the digits that are part of scikit-learn. Needs no download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dure.job.optimizer import OptimizerSpec
 
 
 def digits_mlp(hidden: int = 64) -> Job:
-    """64 pixels, `hidden` units, 10 classes."""
+    """A job with 64 pixels, `hidden` units and 10 classes."""
     data = load_digits()
     return Job(
         name="digits-mlp",

@@ -1,4 +1,4 @@
-"""Dense layers, and what all classifiers share."""
+"""Dense layers, and the accuracy of classifiers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def mlp_maker(*widths: int) -> Callable[[], nn.Sequential]:
-    """What makes `mlp(*widths)`; refuses impossible widths at once."""
+    """A function that builds `mlp(*widths)`. Raises `UsageError` at once for invalid widths."""
     if len(widths) < 2 or min(widths) < 1:
         raise UsageError(f"dense layers need at least two widths of at least 1, got {widths}: write hidden=32.")
     return partial(mlp, *widths)
 
 
 def top1(outputs: Tensor, targets: Tensor) -> float:
-    """Share of samples whose highest score, of (batch, classes), is at their label."""
+    """Accuracy: the share of samples whose highest score is at their label. Scores are (batch, classes)."""
     return float((outputs.argmax(dim=1) == targets).double().mean())

@@ -14,7 +14,7 @@ from dure.job.optimizer import OptimizerSpec
 
 
 def mnist_mlp(data_root: Path, hidden: int = 32) -> Job:
-    """784 pixels, `hidden` units, 10 classes."""
+    """A job with 784 pixels, `hidden` units and 10 classes."""
     data = load_mnist(data_root)
     return Job(
         name="mnist-mlp",
@@ -31,7 +31,7 @@ def mnist_mlp(data_root: Path, hidden: int = 32) -> Job:
 
 
 def mnist_cnn(data_root: Path) -> Job:
-    """Two convolutions with pooling, then two dense layers: 105,866 parameters, no buffers."""
+    """A job with two convolutions with pooling, then two dense layers: 105,866 parameters, no buffers."""
     data = load_mnist(data_root)
     return Job(
         name="mnist-cnn",
@@ -48,7 +48,7 @@ def mnist_cnn(data_root: Path) -> Job:
 
 
 def convnet() -> nn.Sequential:
-    """(batch, 1, 28, 28) to (batch, 10)."""
+    """A convolutional network: inputs (batch, 1, 28, 28), outputs (batch, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
         nn.ReLU(),

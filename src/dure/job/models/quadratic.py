@@ -1,9 +1,10 @@
-"""`quadratic`: a bowl whose lowest point is known, for laws and oracles.
+"""`quadratic`: a quadratic loss whose minimum is known, for laws and oracles.
 
     f(w) = mean over samples i of  1/2 (w - t_i)' A (w - t_i)        A = diag(a), a from 1/conditioning to 1
 
-All samples share A, so f is lowest at the mean of the t_i exactly, and gradient descent shrinks coordinate j's distance
-to it by 1 - lr a_j per step. `noise` is the deviation of the t_i about their center: 0 makes every gradient exact.
+All samples share A, so the minimum of f is exactly the mean of the t_i. Each step of gradient descent multiplies
+coordinate j's distance to the minimum by 1 - lr a_j. `noise` is the standard deviation of the t_i; with 0, every
+mini-batch has the gradient of f.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dure.job.optimizer import OptimizerSpec
 
 
 class Point(nn.Module):
-    """A place in space, the same for every sample; starts at the origin."""
+    """A point in space, equal for every sample; its initial value is the origin."""
 
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.place = nn.Parameter(torch.zeros(dim, dtype=dtype))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(batch, 1), whatever it holds, to (batch, dim)."""
+        """Repeat the point to (batch, dim). Of the inputs (batch, 1), only the batch size matters."""
         return self.place.expand(inputs.shape[0], -1)
 
 
@@ -45,7 +46,7 @@ def quadratic(
     dtype: str = "float32",
     data_seed: int = 0,
 ) -> Job:
-    """A bowl in `dim` dimensions with curvatures from 1/conditioning to 1, evenly spaced in their logarithm."""
+    """A quadratic loss in `dim` dimensions with curvatures from 1/conditioning to 1, evenly spaced in logarithm."""
     if dim < 1 or samples < 1:
         raise UsageError(f"dim and samples must be at least 1, got {dim} and {samples}.")
     if conditioning < 1 or noise < 0:

@@ -1,4 +1,4 @@
-"""`embedding-text`: is a film review good or bad? The built-in job whose gradients are sparse."""
+"""`embedding-text`: classifies film reviews as good or bad. The built-in job whose gradients are sparse."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dure.job.optimizer import OptimizerSpec
 def embedding_text(
     data_root: Path, vocabulary: int = 20_000, dim: int = 64, hidden: int = 128, tokens: int = 200
 ) -> Job:
-    """The mean of a review's first `tokens` words, each `dim` numbers out of `vocabulary` rows, then two dense layers.
+    """A job that embeds a review's first `tokens` words, averages the embeddings, and applies two dense layers.
 
-    A batch of 32 touches about a twelfth of the rows.
+    The table of embeddings has `vocabulary` rows of `dim` numbers. A batch of 32 reads about a twelfth of the rows.
     """
     if min(dim, hidden) < 1:
         raise UsageError(f"dim and hidden count units and must be >= 1, got {dim} and {hidden}.")
@@ -41,12 +41,12 @@ def embedding_text(
 
 
 def words_read(inputs: Tensor) -> dict[str, Tensor]:
-    """The rows that a batch reads: its words."""
+    """Rows of the embedding table that a batch reads: the words of its reviews."""
     return {"bag.weight": inputs[inputs != PADDING]}
 
 
 class BagOfWords(nn.Module):
-    """(batch, tokens) rows of the vocabulary to (batch, 2). Padding counts for nothing."""
+    """Mean of embeddings and two dense layers: inputs (batch, tokens), outputs (batch, 2). Padding is not averaged."""
 
     def __init__(self, vocabulary: int, dim: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`vgg16`: a job of the right shapes and no values, for runs in virtual time without gradients (`timing_only`).
+"""`vgg16`: a job with shapes but no values, for runs in virtual time without gradients (`timing_only`).
 
 Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition, ICLR 2015, configuration D:
 138,357,544 parameters, 74.3 % of them in the first dense layer.
@@ -14,11 +14,11 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 
 BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Channels and convolutions between two poolings."""
+"""Number of channels and of convolutions before each pooling."""
 
 
 def vgg16(batch_size: int = 32) -> Job:
-    """Images of 3 x 224 x 224, 1,000 classes; everything on PyTorch's meta device."""
+    """A job with images of 3 x 224 x 224 and 1,000 classes; all tensors are on PyTorch's meta device."""
     images = torch.empty(1000, 3, 224, 224, device="meta")
     labels = torch.empty(1000, dtype=torch.int64, device="meta")
     return Job(
@@ -27,7 +27,7 @@ def vgg16(batch_size: int = 32) -> Job:
 
 
 def convnet() -> nn.Sequential:
-    """(batch, 3, 224, 224) to (batch, 1000), on the meta device."""
+    """The network on the meta device: inputs (batch, 3, 224, 224), outputs (batch, 1000)."""
     with torch.device("meta"):
         layers: list[nn.Module] = []
         channels = 3
