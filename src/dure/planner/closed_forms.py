@@ -1,7 +1,8 @@
-"""What the collectives of `topology.collective`, written from sends, cost: closed forms of K ranks that come together.
+"""Costs of the collectives of `topology.collective` in closed form, for K ranks that start at the same time.
 
-n is the bytes of one rank's tensor; h = ceil(log2 K); P = 2^floor(log2 K) and E = K - P; on each of L hosts m ranks;
-M(x) a message of x bytes, A = M(0) the request for one, G = gamma. Where cuts are uneven, the larger counts.
+n is the number of bytes of one rank's tensor; h = ceil(log2 K); P = 2^floor(log2 K) and E = K - P; L hosts have m ranks
+each; M(x) is the time of a message of x bytes, A = M(0) that of a request, G = gamma. If a tensor is cut into uneven
+parts, the larger part counts.
 
     algorithm          kind         bytes a rank sends         seconds
     ring               all_reduce   2 (K - 1) / K n            A + 2 (K - 1) M(n / K) + (K - 1) / K n G
@@ -19,11 +20,11 @@ M(x) a message of x bytes, A = M(0) the request for one, G = gamma. Where cuts a
 
     M(x) = latency + alpha + (x + 64) (beta + 1 / bandwidth), without beta up to 4 KiB in all
 
-A receiver asks for each message; A is hidden where it asks ahead. A rank spends `gamma` on each byte that it adds.
+A receiver sends a request for each message; requests sent ahead hide A. A rank spends `gamma` on each byte it adds.
 
-Bytes and messages are exact; a rank's messages are what it sends and what it asks for. Seconds hold to the last digit
-in the network model where links are equal, machines have at least two cores and nothing else is sent, if K (P for
-halving-doubling, L among hosts) divides the length. Else they are an upper bound, which ring and tree reach too.
+Bytes and messages are exact; a rank's messages are those it sends and its requests. Seconds are exact in the network
+model if links are equal, machines have at least two cores, nothing else is sent, and K (P for halving-doubling, L
+among hosts) divides the length. Otherwise they are an upper bound; ring and tree reach the bound.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Form = Callable[[int, int, Path, int], Cost]
 
 
 def rounds_of(ranks: int) -> int:
-    """How often `ranks` can be halved, rounded up, until one is left."""
+    """Number of halvings, rounded up, from `ranks` to one."""
     return (ranks - 1).bit_length()
 
 
@@ -44,7 +45,7 @@ def rounds_of(ranks: int) -> int:
 
 
 def ring(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-reduce: as the engine's ring, but for headers, and what is asked for.
+    """All-reduce: as the engine's ring, with headers and requests in addition.
 
     >>> ring(12, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=29.0, sent=(64, 64, 64), received=(64, 64, 64), messages=(8, 8, 8))
@@ -55,7 +56,7 @@ def ring(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def ring_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """Reduce-scatter: the first half of that.
+    """Reduce-scatter: the first half of the ring's all-reduce.
 
     >>> ring_scatter(12, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
     17.0
@@ -66,7 +67,7 @@ def ring_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def ring_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-gather: everybody's tensor goes all the way round.
+    """All-gather: every rank's tensor passes through the whole ring.
 
     >>> ring_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
     17.0
@@ -76,7 +77,7 @@ def ring_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def _asked_for(engine: Cost, seconds: float, path: Path) -> Cost:
-    """A collective whose every message is asked for, all of them at its beginning."""
+    """The cost of a collective with a request for each message, all of them sent at its beginning."""
     total = path.message() + seconds if len(engine.sent) > 1 else 0.0
     return engine._replace(seconds=total, messages=tuple(2 * count for count in engine.messages))
 
@@ -98,7 +99,7 @@ def edges(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
 
 
 def tree(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-reduce: the whole to the parent, and to each child.
+    """All-reduce: each rank sends the whole tensor to its parent, and later to each child.
 
     >>> tree(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=29.0, sent=(16, 32, 16), received=(16, 32, 16), messages=(2, 4, 2))
@@ -114,7 +115,7 @@ def tree(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def tree_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-gather: each subtree's parts up, everything down.
+    """All-gather: each subtree's tensors are sent up, and all tensors are sent down.
 
     >>> tree_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=34.0, sent=(48, 80, 16), received=(32, 64, 48), messages=(2, 4, 2))
@@ -135,7 +136,7 @@ def tree_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def tree_down(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """Broadcast of the first rank's tensor, by all algorithms but the hierarchical.
+    """Broadcast of the first rank's tensor, used by all algorithms except the hierarchical one.
 
     >>> tree_down(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=17.0, sent=(16, 16, 0), received=(0, 16, 16), messages=(1, 2, 1))
@@ -154,7 +155,7 @@ def tree_down(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def halving_doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-reduce: at each distance d, the 2 d chunks around a rank are sent once, in two parts.
+    """All-reduce: at each distance d, a rank sends each of the 2 d chunks around it once, in two parts.
 
     >>> halving_doubling(8, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=28.0, sent=(48, 48, 48, 48), received=(48, 48, 48, 48), messages=(8, 8, 8, 8))
@@ -176,7 +177,7 @@ def halving_doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> C
 
 
 def doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
-    """All-gather: in round r, what is there, at most 2^r tensors, goes 2^r ranks to the left.
+    """All-gather: in round r, a rank sends the tensors it has, at most 2^r, to the rank 2^r to its left.
 
     >>> doubling(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
     Cost(seconds=17.0, sent=(32, 32, 32), received=(32, 32, 32), messages=(4, 4, 4))
@@ -191,7 +192,7 @@ def doubling(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
 
 
 def hosts_of(ranks: int, per_host: int) -> list[int]:
-    """How many ranks each host has.
+    """Number of ranks on each host.
 
     >>> hosts_of(5, 2)
     [2, 2, 1]
@@ -200,7 +201,7 @@ def hosts_of(ranks: int, per_host: int) -> list[int]:
 
 
 def hierarchical(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
-    """All-reduce: a tree on each host, a ring of the first of each.
+    """All-reduce: a tree on each host, and a ring of the hosts' first ranks (leaders).
 
     >>> hierarchical(8, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
     Cost(seconds=36.0, sent=(64, 32, 64, 32), received=(64, 32, 64, 32), messages=(6, 2, 6, 2))
@@ -211,9 +212,9 @@ def hierarchical(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_h
 
 
 def hierarchical_gather(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
-    """All-gather: each host's tensors to its first, around the ring, and everything down.
+    """All-gather: each host's tensors go to its leader and around the ring, and all tensors are sent down.
 
-    Of two hosts the second may have fewer ranks: then its leader is ready before, and has asked before.
+    If the second of two hosts has fewer ranks, its leader is ready earlier and sends its request earlier.
 
     >>> hierarchical_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
     Cost(seconds=30.0, sent=(80, 16, 16), received=(32, 48, 32), messages=(4, 2, 2))
@@ -241,9 +242,9 @@ def hierarchical_gather(numel: int, ranks: int, path: Path, itemsize: int = 4, *
 def _gathered_on_host(
     host: int, hosts: Sequence[int], nbytes: int, path: Path
 ) -> tuple[list[int], list[int], tuple[int, ...]]:
-    """Bytes sent and received, and messages, of the ranks of one host in an all-gather of `nbytes` from each rank."""
+    """Sent bytes, received bytes and messages of the ranks of one host in an all-gather of `nbytes` from each rank."""
     size, count, ranks = hosts[host], len(hosts), sum(hosts)
-    others = (ranks - size) * nbytes  # come down too, to everybody but the leader
+    others = (ranks - size) * nbytes  # the leader sends these down to the other ranks
     here, down = tree_gather(nbytes, size, path, 1), tree_down(others, size, path, 1)
     sent = [own + more for own, more in zip(here.sent, down.sent, strict=True)]
     received = [own + more for own, more in zip(here.received, down.received, strict=True)]
@@ -253,7 +254,7 @@ def _gathered_on_host(
 
 
 def hierarchical_down(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
-    """Broadcast of the first rank's tensor: to the first of each host, then on each host.
+    """Broadcast of the first rank's tensor: to the leader of each host, then on each host.
 
     >>> hierarchical_down(4, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
     Cost(seconds=17.0, sent=(32, 0, 16, 0), received=(0, 16, 16, 16), messages=(2, 1, 2, 1))
@@ -266,7 +267,7 @@ def hierarchical_down(numel: int, ranks: int, path: Path, itemsize: int = 4, *, 
 
 
 def _two_storeys(within: list[Cost], between: Cost) -> Cost:
-    """What the ranks of each host do, and what the first of each does among themselves."""
+    """Add the cost among the leaders (`between`) to the cost of each host's ranks (`within`)."""
     found = []
     for field in ("sent", "received", "messages"):
         amounts = []
@@ -277,11 +278,11 @@ def _two_storeys(within: list[Cost], between: Cost) -> Cost:
     return Cost(within[0].seconds + between.seconds, *found)
 
 
-# ---- all of them
+# ---- barrier and catalogue
 
 
 def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
-    """Dissemination, with every algorithm: a header in each round, asked for.
+    """Barrier by dissemination, used by every algorithm: a request and a header in each round.
 
     >>> barrier(0, 5, Path(latency=1.0, alpha=0.0, bandwidth=16.0)).seconds
     20.0

@@ -1,13 +1,13 @@
-"""What messages, updates and steps cost here, measured: `dure probe` asks, a `LinkBenchmark` on each host answers.
+"""Measurements of messages, updates and steps: `dure probe` calls a `LinkBenchmark` on each host.
 
-    caller                            host                        what it shows
+    caller                            host                        measures
       ping  ------------------------->                            the smallest round trip, and the cores' time for it
       <-------------------------
-      take: n bytes ----------------->  acknowledged              the way out; several at once, what of it is the link's
+      take: n bytes ----------------->  acknowledged              the way out; several at once show the link's share
       give  ------------------------->
       <------------------- n bytes ---                            the way in
 
-A host that is to measure is told so (`measure`), and answers with its figures: medians over a few repeats, in seconds.
+The call `measure` makes a host measure; its reply has the figures: medians of several repetitions, in seconds.
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ if TYPE_CHECKING:
 SERVICE = "benchmark"
 
 SIZES = tuple(1 << power for power in range(16, 24))
-"""Bytes of the messages that are measured: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
+"""Sizes of messages in bytes: 64 KiB to 8 MiB, up to the first that takes LONGEST."""
 
 LONGEST = 0.15
-"""Seconds of a message after which no larger one is measured, once there are FEWEST sizes."""
+"""If a message takes more seconds, no larger one is measured; at least FEWEST sizes are measured."""
 
 SPENT = 0.4
-"""Seconds after which a size is not repeated any more, once it has been FEWEST times."""
+"""Seconds after which a size is not repeated; it is measured at least FEWEST times."""
 
-FEWEST, MOST = 3, 9  # fewer than three sizes cannot tell what a byte costs from what a message costs
+FEWEST, MOST = 3, 9  # fewer than three sizes cannot separate the cost of a byte from that of a message
 PINGS = 200
 TRAIN = 3
-"""Messages at once, whose time over that of one shows what of a byte's time is the link's."""
+"""Number of messages at once; their time, compared with that of one, shows the link's share of a byte's time."""
 
 APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
-"""Bytes of the updates whose application is measured."""
+"""Sizes in bytes of the updates whose application is measured."""
 
 STEPS = 20
 
 HAND_OVERS = 100
-"""Pushes to a process beside, each after a step, over which what they cost is averaged."""
+"""Number of pushes to the second process, each after a step, over which costs are averaged."""
 
 MODEL = 25_000
-"""Values that are pushed where no job says how many."""
+"""Number of values in a push if no job is given."""
 
 Figures = dict[str, Any]
 
 
 class OpenShard(Shard):
-    """A shard for measurements: hosts push to it, and no run has workers that could."""
+    """A shard for measurements: it has no protocol that limits calls to the workers of a run, so hosts may push."""
 
     protocol: ClassVar[Mapping[str, Method]] = {}
 
 
 class LinkBenchmark:
-    """The service of a host: takes and gives messages, and measures those between itself and a peer.
+    """The service of a host: receives and sends messages, and measures messages between itself and a peer.
 
     | method       | fields | reply                                                                     |
     |--------------|--------|---------------------------------------------------------------------------|
     | `ping`       |        |                                                                           |
-    | `take N`     |        | once N bytes are here                                                     |
+    | `take N`     |        | after N bytes have arrived                                                |
     | `give N`     |        | N bytes                                                                   |
     | `spent`      |        | `seconds` of a core that this process has used                            |
     | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
@@ -92,10 +92,10 @@ class LinkBenchmark:
     |              | count  |                                                                           |
     | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
     | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
-    | `host N`     |        | from here on a shard of N values is there, to be pushed to                |
-    | `hand over`  | peer   | `points`: what a push to the peer's shard, and the answer, cost           |
+    | `host N`     |        | after a shard of N values has been made for pushes                        |
+    | `hand over`  | peer   | `points`: costs of a push to the peer's shard and of the reply            |
     | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
-    | `over`       |        | this host is not needed any more                                          |
+    | `over`       |        | the measurements end, and this host may exit                              |
     """
 
     def __init__(self, node: ProcessNode, job: Job | None = None, codecs: Mapping[str, Codec] | None = None) -> None:
@@ -147,13 +147,13 @@ class LinkBenchmark:
         pings = [later - earlier for earlier, later in zip(cores, await self._spent(there), strict=True)]
         figures = {
             "round_trip": statistics.median(times),
-            "cpu_message": max(pings) / PINGS / 2,  # a round trip is two messages, and each costs both hosts
+            "cpu_message": max(pings) / PINGS / 2,  # a round trip has two messages; each costs both hosts
             "points": [[*point] async for point in self._points(there)],
         }
         return Reply(figures)
 
     async def _points(self, there: Address) -> AsyncIterator[tuple[int, int, float, float]]:
-        """Seconds of messages out and in, for several sizes; alone, and as a train of TRAIN at once."""
+        """Seconds of messages out and in for several sizes, alone and TRAIN at once."""
         for number, size in enumerate(SIZES, start=1):
             alone = await self._both_ways(there, size, 1)
             yield size, 1, *alone
@@ -162,10 +162,10 @@ class LinkBenchmark:
                 break
 
     async def _race(self, peers: Sequence[str], size: int, count: int) -> Reply:
-        """`size` bytes from each of `peers` at once, `count` times: when each had arrived."""
+        """Receive `size` bytes from each of `peers` at once, `count` times; report the time of each arrival."""
         into = [torch.empty(size, dtype=torch.uint8) for _ in peers]
         rounds: list[list[float]] = []
-        for _ in range(count + 1):  # the first one connects, and is not counted
+        for _ in range(count + 1):  # the first round connects and is not counted
             began = time.perf_counter()
             gives = [
                 self._node.call(Address(peer, SERVICE), f"give {size}", into=(part,))
@@ -201,7 +201,7 @@ class LinkBenchmark:
         return mine, (await self._node.call(there, "spent")).fields["seconds"]
 
     async def _apply(self) -> Reply:
-        """Updates as Downpour's are applied: on arrival, by a shard of this process, with no wire between."""
+        """Time updates that a shard of this process applies on arrival, as in Downpour, without the wire."""
         points = []
         spec = OptimizerSpec() if self._job is None else self._job.optimizer
         for nbytes in APPLIED:
@@ -215,10 +215,10 @@ class LinkBenchmark:
         return Reply({"points": points, "cores": cores()})
 
     async def _hand_over(self, peer: str) -> Reply:
-        """Pushes from a loop of steps to a shard of a process beside, which answers with the values.
+        """Time a loop of steps that pushes to a shard in the second process and pulls the values.
 
-        A point has the bytes of a push, and seconds of a loop with one: by the clock, of this process's cores, of the
-        peer's. The first has no push at all.
+        A point has the bytes of a push and the seconds of an iteration: by the clock, of this process's cores, of the
+        peer's cores. The first point has no push.
         """
         there = Address(peer, SERVICE)
         step = None if self._job is None else begin_steps(self._job)
@@ -236,7 +236,7 @@ class LinkBenchmark:
     async def _looped(
         self, there: Address, step: Callable[[], object] | None, exchange: Callable[[], Awaitable[object]] | None
     ) -> tuple[float, float, float]:
-        """Seconds of a loop of `step` and `exchange`: by the clock, of this process's cores, of the peer's."""
+        """Mean seconds of `step` and `exchange` in a loop: by the clock, of this process's cores, of the peer's."""
         mine = theirs = began = 0.0
         for loop in range(-HAND_OVERS // 10, HAND_OVERS):
             if loop == 0:
@@ -257,7 +257,7 @@ class LinkBenchmark:
 
 
 def begin_steps(job: Job) -> Callable[[], object]:
-    """A function that does the next step of `job` in this process, alone: draws data, computes the gradient, steps."""
+    """Make a function that does the next step of `job` in this process: data, gradient and optimizer."""
     gradient_engine = GradientEngine(job, exact=True)
     (sampler,) = job.samplers((job.batch_size,), seed=0)
     values = gradient_engine.initial_values(0)
@@ -273,7 +273,7 @@ def begin_steps(job: Job) -> Callable[[], object]:
 
 
 def step_seconds(job: Job) -> list[float]:
-    """Seconds of STEPS whole steps of `job`, one after another, after one that is not counted."""
+    """Seconds of STEPS whole steps of `job`, one after another; a first step is not counted."""
     step, times = begin_steps(job), []
     for _ in range(STEPS + 1):
         began = time.perf_counter()
@@ -293,7 +293,7 @@ def cores() -> int:
 
 
 def main(starter: Starter) -> None:
-    """A second process on a host: what messages within it are measured with."""
+    """Entry point of the second process on a host; with it, messages within the host are measured."""
     torch.set_num_threads(1)
     request = starter.request()
     identity = Identity(request["run"], request["name"], request["rank"])

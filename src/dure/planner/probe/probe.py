@@ -1,14 +1,14 @@
-"""`dure probe`: measure hosts and what is between them, and describe them as a cluster file.
+"""`dure probe`: measure hosts and the links between them, and describe them as a cluster file.
 
-    rank 0, or this process alone           every rank                         beside it
+    rank 0, or this process alone           every rank                         a second process
       conducts                                a benchmark  ---- local ------------> a second benchmark
       "measure" ------------------------------> with each partner, one pair at a time
       "apply", "compute" ---------------------> by itself
 
-What is measured is dure's own wire and dure's own shard, so that constants stand for what a run will meet. Messages of
-several sizes, alone and a few at once, tell what a byte costs on the link from what it costs beside it: the first they
-pay one after another, the second only once (`wire_of`). Of half a small round trip alpha is what cores spend on a
-message, and the rest is latency.
+The measurements use dure's own wire and dure's own shard, so that the constants hold for real runs. Messages of several
+sizes, alone and several at once, separate a byte's cost on the link from its other cost: messages at once occupy the
+link one after another, but pay the other cost only once (`wire_of`). Half of a small round trip consists of alpha, the
+time of the cores for a message, and of latency.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 ALIKE = 0.1
-"""Hosts whose figures differ by at most this share are machines of one kind."""
+"""Hosts whose figures differ by at most this share count as machines of one kind."""
 
 LEAST_WIRE = 0.05
-"""Share of a byte's time that is the link's at least."""
+"""Least share of a byte's time that is attributed to the link."""
 
 
 BAD_FIT = 0.1
-"""Residual of a link from which on its constants are not to be trusted."""
+"""Residual of a link's fit above which its constants are unreliable."""
 
 WIDEST = 0.8
-"""Standard deviation of the logarithms of steps that points to other programs; idle cores showed 0.5."""
+"""Standard deviation of the logarithms of steps above which other programs are suspected; idle cores showed 0.5."""
 
 RACES = 24
-"""Pairs of messages at once into one host that are measured, over all hosts together."""
+"""Number of races in total: two messages sent at once to one host."""
 
 MOST_SHARE = 0.95
-"""Share of a link at most that the faster of two messages is taken to have had."""
+"""Largest share of a link that is attributed to the faster of two messages."""
 
 PAIR_SECONDS = 600.0
-"""How long the measurements of one pair, or of one host's steps, may take."""
+"""Timeout of the measurements of one pair, or of one host's steps."""
 
 
 def wire_of(figures: Figures) -> Fit:
-    """What a byte costs beside the link (beta), and on it (1 / bandwidth), in seconds.
+    """Fit the seconds that a byte takes outside the link (beta) and on it (1 / bandwidth).
 
-    `count` messages of `size` bytes at once follow one another on the link, and end one handling after the last:
-    start + size * beta + count * size / bandwidth. Where noise hides what bytes cost, the largest message's time is all
-    theirs: a link looks no faster than what was seen on it.
+    `count` messages of `size` bytes at once occupy the link one after another; the last of them is then handled. They
+    take start + size * beta + count * size / bandwidth. If noise hides the cost of bytes, the whole time of the largest
+    message is attributed to the link, so that no link looks faster than it was measured.
     """
     line = fit([(size, count * size, seconds) for size, count, *both in figures["points"] for seconds in both])
     if any(line.slopes):
@@ -84,12 +84,14 @@ def wire_of(figures: Figures) -> Fit:
 
 
 def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
-    """Standard deviation of the logarithm of a message's weight, from the ends of pairs of equal messages at once.
+    """Estimate the standard deviation of log(weight of a message) from the ends of two equal messages sent at once.
 
-    The faster of two messages with weights v > w has v / (v + w) of the link until its end, the other all of it from
-    there on: that share is half the later end over the earlier. log(v / w) has twice the variance of log(v).
+    Of two messages with weights v > w, the faster has the share v / (v + w) of the link until its end; then the slower
+    has the whole link. So the share is half the later end divided by the earlier end. log(v / w) has twice the variance
+    of log(v).
 
-    Weights 3 and 1: the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower after 2.
+    Example: with weights 3 and 1, the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower
+    after 2.
 
     >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4)  # log(3) / sqrt(2)
     0.7768
@@ -100,12 +102,12 @@ def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
     return float(np.sqrt(np.mean(np.log(shares / (1 - shares)) ** 2) / 2))
 
 
-# ---- what the figures come to
+# ---- from figures to a cluster
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHost:
-    """One host: seconds of half a round trip, seconds per byte on its link, and its compute, where a job was named."""
+    """One host: seconds of half a round trip, seconds per byte on its link, and seconds of a step if a job is given."""
 
     way: float
     per_byte: float
@@ -117,7 +119,7 @@ class MeasuredHost:
 
 
 def described(found: Figures, workers: int) -> Cluster:
-    """The cluster that fits the figures; of `workers` machines like this one where it is alone.
+    """The cluster that fits the figures. If only one host was measured, the cluster has `workers` machines like it.
 
     A message within a machine takes alpha + bytes / memory_bandwidth there; one between machines
     latency + alpha + bytes * (beta + 1 / bandwidth).
@@ -149,9 +151,9 @@ def described(found: Figures, workers: int) -> Cluster:
 
 
 def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
-    """`cluster` as processes of one machine that share its cores, by what they cost each other (`hand_over`, `runs`).
+    """Change `cluster` to processes that share the cores of one machine, by the measured `hand_over` and `runs`.
 
-    Workers that are more than the cores wait for each other: a step's own time is so much shorter.
+    If workers outnumber the cores, they wait for each other, so a step alone takes less than the measured time.
     """
     cores = min(found["cores"])
     alpha, beta, wake = hand_over(found["hand_over"])
@@ -179,8 +181,9 @@ def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
 def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Costs of a message: alpha and beta of each of its two processes, and the latency between them.
 
-    Of `points` (bytes, seconds by the clock, of the caller's cores, of the host's cores) the first is of a step alone.
-    The others are of a step, a push and an answer of as many bytes: two messages, each of which costs both processes.
+    `points` are (bytes, seconds by the clock, seconds of the caller's cores, seconds of the host's cores). The first
+    point measures a step alone. Each other point measures a step, a push and a reply of the same size: two messages,
+    each of which costs both processes.
     """
     (_, alone, own, _), *others = points
     costs = [(nbytes, (here - own + there) / 4) for nbytes, _, here, there in others]
@@ -192,14 +195,14 @@ def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
 
 
 def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:
-    """A round of an all_reduce that took `seconds`; its bytes cost what they do between two processes, at most all."""
+    """Cost of a round of an all_reduce that took `seconds`. A byte costs at most `byte` seconds."""
     rounds = 2 * (workers - 1)
     byte = min(byte, seconds / rounds / (4 * numel / workers))
     return RoundCost(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
 
 
 def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:
-    """Of each operation at each size, the most seconds that any host took: everybody waits for that one."""
+    """The time of the slowest host for each operation and size, because all hosts wait for the slowest."""
     return {
         operation: [max(same, key=itemgetter(1)) for same in zip(*(host[operation] for host in hosts), strict=True)]
         for operation in hosts[0]
@@ -207,7 +210,7 @@ def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict
 
 
 def _hosts(found: Figures) -> list[MeasuredHost]:
-    """Each host at its best: with a partner that is slower it shows the partner's link."""
+    """The best figures of each host: with a slower partner, the figures are those of the partner's link."""
     hosts = []
     for rank, local in enumerate(found["local"]):
         mine = [figures for figures in found["pairs"] if rank in figures["hosts"]] or [local]
@@ -219,13 +222,13 @@ def _hosts(found: Figures) -> list[MeasuredHost]:
 
 
 def _on_link(wire: Fit) -> float:
-    """Seconds per byte; where cores are the limit and the link shows nowhere, a share of all that a byte takes."""
+    """Seconds per byte on the link, at least LEAST_WIRE of all that a byte takes: cores may hide the link's time."""
     beside, on = wire.slopes
     return max(on, LEAST_WIRE * (beside + on))
 
 
 def _kinds(hosts: Sequence[MeasuredHost]) -> list[list[MeasuredHost]]:
-    """Neighbors in rank that are alike, together."""
+    """Group hosts of neighboring ranks whose figures are alike."""
     kinds: list[list[MeasuredHost]] = []
     for host in hosts:
         if kinds and host.like(kinds[-1][0]):
@@ -257,17 +260,17 @@ def probe(
     data: Path | None = None,
     key_file: Path | None = None,
 ) -> Figures | None:
-    """Measure; every rank calls this where torchrun has started several. None on all but the first.
+    """Measure all hosts. If torchrun has started several ranks, each calls this; only rank 0 returns the figures.
 
-    On one machine short real runs of `workers` workers are made of the job called `name` (as `dure train` takes it,
-    with its `data`); without a name a step is measured in this process alone. `key_file` as for `dure.attach`.
+    On one machine, short real runs with `workers` workers train the job called `name` (as in `dure train`, with its
+    `data`); without a name, a step is measured in this process alone. `key_file` is as in `dure.attach`.
 
-    `cluster` is the `Cluster`, the other entries are what it was made of: `local`, `pairs` (by two `hosts`), `races`,
-    `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`, `residual`, the worst
-    fit of a link, and `advice` where that is bad. Of one machine also `hand_over` (`hand_over`), `numel` and `runs`
-    (`short_runs`).
+    The entry `cluster` is the `Cluster`. It is derived from the other entries: `local`, `pairs` (each with its two
+    `hosts`), `races`, `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`,
+    `residual` (the worst fit of a link), and `advice` if that fit is bad. One machine alone also has `hand_over`,
+    `numel` and `runs` (`short_runs`).
 
-    Raises `PeerLost` where a host goes away.
+    Raises `PeerLost` if a host fails or exits.
     """
     if workers < 1:
         raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
@@ -282,7 +285,7 @@ def probe(
     with ExitStack() as stack:
         stack.callback(node.wire.close)
         beside = _begin_beside(node, here, credentials, stack)
-        stack.callback(benchmark.over.resolve)  # whoever goes from here on is not missed
+        stack.callback(benchmark.over.resolve)  # from here on, the exit of a peer is no error
         places = rendezvous.exchange("place", [here.interface, node.wire.listen(here.interface)])
         node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
         besides = rendezvous.exchange("beside", [here.interface, beside.answer()["port"]])
@@ -311,7 +314,7 @@ def probe(
 
 
 def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credentials, stack: ExitStack) -> ShardProcess:
-    """A second process on this host."""
+    """Start a second process on this host."""
     name = f"beside {here.rank}"
     request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
     request["credentials"] = credentials.plain()
@@ -326,7 +329,7 @@ def _lost(loss: Loss, benchmark: LinkBenchmark) -> None:
 
 
 def _named(codecs: Sequence[str]) -> dict[str, Codec]:
-    """Codecs given as text, under what a cluster file calls them. Raises `StrategyError`."""
+    """Parse codecs, and map the names that a cluster file uses to them. Raises `StrategyError`."""
     made = [make(text, "codec") for text in codecs]
     names = [codec_name(codec) for codec in made]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -336,7 +339,7 @@ def _named(codecs: Sequence[str]) -> dict[str, Codec]:
 
 
 async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figures:
-    """Everything, one after another: what runs at the same time would be measured together."""
+    """Conduct all measurements, one after another: measurements at the same time would disturb each other."""
     hosts = [Address(f"host {rank}", SERVICE) for rank in range(world)]
     found: Figures = {"local": [], "pairs": [], "apply": [], "cores": []}
     for rank, host in enumerate(hosts):
@@ -358,7 +361,7 @@ async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figu
         coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
         found["codecs"][codec] = [dict((await each).fields) for each in coding]
     found["races"] = [ends async for ends in _races(node, hosts, found["pairs"])]
-    for host in hosts:  # itself first: from then on a host that goes is not missed
+    for host in hosts:  # this host first: after that, the exit of another host is no error
         await node.call(host, "over")
     found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
     found["advice"] = advice(found["residual"], one_machine=world == 1)
@@ -394,7 +397,7 @@ def disturbance(runs: Figures) -> str:
 async def _races(
     node: ProcessNode, hosts: Sequence[Address], pairs: Sequence[Figures]
 ) -> AsyncIterator[tuple[float, float]]:
-    """The ends of two messages at once into one host: from the next two hosts, or from two processes of the next."""
+    """Ends of two messages sent at once to each host: by the next two hosts, or by two processes of the next host."""
     world = len(hosts)
     if world == 1:
         return
@@ -408,7 +411,7 @@ async def _races(
 
 
 def partners(world: int) -> Iterator[tuple[int, int]]:
-    """Pairs at distances 1, 2, 4, ...: each host meets several, and thousands of hosts are no thousand each.
+    """Pairs of hosts at distances 1, 2, 4, ...: each host has several partners, and their number grows slowly.
 
     >>> list(partners(4))
     [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)]
@@ -425,7 +428,7 @@ def partners(world: int) -> Iterator[tuple[int, int]]:
 
 
 def table(cluster: Cluster, found: Figures) -> Table:
-    """The constants for people."""
+    """The constants of the cluster as a table for people."""
     from rich.table import Table
 
     from dure.core import units

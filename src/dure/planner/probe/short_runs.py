@@ -1,12 +1,12 @@
-"""Short real runs on this machine, from which `dure probe` takes what steps and meetings cost when all workers run.
+"""Short real runs on this machine: `dure probe` measures the cost of steps and all_reduces while all workers run.
 
-    run                       gives
-      `one-shot`              a worker's whole step: data, gradient, optimizer, loop; beside the other workers
+    run                       measures
+      `one-shot`              a worker's whole step (data, gradient, optimizer, loop) while the other workers run
       `averaging:period=8`    an all_reduce of the model
-      `bsp`                   an all_reduce of a gradient that leaves during backward
+      `bsp`                   an all_reduce of a gradient that is sent during backward
 
-A meeting ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the mean
-follows from the spread of steps (`slowest`), and is no part of the meeting's own cost.
+An all_reduce ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the
+mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from dure.runtime.launch.fork_server import ForkServer
 
 PERIOD = 8
 STEPS = 400
-"""Steps of a run whose steps are short; of others, as many as take LONGEST seconds, but FEWEST at least."""
+"""Steps of a run with short steps. A run with longer steps has as many as take LONGEST seconds, at least FEWEST."""
 
 FEWEST, LONGEST = 40, 4.0
 WARM = 8
-"""Steps of a worker that are not counted."""
+"""Steps of warm-up of each worker; they are not counted."""
 
 DRAWS = 20_000
 TAIL = 0.99
-"""Share of steps whose spread is described; longer steps count in the mean alone."""
+"""Share of steps that determine the spread; the longest steps count only in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A worker's steps, from the beginning of one to the beginning of the next: their mean and log-normal spread."""
+    """Mean and log-normal spread of a worker's steps, from the beginning of one to the beginning of the next."""
 
     seconds: float
     sigma: float
 
 
 def short_runs(job: str, data: Path | None, workers: int, step: float) -> Figures:
-    """Seconds of `steps` beside others (of every worker), and of an `all_reduce` and a `gradient`'s sum (None alone).
+    """Measure seconds of each worker's `steps`, of an `all_reduce`, and of the all_reduce of a `gradient`.
 
-    `step` is what a step takes about, in seconds.
+    The last two are None for one worker. `step` is an estimate of a step in seconds.
     """
     steps = max(FEWEST, min(STEPS, round(LONGEST / step)))
     shared = {"job": job, "data": data, "workers": workers, "steps": steps, "on": "local"}
@@ -69,14 +69,14 @@ def short_runs(job: str, data: Path | None, workers: int, step: float) -> Figure
 
 
 def described(steps: Sequence[Sequence[float]]) -> Steps:
-    """The mean of all workers' steps, and how their logarithms spread."""
+    """Mean of all workers' steps, and the standard deviation of their logarithms."""
     times = np.sort(np.concatenate([np.asarray(each) for each in steps]))
     usual = times[: max(1, math.ceil(TAIL * len(times)))]
     return Steps(float(times.mean()), float(np.log(usual).std()))
 
 
 def slowest(steps: Steps, workers: int, period: int) -> float:
-    """Mean seconds that the slowest of `workers` takes for `period` steps, by drawing."""
+    """Mean seconds that the slowest of `workers` takes for `period` steps, estimated from random draws."""
     rng = np.random.default_rng(0)
     draws = DRAWS // (workers * period) + 1
     factors = np.exp(steps.sigma * rng.standard_normal((draws, workers, period)) - steps.sigma**2 / 2)
@@ -88,7 +88,7 @@ def _gaps(begun: Sequence[float]) -> list[float]:
 
 
 def _begun(options: Mapping[str, Any], fork_server: ForkServer) -> list[list[float]]:
-    """When each worker of a real run began each of its steps, in seconds."""
+    """Start a real run, and return the times, in seconds, at which each worker began its steps."""
     from dure.run.prebuilt import Prebuilt
     from dure.run.train import run
 

@@ -1,7 +1,7 @@
-"""A model that takes time and no cores: sleep stands for compute where only the network is to be looked at.
+"""A model that sleeps instead of computing, for measurements of the network alone.
 
-Forward sleeps a third of the seconds, backward the rest, spread over the layers by their size, so that the last
-layer's gradient is there first, as in a real backward pass. Gradients are constant.
+Forward sleeps a third of the seconds. Backward sleeps the rest, distributed over the layers by their size: the last
+layer's gradient is complete first, as in a real backward pass. Gradients are constant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLOPE = 1e-3
 
 
 def synthetic_job(layers: Sequence[int], seconds: float) -> Job:
-    """A job whose model has `layers` of so many parameters, and whose steps take `seconds`."""
+    """A job whose model has a layer for each number of parameters in `layers`, and whose steps take `seconds`."""
     return Job(
         model=lambda: StandIn(layers, seconds),
         loss=lambda outputs, targets: outputs,
@@ -35,13 +35,13 @@ def synthetic_job(layers: Sequence[int], seconds: float) -> Job:
 
 
 def job_file(layers: Sequence[int], seconds: float) -> str:
-    """The text of a job file whose function `job` makes it."""
+    """The text of a job file whose function `job` returns `synthetic_job(layers, seconds)`."""
     head = "from dure.planner.probe.synthetic_job import synthetic_job"
     return f"{head}\n\n\ndef job():\n    return synthetic_job({[*layers]}, {seconds})\n"
 
 
 class StandIn(nn.Module):
-    """`layers` of so many parameters; a forward and a backward pass together take `seconds`."""
+    """A layer for each number of parameters in `layers`; forward and backward together take `seconds`."""
 
     def __init__(self, layers: Sequence[int], seconds: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class StandIn(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return inputs.mean()  # nobody waits for an evaluation
+            return inputs.mean()  # evaluations take no time
         time.sleep(self.seconds / 3)
         total = sum(layer.numel() for layer in self.layers)
         carried = inputs.mean()
@@ -61,7 +61,7 @@ class StandIn(nn.Module):
 
 
 class _Layer(torch.autograd.Function):
-    """Passes on what it is given; going back takes `seconds`."""
+    """The identity; its backward pass takes `seconds`."""
 
     @staticmethod
     def forward(ctx: Any, carried: Tensor, layer: Tensor, seconds: float) -> Tensor:
