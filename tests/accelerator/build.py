@@ -8,9 +8,8 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 SOURCES = Path(__file__).parent / "device"
 FOLDER = Path(__file__).parents[2] / "build" / "accelerator"
@@ -23,7 +22,7 @@ class Absent(Exception):
 
 def built() -> Path:
     """The extension's file, which is compiled if there is none yet. Processes that ask at the same time build once."""
-    digest = hashlib.sha256(f"{torch.__version__} {sysconfig.get_config_var('SOABI')} {FLAGS}".encode())
+    digest = hashlib.sha256(f"{version('torch')} {sysconfig.get_config_var('SOABI')} {FLAGS}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     folder = FOLDER / digest.hexdigest()[:16]
@@ -37,7 +36,7 @@ def built() -> Path:
 
 
 def _compile(library: Path) -> None:
-    # cpp_extension.load() needs ninja, which nothing else here needs; its paths are all that is used of it.
+    # cpp_extension.load() needs ninja, which nothing else here needs; only its paths are used. It imports PyTorch.
     from torch.utils import cpp_extension
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -46,22 +45,19 @@ def _compile(library: Path) -> None:
         raise Absent("no C++ compiler: neither g++ nor $CXX")
     if not (Path(headers) / "Python.h").exists():
         raise Absent(f"no Python.h in {headers}")
-    includes = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), headers)]
-    objects = []
-    for source in sorted(SOURCES.glob("*.cpp")):
-        objects.append(str(library.with_name(source.stem + ".o")))
-        _run([compiler, *FLAGS, *includes, "-c", str(source), "-o", objects[-1]])
-    paths = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    # One translation unit: nearly all of the time goes into PyTorch's headers, which are then read once.
+    first, *others = sorted(SOURCES.glob("*.cpp"))
+    command = [compiler, *FLAGS, *(f"-isystem{path}" for path in (*cpp_extension.include_paths(), headers))]
+    for source in others:
+        command += ["-include", str(source)]
+    for path in cpp_extension.library_paths():
+        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
     partial = library.with_suffix(".partial")
-    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    _run([compiler, "-shared", *objects, *paths, *libraries, "-o", str(partial)])
-    partial.rename(library)
-
-
-def _run(command: list[str]) -> None:
+    command += [str(first), "-shared", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(partial)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    partial.rename(library)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from inspect import signature
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 DEVICE = "standin"
@@ -571,6 +572,196 @@ def pinned_memory_is_counted(fault):
     return torch.tensor(torch.standin.pinned_bytes()), torch.tensor(before)
 
 
+# --- a group of two processes ---
+
+
+def on_two_ranks(work: Callable[[int], Tensor], backend: str = "cpu:gloo,standin:standin_nccl") -> Tensor:
+    """The ranks' results, one row a rank. The ranks' errors are raised here as one."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [(rank, *_rank(rank, folder, backend, work)) for rank in range(2)]
+        rows = []
+        for _, child, reading in children:
+            os.waitpid(child, 0)
+            with os.fdopen(reading) as pipe:
+                rows.append(json.loads(pipe.read()))
+    if errors := [row for row in rows if isinstance(row, str)]:
+        raise RuntimeError(" | ".join(errors))
+    return torch.tensor(rows)
+
+
+def _rank(rank: int, folder: str, backend: str, work: Callable[[int], Tensor]) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = dist.FileStore(f"{folder}/store", 2)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+        try:
+            result = work(rank).cpu().tolist()
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            result = str(error)
+        os.write(writing, json.dumps(result).encode())
+        store.set(str(rank), "done")  # a rank that leaves earlier resets the other one's connection
+        store.wait(["0", "1"])
+        os._exit(0)
+    os.close(writing)
+    return child, reading
+
+
+def sums(count: int = 8) -> Tensor:
+    return (2 * values(count)).expand(2, count)
+
+
+@program
+def all_reduce_and_wait(fault):
+    def work(rank):
+        x = values().to(DEVICE)
+        pending = dist.all_reduce(x, async_op=True)
+        if not fault:
+            pending.wait()
+        return x * 1
+
+    return on_two_ranks(work), sums()
+
+
+@program
+def all_reduce_and_wait_on_another_stream(fault):
+    """`wait` concerns the current stream; the fault lets a side stream wait and reads on the main one."""
+
+    def work(rank):
+        x, side = values().to(DEVICE), stream()
+        pending = dist.all_reduce(x, async_op=True)
+        with side if fault else main_stream():
+            pending.wait()
+        return x * 1
+
+    return on_two_ranks(work), sums()
+
+
+@program
+def input_of_a_collective_changed(fault):
+    def work(rank):
+        x, every = values(4).to(DEVICE), torch.empty(8, device=DEVICE)
+        pending = dist.all_gather_single(every, x, async_op=True)
+        if not fault:
+            pending.wait()
+        x.zero_()
+        pending.wait()
+        return every
+
+    return on_two_ranks(work), torch.cat([values(4), values(4)]).expand(2, 8)
+
+
+@program
+def received_before_the_wait(fault):
+    def work(rank):
+        x = values().to(DEVICE) if rank == 0 else torch.empty(8, device=DEVICE)
+        pending = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        if not fault:
+            pending.wait()
+        return x * 1 if rank == 1 else values()
+
+    return on_two_ranks(work), values().expand(2, 8)
+
+
+@program
+def group_of_the_device_alone(fault):
+    """As with NCCL: a group for the device has nothing for tensors on the CPU."""
+
+    def work(rank):
+        x = values() if fault else values().to(DEVICE)
+        dist.all_reduce(x)
+        return x
+
+    return on_two_ranks(work, "standin:standin_nccl"), sums()
+
+
+@program
+def collectives_give_what_gloo_gives():
+    calls = (
+        lambda x, out: dist.all_reduce(x),
+        lambda x, out: dist.all_reduce(x, op=dist.ReduceOp.MAX),
+        lambda x, out: dist.broadcast(x, 1),
+        lambda x, out: dist.all_gather_single(out, x),
+        lambda x, out: dist.reduce_scatter_single(out[:2], x),
+        lambda x, out: dist.all_to_all_single(out[:4], x),
+        lambda x, out: dist.all_gather([out[:4], out[4:]], x),
+    )
+
+    def work(device):
+        def collectives(rank):
+            torch.manual_seed(rank)
+            x, results = torch.randn(4).to(device), []
+            for call in calls:
+                mine, out = x.clone(), torch.zeros(8, device=device)
+                call(mine, out)
+                results += [mine, out]
+            dist.reduce(x, 0)
+            results.append(x if rank == 0 else torch.zeros_like(x))  # only the root's value is defined
+            return torch.cat(results)
+
+        return collectives
+
+    return on_two_ranks(work(DEVICE)), on_two_ranks(work("cpu"))
+
+
+@program
+def averages_and_waits():
+    """NCCL's average; and how often the host waits: not for a collective, once for a barrier."""
+
+    def work(rank):
+        x = (values(4) * (rank + 1)).to(DEVICE)
+        before = torch.standin.synchronizations()
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        waits = [torch.standin.synchronizations() - before]
+        dist.barrier()
+        waits.append(torch.standin.synchronizations() - before)
+        return torch.cat([x.cpu(), torch.tensor(waits, dtype=torch.float32)])
+
+    expected = torch.cat([1.5 * values(4), torch.tensor([0.0, 1.0])]).expand(2, 6)
+    return on_two_ranks(work, "standin:standin_nccl"), expected
+
+
+def ddp(device: str, hook: Callable[..., torch.futures.Future[Tensor]] | None = None) -> Callable[[int], Tensor]:
+    def work(rank):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+        parallel = nn.parallel.DistributedDataParallel(net)
+        if hook is not None:
+            parallel.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        x = torch.randn(2, 4, 6)[rank].to(device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            parallel(x).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    return work
+
+
+@program
+def ddp_trains_as_over_gloo():
+    return on_two_ranks(ddp(DEVICE)), on_two_ranks(ddp("cpu"))
+
+
+@program
+def ddp_hook_on_a_side_stream(fault):
+    """A hook that scales the bucket on its own stream."""
+
+    def hook(_, bucket):
+        side = stream()
+        if not fault:
+            side.wait_stream(main_stream())
+        buffer = bucket.buffer()
+        with side:
+            buffer.div_(2)
+            pending = dist.all_reduce(buffer, async_op=True)
+        return pending.get_future().then(lambda done: done.value()[0])
+
+    return on_two_ranks(ddp(DEVICE, hook)), on_two_ranks(ddp("cpu"))
+
+
 def judge(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
     try:
         got, expected = program(*fault)
@@ -581,11 +772,11 @@ def judge(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
 
 def outcome(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
     """What becomes of the program in a process of its own."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         child = os.fork()
         if child == 0:
             os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+            os.dup2(errors.fileno(), 2)
             try:
                 print(judge(program, *fault), flush=True)
             except BaseException:  # noqa: BLE001
@@ -594,8 +785,10 @@ def outcome(program: Callable[..., tuple[Tensor, Tensor]], *fault: bool) -> str:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         said.seek(0)
-        text = said.read().decode().strip()
-    return f"killed by signal {os.WTERMSIG(status)}: {text}" if os.WIFSIGNALED(status) else text
+        errors.seek(0)
+        if os.WIFSIGNALED(status):
+            return f"killed by signal {os.WTERMSIG(status)}: {errors.read().strip()}"
+        return said.read().strip() or errors.read().strip()
 
 
 def main(names: list[str]) -> None:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerator.build import built
 
 
 def register() -> types.ModuleType:
-    """Loads the device into this process under the name `standin`; returns `torch.standin`."""
+    """Loads the device into this process under the name `standin`; returns `torch.standin`.
+
+    The backend `standin_nccl` of `torch.distributed` plays NCCL: `init_process_group("cpu:gloo,standin:standin_nccl")`.
+    """
     if "standin_device" not in sys.modules:
         spec = importlib.util.spec_from_file_location("standin_device", built())
         assert spec is not None
@@ -27,7 +32,12 @@ def register() -> types.ModuleType:
         torch.utils.rename_privateuse1_backend("standin")
         torch._register_device_module("standin", _module(device))
         torch.utils.generate_methods_for_privateuse1_backend()
+        dist.Backend.register_backend("standin_nccl", lambda *of: _group(device, *of), devices=["standin"])
     return sys.modules["torch.standin"]
+
+
+def _group(device: Any, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    return device.group(dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout))
 
 
 def _module(device: Any) -> types.ModuleType:

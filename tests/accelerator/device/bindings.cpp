@@ -1,5 +1,7 @@
-// The stand-in accelerator as PyTorch and Python see it: hooks, a generator of its own, and the module's functions.
+// The stand-in accelerator as PyTorch and Python see it: hooks, a generator of its own, a process group, and the
+// module's functions.
 #include "device.h"
+#include "group.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -82,5 +84,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [] { return default_generator(); });
   module.def("in_bad_fork", in_bad_fork);
   module.def("synchronizations", [] { return statistics().synchronizations; });
+  module.def("group", [](c10::intrusive_ptr<c10d::Backend> gloo) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(std::move(gloo)));
+  });
   module.def("pinned_bytes", [] { return statistics().pinned; });
 }

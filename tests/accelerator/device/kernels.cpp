@@ -58,7 +58,8 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   auto* impl = self.unsafeGetTensorImpl();
   if (self.sizes() != size) impl->set_sizes_contiguous(size);
   if (format) impl->empty_tensor_restride(*format);
-  size_t nbytes = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), self.storage_offset());
+  size_t nbytes =
+      at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), self.storage_offset());
   if (nbytes > self.storage().nbytes()) grow(self.storage(), nbytes);
   return self;
 }
