@@ -191,7 +191,7 @@ def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
                 continue
             with inside(hosts[number]):
                 fork_server = stack.enter_context(ForkServer())
-            fork_server.load(setup.config.plain())
+            fork_server.load(setup.plain())
             given = rendezvous.get(f"start server {number}")
             fork_server.start(f"server {number}", interface=addresses[number], **given)
 

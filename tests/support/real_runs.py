@@ -95,7 +95,7 @@ class Trial:
 
         with ExitStack() as stack:
             self.fork_server = fork_server or stack.enter_context(ForkServer())
-            self.fork_server.load(self.config.plain())
+            self.fork_server.load(self.setup.plain())
             try:
                 return keep_running(make, self.fork_server, self.config.resume and folder, interruption)
             finally:

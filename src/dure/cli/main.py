@@ -28,6 +28,7 @@ from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.run.config import CompareConfig, Options, TrainConfig, checked, goal
+from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
 
@@ -98,19 +99,26 @@ class Train(TrainConfig):
     def __post_init__(self) -> None:
         """Check nothing: values are checked once all layers are merged."""
 
+    @property
+    def started_outside(self) -> bool:
+        """Whether another program starts a process for each rank."""
+        return is_started_outside(self.on)
+
     def execute(self, interruption: Interruption) -> CommandResult:
         """Run the job; return its summary as values and as a table."""
         config = _as(TrainConfig, self)
-        if config.resume is None:  # the options of a resumed run are checked together with those of its record
-            config.chosen()
         if self.print_config:
+            if config.resume is None:
+                config.chosen()
             return _configuration(config)
         _require_job(config)
-        with _fork_server(config.on or "local") as fork_server:
+        with _fork_server(config.on or DEFAULT) as fork_server:
+            # A wrong strategy is an error before torch is imported. That of a resumed run is in its record.
+            strategy = config.chosen() if config.resume is None else None
             from dure.run.prebuilt import Prebuilt
             from dure.run.train import run
 
-            finished = run(config, Prebuilt(fork_server=fork_server, interruption=interruption))
+            finished = run(config, Prebuilt(strategy=strategy, fork_server=fork_server, interruption=interruption))
         said, status = _lacking([finished])
         return CommandResult(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
 
@@ -144,7 +152,7 @@ class Compare(CompareConfig):
         if self.print_config:
             return _configuration(config)
         _require_job(config)
-        with _fork_server(*(config.on or ("local",))) as fork_server:
+        with _fork_server(*(config.on or (DEFAULT,))) as fork_server:
             from dure.report.table import FittedComparison
             from dure.run.compare import run_all
             from dure.run.prebuilt import Prebuilt
@@ -243,9 +251,9 @@ class Probe:
     """Print one JSON object as the last line."""
 
     @property
-    def on(self) -> str:
-        """The launcher: under torchrun every rank measures."""
-        return "torchrun" if os.environ.get("RANK") else ""
+    def started_outside(self) -> bool:
+        """Whether another program, as torchrun, starts a process for each rank: every rank measures."""
+        return bool(os.environ.get("RANK"))
 
     def execute(self, interruption: Interruption) -> CommandResult:
         """Measure and write the cluster file; return its constants, the measurements, and their table."""
@@ -356,8 +364,8 @@ def _interrupted(number: int, command: Command | None) -> int:
 
 @contextmanager
 def _fork_server(*places: str) -> Iterator[ForkServer | None]:
-    """The fork server of runs on this machine; it imports torch while this process does."""
-    if "local" not in places:
+    """Start a fork server if a run in one of `places` can use it: it imports torch while this process does."""
+    if not any(map(has_early_fork_server, places)):
         yield None
         return
     from dure.runtime.launch.fork_server import ForkServer
@@ -458,8 +466,8 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
 
 
 def _speaks(command: Command) -> bool:
-    """Whether this process reports results: under torchrun the first rank does."""
-    return getattr(command, "on", "") != "torchrun" or os.environ.get("RANK", "0") == "0"
+    """Whether this process reports results: of ranks that another program has started, only the first does."""
+    return not getattr(command, "started_outside", False) or os.environ.get("RANK", "0") == "0"
 
 
 def _as(kind: type[O], command: Options) -> O:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +65,10 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     from dure.run.train import run
 
     configs = list(config.runs())
-    for each in configs:
-        each.chosen()
+    strategies = [each.chosen() for each in configs]
     if not config.strategies:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
-    runs = [run(each, prebuilt) for each in configs]
+    runs = [run(each, replace(prebuilt, strategy=strategy)) for each, strategy in zip(configs, strategies, strict=True)]
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dure.core.spec_text import MemberSpec, nearest, typed
 from dure.core.target import Target
 from dure.errors import UsageError
-from dure.run.places import LAUNCHERS, is_real, is_started_outside
+from dure.run.places import DEFAULT, LAUNCHERS, is_real, is_started_outside
 from dure.run.strategy import AXES, Strategy, by_axis
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class TrainConfig(Options):
         if not self.on:
             if self.resume is not None:
                 return  # a run that is resumed has its place
-            object.__setattr__(self, "on", "local")
+            object.__setattr__(self, "on", DEFAULT)
         if self.key_file is not None and not is_started_outside(self.on):
             raise UsageError(
                 f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
@@ -258,7 +258,7 @@ class CompareConfig(Options):
                 "--out DIR once per strategy, and dure report DIR DIR ..."
             )
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}
-        choices = [(on, text) for on in self.on or ("local",) for text in self.strategies or FEW]
+        choices = [(on, text) for on in self.on or (DEFAULT,) for text in self.strategies or FEW]
         for number, (on, text) in enumerate(choices, start=1):
             folder = re.sub(r"[^A-Za-z0-9._=-]+", "-", f"{number:02d} {Path(on).stem} {text}")
             out = None if self.out is None else self.out / folder

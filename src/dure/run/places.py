@@ -2,12 +2,12 @@
 
 A launcher is a module in `run/launchers/` with two functions:
 
-| function                     | result                                                                              |
-|------------------------------|-------------------------------------------------------------------------------------|
-| `after_restart(config)`      | the configuration to run: one that resumes after a restart from outside       |
-| `run_real(config, run_here)` | the record of the run; the process that leads it calls `run_here(config, launch)`   |
+| function                               | result                                                                    |
+|----------------------------------------|---------------------------------------------------------------------------|
+| `after_restart(config)`                | the configuration to run: after a restart from outside, one that resumes  |
+| `run_real(config, prebuilt, run_here)` | the record of the run; the leading process calls `run_here(config, launch)` |
 
-`launch(setup, watch, saved, folder, prebuilt)` carries out the run on processes and returns its `Outcome`.
+`launch(setup, callbacks, saved, folder)` carries out the run on processes and returns its `Outcome`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from typing import NamedTuple
 
 
 class RealPlace(NamedTuple):
-    """A launcher's module. With `started_outside`, another program starts a process for each rank, on any machine."""
+    """A launcher's module. With `started_outside`, another program starts a process for each rank, on any machine.
+
+    With `early_fork_server`, the launcher can use a fork server that was started before the run was resolved.
+    """
 
     module: str
     started_outside: bool = False
+    early_fork_server: bool = False
 
     def load(self) -> ModuleType:
         """Import the launcher."""
@@ -30,10 +34,13 @@ class RealPlace(NamedTuple):
 
 
 LAUNCHERS: Mapping[str, RealPlace] = {
-    "local": RealPlace("dure.run.launchers.local"),
+    "local": RealPlace("dure.run.launchers.local", early_fork_server=True),
     "torchrun": RealPlace("dure.run.launchers.torchrun", started_outside=True),
 }
 """Adding a launcher is its module and a line here."""
+
+DEFAULT = "local"
+"""The place of a run that names none."""
 
 
 def is_real(on: str) -> bool:
@@ -44,3 +51,8 @@ def is_real(on: str) -> bool:
 def is_started_outside(on: str) -> bool:
     """Whether another program starts a process for each rank there."""
     return on in LAUNCHERS and LAUNCHERS[on].started_outside
+
+
+def has_early_fork_server(on: str) -> bool:
+    """Whether a run there can use a fork server that was started before the run was resolved."""
+    return on in LAUNCHERS and LAUNCHERS[on].early_fork_server

@@ -1,7 +1,12 @@
-"""From a configuration to the set-up of its run."""
+"""Resolves a configuration to the set-up of its run: once per run, in the process that checks it.
+
+`resolve` fills in every option that was left out and checks the result. A process of the same run gets the resolved
+values (`Setup.plain`); `rebuild` only builds the job and the strategy from them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,33 +16,51 @@ from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
-from dure.run.strategy import check_codec_name
+from dure.run.strategy import Strategy, check_codec_name
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import server_rule_of, traits_of
 
 EVALUATIONS = 20
-"""How often a run is evaluated where nothing else is asked for."""
-
+"""Evaluations of a run without `eval_every`."""
 
 ENDLESS = 10**9
-"""The steps of a run that ends by its seconds."""
-
+"""Steps of a run that only `seconds` limits."""
 
 EVALUATE_EVERY = 50
-"""Steps between evaluations of such a run."""
+"""Steps between evaluations of a run that only `seconds` limits."""
 
 
 def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
-    """The set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
+    """Make the set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
     strategy = prebuilt.strategy or config.chosen()
-    cluster, job = prebuilt.cluster, prebuilt.job
+    cluster = prebuilt.cluster
     if config.virtual and cluster is None:
         cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
     workers = _workers(config, cluster)
-    if job is None:
+    job = _build_job(config, strategy, workers, prebuilt.job)
+    sizes = _batch_sizes(config, job, workers)
+    steps = _steps(config, job, sum(sizes))
+    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
+    absent = cluster.absent if cluster is not None else frozenset()
+    setup = Setup(config, job, strategy, workers, sizes, steps, every, absent)
+    _check(setup, cluster)
+    return setup, cluster
+
+
+def rebuild(values: Mapping[str, Any]) -> Setup:
+    """Make the set-up of a real run in another of its processes from `Setup.plain()`: its values are final."""
+    config, strategy = TrainConfig.of(values["config"]), Strategy.of(**values["strategy"])
+    workers, sizes = values["workers"], tuple(values["batch_sizes"])
+    job = _build_job(config, strategy, workers)
+    return Setup(config, job, strategy, workers, sizes, values["steps"], values["eval_every"])
+
+
+def _build_job(config: TrainConfig, strategy: Strategy, workers: int, given: Job | None = None) -> Job:
+    """Load the job, or adjust the `given` one, and set its optimizer to that of the run."""
+    if given is None:
         job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
     else:
-        job = _adjusted(job, config)
+        job = _adjusted(given, config)
     averaged = server_rule_of(strategy.sync).averaged(workers)
     local = traits_of(strategy.sync).local_optimizer
     if config.optimizer is None and local is not None:
@@ -45,13 +68,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
     if job.groups is not None and config.scale_lr:
         job = replace(job, groups=scaled(job.groups, averaged))
-    sizes = config.batch_sizes or (job.batch_size,) * workers
-    steps = _steps(config, job, sum(sizes))
-    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
-    absent = cluster.absent if cluster is not None else frozenset()
-    setup = Setup(config, job, strategy, workers, steps, every, absent)
-    _check(setup, cluster)
-    return setup, cluster
+    return job
 
 
 def _adjusted(job: Job, config: TrainConfig) -> Job:
@@ -68,6 +85,13 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
             "Leave --workers out, or describe as many machines."
         )
     return cluster.workers
+
+
+def _batch_sizes(config: TrainConfig, job: Job, workers: int) -> tuple[int, ...]:
+    given = config.batch_sizes
+    if given and len(given) != workers:
+        raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers} workers. Give one per worker.")
+    return given or (job.batch_size,) * workers
 
 
 def _steps(config: TrainConfig, job: Job, batch: int) -> int:

@@ -58,11 +58,17 @@ def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
     given = {**given, **config.members()}
     for name in ("strategy", "resume", "trust"):
         given.pop(name, None)
+    if given:
+        _check_given(given, saved, cluster)
+    return TrainConfig.of({**saved.plain(), **changes, "trust": config.trust})
+
+
+def _check_given(given: Mapping[str, Any], saved: TrainConfig, cluster: Cluster | None) -> None:
+    """Raise `UsageError` if an option in `given` differs from that of the run with the configuration `saved`."""
     has = _facts(saved)
     wrong = {name: value for name, value in given.items() if not _agrees(name, value, has, cluster)}
     if wrong:
         raise UsageError(_refusal(saved, wrong, has))
-    return TrainConfig.of({**saved.plain(), **changes, "trust": config.trust})
 
 
 def cluster_of(folder: Path) -> Cluster | None:

@@ -1,4 +1,4 @@
-"""One run, resolved: the values that both runtimes build their workers and servers from."""
+"""The set-up of one run: resolved values, from which both runtimes build workers and servers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 class Setup:
     """A job under a strategy, for `workers` ranks, of which the `absent` ones join later.
 
-    `steps` are mini-batches per worker, `eval_every` the mini-batches between evaluations.
+    `batch_sizes` holds the mini-batch size of each worker. `steps` are mini-batches per worker, `eval_every` the
+    mini-batches between evaluations.
     """
 
     config: TrainConfig
     job: Job
     strategy: Strategy
     workers: int
+    batch_sizes: tuple[int, ...]
     steps: int
     eval_every: int
     absent: frozenset[int] = frozenset()
@@ -162,14 +164,6 @@ class Setup:
         return self.model.replica
 
     @cached_property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Mini-batch size of each worker."""
-        given = self.config.batch_sizes
-        if given and len(given) != self.workers:
-            raise UsageError(f"batch_sizes gives {len(given)} sizes for {self.workers} workers. Give one per worker.")
-        return given or (self.job.batch_size,) * self.workers
-
-    @cached_property
     def data(self) -> WorkerData:
         """The mini-batches of the workers. The method's own sampling replaces an i.i.d. split that nobody asked for."""
         config = self.config
@@ -194,6 +188,16 @@ class Setup:
         return Boundary(self.steps, self.config.seconds, waiting=waiting, period=self.period, alone=self.traits.alone)
 
     # ---- preparation
+
+    def plain(self) -> dict[str, Any]:
+        """The set-up of a real run as values that JSON has, for `resolve.rebuild` in another of its processes."""
+        resolved = {"workers": self.workers, "batch_sizes": self.batch_sizes, "steps": self.steps}
+        return {
+            "config": self.config.plain(),
+            "strategy": self.strategy.text(),
+            **resolved,
+            "eval_every": self.eval_every,
+        }
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -68,29 +68,39 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
     options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
     config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
-    cluster = on if isinstance(on, Cluster) else None
-    if config.resume is not None:
-        config = resumed(config, cluster)
-    strategy = config.chosen(objects) if objects else None
-    return run(config, Prebuilt(None if isinstance(job, str) else job, cluster, strategy))
+    prebuilt = Prebuilt(None if isinstance(job, str) else job, on if isinstance(on, Cluster) else None)
+    if not objects:
+        return run(config, prebuilt)
+    if config.resume is None:
+        return run(config, replace(prebuilt, strategy=config.chosen(objects)))
+    config = resumed(config, prebuilt.cluster)
+    return _carry_out(config, replace(prebuilt, strategy=config.chosen(objects)))
 
 
 def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
-    """The run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
-    launcher = LAUNCHERS[config.on].load() if is_real(config.on) else None
-    if launcher is not None:
-        config = launcher.after_restart(config)
+    """Carry out the run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
+    if config.resume is None and is_real(config.on):
+        config = LAUNCHERS[config.on].load().after_restart(config)
     if config.resume is not None:
         config = resumed(config, prebuilt.cluster)
-        launcher = LAUNCHERS[config.on].load() if is_real(config.on) else None
-    if launcher is None:
+    return _carry_out(config, prebuilt)
+
+
+def _carry_out(config: TrainConfig, prebuilt: Prebuilt) -> Run:
+    if not is_real(config.on):
         return _run_here(config, prebuilt, None)
-    done: Run = launcher.run_real(config, lambda config, launch: _run_here(config, prebuilt, launch))
+    if prebuilt.job is not None:
+        raise UsageError(
+            "a Job object cannot be handed to other processes. Put its function into a file and name it "
+            '("train.py:make_job"), or run in virtual time (on="virtual").'
+        )
+    launcher = LAUNCHERS[config.on].load()
+    done: Run = launcher.run_real(config, prebuilt, lambda config, launch: _run_here(config, prebuilt, launch))
     return done
 
 
 def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome] | None) -> Run:
-    """Lead the run from this process; `launch` carries out a real one, None a virtual one."""
+    """Resolve the run and lead it from this process. `launch` starts a real run; None stands for a virtual one."""
     if config.resume is not None and prebuilt.cluster is None:
         prebuilt = replace(prebuilt, cluster=cluster_of(config.resume))
     name = config.job or "the job"
@@ -101,8 +111,8 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     else:
         sizes = setup.batch_sizes
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
-    if not config.virtual:
-        _check_real(setup, prebuilt)
+    if not config.virtual and not is_started_outside(config.on):
+        check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
     with _recording(setup, prebuilt.interruption) as (folder, watch, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
@@ -114,20 +124,9 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         else:
             place = folder.checkpoints if folder is not None else None
             assert launch is not None
-            outcome = launch(setup, watch, saved, place, prebuilt)
+            outcome = launch(setup, watch, saved, place)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(setup, outcome, folder, cluster)
-
-
-def _check_real(setup: Setup, prebuilt: Prebuilt) -> None:
-    """Raise `UsageError` for what processes cannot do, before the run has a folder."""
-    if prebuilt.job is not None:
-        raise UsageError(
-            "a Job object cannot be handed to other processes. Put its function into a file and name it "
-            '("train.py:make_job"), or run in virtual time (on="virtual").'
-        )
-    if not is_started_outside(setup.config.on):
-        check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
 
 
 @contextmanager

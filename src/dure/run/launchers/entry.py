@@ -1,4 +1,4 @@
-"""The program of a fork server (`runtime.launch.fork_server`): load a run's job once, and fork the run's processes."""
+"""The program of a fork server (`runtime.launch.fork_server`): builds a run's set-up once and forks its processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from dure.run import process
-from dure.run.config import TrainConfig
-from dure.run.resolve import resolve
+from dure.run.resolve import rebuild
 from dure.runtime.launch.fork_server import Ends, serve
 
 
-def load(config: Mapping[str, Any]) -> Callable[..., None]:
-    """What each process of a run with this configuration (plain) does with its arguments."""
-    setup, _ = resolve(TrainConfig.of(config))
+def load(values: Mapping[str, Any]) -> Callable[..., None]:
+    """Build the set-up of a run from its plain `values`; returns the main function of the run's processes."""
+    setup = rebuild(values)
     setup.prepare()
     return lambda **arguments: process.main(setup, process.LaunchSpec.of(**arguments))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,12 @@ def after_restart(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]) -> Run:
+def run_real(
+    config: TrainConfig, prebuilt: Prebuilt, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]
+) -> Run:
     """Lead the run from this process, which starts all others."""
-    return run_here(config, _launch)
-
-
-def _launch(setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None, prebuilt: Prebuilt) -> Outcome:
     fork_server, interruption = prebuilt.fork_server, prebuilt.interruption
-    return run_processes(setup, watch, saved, folder, fork_server=fork_server, interruption=interruption)
+    return run_here(config, partial(run_processes, fork_server=fork_server, interruption=interruption))
 
 
 def run_processes(
@@ -57,7 +56,7 @@ def run_processes(
     with ExitStack() as stack:
         if fork_server is None:
             fork_server = stack.enter_context(ForkServer())
-        fork_server.load(setup.config.plain())
+        fork_server.load(setup.plain())
         stack.callback(fork_server.clear)
         restarts = RestartPolicy(setup, folder)
 

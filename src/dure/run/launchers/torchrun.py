@@ -68,8 +68,10 @@ def after_restart(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]) -> Run:
-    """Take part in the run that `config` asks for, with all ranks; its record, the same at each.
+def run_real(
+    config: TrainConfig, prebuilt: Prebuilt, run_here: Callable[[TrainConfig, Callable[..., Outcome]], Run]
+) -> Run:
+    """Take part in the run that `config` asks for. Every rank resolves it once and returns the same record.
 
     Raises:
         UsageError: torchrun has not started this process, or another number of workers is asked for.
@@ -84,7 +86,7 @@ def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[...,
     rendezvous = Rendezvous(here, "train")
     if here.rank:
         with relayed(f"worker {here.rank}"):
-            return _follow(config, rendezvous, resolve(config)[0])
+            return _follow(config, rendezvous, resolve(config, prebuilt)[0])
     try:
         with relayed("launcher"):
             run = run_here(config, lambda *given: _lead(rendezvous, *given))
@@ -97,17 +99,15 @@ def run_real(config: TrainConfig, run_here: Callable[[TrainConfig, Callable[...,
     return run
 
 
-def _lead(
-    rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None, prebuilt: Prebuilt
-) -> Outcome:
-    """What rank 0 does: the launcher's part of the run."""
+def _lead(rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None) -> Outcome:
+    """Lead the run from rank 0."""
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
     credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
     with ExitStack() as stack:
         stack.callback(RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close)  # the other ranks hear it
         fork_server = stack.enter_context(ForkServer())
-        fork_server.load(setup.config.plain())
+        fork_server.load(setup.plain())
         ranks = RankLauncher(fork_server, rendezvous)
         interface = rendezvous.place.interface
         driver = Driver(setup, watch, ranks, folder=folder, interface=interface, credentials=credentials)
@@ -180,7 +180,7 @@ def _start_servers(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine:
     if not names:
         return
     fork_server = stack.enter_context(ForkServer())
-    fork_server.load(setup.config.plain())
+    fork_server.load(setup.plain())
     for name in names:
         given = rendezvous.get(f"start {name}")
         fork_server.start(name, **mine, **given)

@@ -1,7 +1,7 @@
 """The fork server: a process that forks a run's processes on this machine, and the launcher's interface to it.
 
     launcher ── starts ──> fork server: imports torch (meanwhile the launcher does too)
-    launcher ── {"config": ...} ──> fork server: loads the job once, then waits
+    launcher ── {"setup": ...} ───> fork server: loads the job once, then waits
                               ├── fork ──> server 0
                               ├── fork ──> worker 0      milliseconds each; the data are shared, not copied
                               └── fork ──> worker 1
@@ -97,15 +97,15 @@ class ForkServer:
         for end in ends[:-1]:
             os.close(end)
 
-    def load(self, config: Mapping[str, Any]) -> None:
-        """Load the job of `config` (a plain `TrainConfig`) in the fork server. Call it before any `start`.
+    def load(self, setup: Mapping[str, Any]) -> None:
+        """Load a run in the fork server from its `setup` (plain values). Call it before any `start`.
 
         A fork server can serve several runs, one after another.
         """
         self.pids.clear()
         self.exited.clear()
         self._last_lines.clear()
-        self._say({"config": dict(config)})
+        self._say({"setup": dict(setup)})
 
     def start(self, name: str, **arguments: Any) -> None:
         """Fork a process that runs the loaded main function with `name` and `arguments` (JSON values)."""
@@ -219,7 +219,7 @@ class _Output(NamedTuple):
 
 
 class _ForkLoop:
-    """The loop of the fork server. `load` makes the main function of the children from a configuration."""
+    """The loop of the fork server. `load` makes the main function of the children from a set-up (plain values)."""
 
     def __init__(self, ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
         self.ends = ends
@@ -261,8 +261,8 @@ class _ForkLoop:
     def _obey(self, request: Mapping[str, Any]) -> None:
         if "clear" in request:
             self._end_all()
-        elif "config" in request:
-            self.main = self.load(request["config"])
+        elif "setup" in request:
+            self.main = self.load(request["setup"])
             self._pass_on_own()
         else:
             self._fork(request["start"], request["arguments"])
@@ -368,7 +368,7 @@ def _kill_group(leader: int) -> None:
 
 
 def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) -> None:
-    """Run the fork server until the launcher ends. `load` makes the main function of a configuration."""
+    """Run the fork server until the launcher ends. `load` makes the main function of the children from a set-up."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
