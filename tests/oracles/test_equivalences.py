@@ -283,8 +283,7 @@ def watch_ssp(bound: float, cluster: Cluster, steps: int) -> tuple[Watched, Virt
     watched = Watched(bound)
     setup, _ = resolved("quadratic", "ssp ps:shards=2", cluster, on="virtual", steps=steps, trace=True, out="unused")
     strategy = Strategy(WatchedSSP(bound=bound, watched=watched), ParameterServer(shards=2))
-    object.__setattr__(setup, "strategy", strategy)
-    run = VirtualRun(setup, cluster, Callbacks())
+    run = VirtualRun(replace(setup, strategy=strategy), cluster, Callbacks())
     run.run()
     return watched, run
 
