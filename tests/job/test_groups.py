@@ -51,7 +51,7 @@ def test_scaled_groups_keep_what_is_no_rate():
             "sets 'learning_rate' for 0.weight, which is no",
         ),
         (lambda name, parameter: {"name": "sgd"}, "sets 'name'"),
-        (lambda name, parameter: {"lr": -1.0}, "0.weight hyper-parameters that make no sense: adamw: lr must be"),
+        (lambda name, parameter: {"lr": -1.0}, "0.weight invalid hyper-parameters: adamw: lr must be"),
         (lambda name, parameter: 0.1, "must return a mapping .* gave 0.1 for 0.weight"),
         (lambda name, parameter: {}[name], r"its groups\('0.weight', parameter\) raised KeyError"),
     ],

@@ -84,7 +84,7 @@ def test_a_loss_of_one_number_in_a_row_is_one_number():
 
 def test_model_and_data_must_fit():
     for dtype in (torch.float64, torch.bfloat16):
-        said = f"torch.float32 with parameters of {dtype}, where both should be alike .* raised RuntimeError: mat1"
+        said = f"torch.float32 with parameters of {dtype}, although both need one dtype .* raised RuntimeError: mat1"
         refused(job(lambda dtype=dtype: Net().to(dtype)), said, place=True)
     refused(job(train=data(5)), r"inputs \(4, 5\) torch.float32, and raised RuntimeError: mat1 and mat2", place=True)
     refused(job(lambda: nn.Linear(5, 2)), r"inputs \(4, 8\) torch.float32, and raised RuntimeError: mat1 and mat2")

@@ -111,5 +111,5 @@ def _difference(spec: OptimizerSpec, groups: Groups, name: str, parameter: nn.Pa
     try:
         replace(spec, **own)
     except (StrategyError, TypeError) as error:
-        raise UsageError(f"Job.groups gives {name} hyper-parameters that make no sense: {error}") from error
+        raise UsageError(f"Job.groups gives {name} invalid hyper-parameters: {error}") from error
     return dict(own)

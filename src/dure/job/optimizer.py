@@ -243,9 +243,9 @@ def leaves_alone(spec: OptimizerSpec) -> bool:
 
 
 class RangesOptimizer:
-    """A `FlatOptimizer` for `ranges` of a flat vector alone; a gradient holds those, one after another.
+    """An update rule for some `ranges` of a flat vector; a gradient is the concatenation of these ranges.
 
-    `segments` are those of the whole vector.
+    `segments` are the parameter groups of the whole vector.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class RangesOptimizer:
         *,
         lr: float | Sequence[float] | None = None,
     ) -> None:
-        """As `FlatOptimizer.apply`; what of `values` is in none of the ranges stays as it is in `out`."""
+        """As `FlatOptimizer.apply`. Elements outside the ranges do not change in `out`."""
         at = 0
         for start, stop, part in self._parts:
             part.apply(values[start:stop], gradient[at : at + stop - start], out[start:stop], lr=lr)
@@ -290,10 +290,10 @@ class RangesOptimizer:
 
 
 class RowOptimizer:
-    """A rule for a table, of which a step changes some rows. Only for rules that `leaves_alone` is true of.
+    """An update rule for a table of which each step changes some rows. `leaves_alone` must hold for the rule.
 
-    It does to those rows, bit for bit, what it would do to the whole table if the gradient of the others were zero.
-    `group` is the table's place in a sequence of rates.
+    The result equals, bit for bit, a step of the whole table in which the gradient of all other rows is zero. `group`
+    is the table's index in a sequence of rates.
     """
 
     def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype, group: int = 0) -> None:

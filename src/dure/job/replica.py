@@ -155,8 +155,8 @@ class Replica:
                 raise ReplicaError(_explain_move(slot))
             if not slot.parameter.requires_grad:
                 raise ReplicaError(
-                    f"parameter {slot.layer.name!r} was trainable when the replica was made and is frozen now, but its "
-                    "momentum and weight decay would move it on. Freeze first and make the replica then: with "
+                    f"parameter {slot.layer.name!r} was trainable when the replica was made and is frozen now, but "
+                    "momentum and weight decay would still change it. Freeze first and make the replica then: with "
                     "dure.attach, close the block, call requires_grad_(False) and attach again."
                 )
         for name, parameter in self._frozen:

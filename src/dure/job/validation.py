@@ -97,7 +97,7 @@ def _outputs(module: nn.Module, inputs: Batch) -> Any:
     dtype = next(each.dtype for each in module.parameters() if each.requires_grad)
     right = ""
     if any(each.is_floating_point() and each.dtype != dtype for each in tensors(inputs)):
-        right = f" with parameters of {dtype}, where both should be alike (as --dtype float32 has them)"
+        right = f" with parameters of {dtype}, although both need one dtype (as --dtype float32 makes them)"
     how = "" if isinstance(inputs, Tensor) else f" as model({'**' if isinstance(inputs, dict) else '*'}inputs)"
     with explain_user_errors(f"its model must take a batch of inputs {described(inputs)}{how}{right}, and raised"):
         return called(module, inputs)

@@ -113,7 +113,7 @@ def test_cut_archives_are_refused(tmp_path: Path, keep: int) -> None:
     path = pack(tmp_path / "cifar-10-binary.tar.gz", members())
     whole = path.read_bytes()
     path.write_bytes(whole[:keep])
-    with pytest.raises(DataError, match=r"binary\.tar\.gz is no whole tar\.gz archive"):
+    with pytest.raises(DataError, match=r"binary\.tar\.gz is not a complete tar\.gz archive"):
         load_cifar10(tmp_path, NOWHERE)
 
 

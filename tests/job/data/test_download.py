@@ -66,7 +66,7 @@ def test_the_root_is_the_flag_then_the_environment_then_the_cache(tmp_path: Path
 
 
 def test_a_named_root_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^--data names .*absent, which is no folder"):
+    with pytest.raises(DataError, match=r"^--data names .*absent, which is not a folder"):
         data_root(tmp_path / "absent", {})
     with pytest.raises(DataError, match=r"^DURE_DATA names .*absent"):
         data_root(None, {"DURE_DATA": str(tmp_path / "absent")})

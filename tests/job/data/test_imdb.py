@@ -116,7 +116,7 @@ def test_unsafe_archives_are_refused(tmp_path: Path, name: str, kind: bytes, sai
 def test_cut_archives_are_refused(tmp_path: Path, keep: int) -> None:
     path = pack(tmp_path / ARCHIVE, reviews())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"v1\.tar\.gz is no whole tar\.gz archive"):
+    with pytest.raises(DataError, match=r"v1\.tar\.gz is not a complete tar\.gz archive"):
         load_imdb(tmp_path, NOWHERE)
 
 

@@ -27,7 +27,7 @@ def files(path: Path, wanted: Callable[[str], bool], *, most: int, again: str) -
             while packed.read(1 << 20):  # gzip verifies the checksum at the end of the file
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"{path} is no whole tar.gz archive: {error}. {again}") from error
+        raise DataError(f"{path} is not a complete tar.gz archive: {error}. {again}") from error
 
 
 def _check(member: tarfile.TarInfo, path: Path, most: int, again: str) -> None:

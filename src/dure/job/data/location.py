@@ -27,7 +27,7 @@ def data_root(given: Path | str | None = None, environ: Mapping[str, str] = os.e
         root = Path(named).expanduser()
         if not root.is_dir():
             origin = "--data" if given is not None else "DURE_DATA"
-            raise DataError(f"{origin} names {root}, which is no folder. Name the one that holds the data.")
+            raise DataError(f"{origin} names {root}, which is not a folder. Name the folder that holds the data sets.")
         return root
     cache = environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "dure" / "data"

@@ -69,7 +69,7 @@ def _pair(images: Path, labels: Path) -> Data:
     digits = read_labels(labels)
     if len(pixels) != len(digits):
         raise DataError(
-            f"{images} holds {len(pixels):,} images but {labels} {len(digits):,} labels: they are not of one set. "
+            f"{images} holds {len(pixels):,} images but {labels} {len(digits):,} labels: the sets differ. "
             "Replace both with the published pair."
         )
     return Data(((pixels.float() / 255) - MEAN).div_(DEVIATION).unsqueeze_(1), digits.long())

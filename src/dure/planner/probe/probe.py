@@ -325,7 +325,7 @@ def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credent
 
 def _lost(loss: Loss, benchmark: LinkBenchmark) -> None:
     if not benchmark.over.done and not loss.finished:
-        raise PeerLost(f"{loss.peer} is gone in the middle of the measurements: {loss.reason}.")
+        raise PeerLost(f"{loss.peer} failed or exited during the measurements: {loss.reason}.")
 
 
 def _named(codecs: Sequence[str]) -> dict[str, Codec]:
@@ -390,7 +390,7 @@ def disturbance(runs: Figures) -> str:
     lost = [name for name in ("all_reduce", "gradient") if runs[name] == 0]
     if sigma <= WIDEST and not lost:
         return ""
-    seen = f"the meeting {lost[0]} cost nothing" if lost else f"the logarithms of steps spread by {sigma:.2f}"
+    seen = f"no cost of {lost[0]} was measurable" if lost else f"the logarithms of steps spread by {sigma:.2f}"
     return f"Other programs used the cores: {seen}. Leave the machine idle and probe again; this file predicts badly."
 
 
