@@ -25,7 +25,7 @@ def run(strategy, *, pause=None, evict_seconds=5.0, compute=STEADY, **options):
         "digits-mlp", strategy, cluster, on="virtual", **{"steps": STEPS, "eval_every": 5} | options
     )
     segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
-    segment.clock._patience.seconds = evict_seconds
+    segment.clock.progress.seconds = evict_seconds
     for shard in segment.shards:
         shard.updater.log = []
     assert segment.run() is None

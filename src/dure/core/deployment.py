@@ -33,6 +33,15 @@ WORKER = "worker"
 SERVER = "server"
 
 
+def rank_of_worker(name: str) -> int | None:
+    """Return the rank of the worker whose node is called `name`; None if the node is no worker's.
+
+    >>> rank_of_worker("worker 3"), rank_of_worker("server 0"), rank_of_worker("driver")
+    (3, None, None)
+    """
+    return NodeId.of(name).rank if name.startswith(f"{WORKER} ") else None
+
+
 class WhenLost(Enum):
     """Effect of the loss of a node on the run."""
 

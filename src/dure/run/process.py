@@ -221,7 +221,7 @@ class ServerProcess(RunProcess):
         )
         if server.clock is not None:
             server.clock.on_evicted = self._evicted
-            server.clock.shards_return = bool(terms.return_seconds)
+            server.clock.shard_calls.shards_return = bool(terms.return_seconds)
         if parts:
             server.restore(parts)
             if node.incarnation:

@@ -578,7 +578,7 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
         fleet.run(zombie.clock.ask())
     joined = fleet.run(zombie.clock.join())
     assert joined == (1, 1, 1)
-    with pytest.raises(Evicted, match="not in under incarnation 0"):
+    with pytest.raises(Evicted, match="no member under incarnation 0"):
         fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
     fleet.run(zombie.push(vector(3), base=[1, 1]))
     fleet.run(other.push(vector(4), base=[1, 1]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
 from dure.core.protocol import COUNT, WORKERS, Method
 from dure.errors import PeerLost, Refused, RemoteError
@@ -64,10 +65,10 @@ class GroupFailure:
         return ()
 
     def lost(self, node: str) -> None:
-        """A node is gone, says the runtime."""
-        kind, _, rank = node.partition(" ")
-        if kind == "worker" and rank.isdigit() and int(rank) in self._ranks:
-            self.of(int(rank))
+        """Fail the group if `node`, which is lost, is one of its workers'."""
+        rank = rank_of_worker(node)
+        if rank in self._ranks:
+            self.of(rank)
 
 
 @dataclass(frozen=True)

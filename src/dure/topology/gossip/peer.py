@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, Cancelled, Ghost, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, TRUTH, WORKERS, Method, listed
 from dure.errors import Busy, CallTimeout, Refused, RemoteError
@@ -349,10 +350,9 @@ class Peer:
         return (TensorSpec(str(params.dtype).removeprefix("torch."), params.numel()),)
 
     def lost(self, name: str) -> None:
-        """A node is gone: what it had begun and not settled never was."""
-        kind, _, number = name.partition(" ")
-        if kind == "worker" and number.isdigit():
-            rank = int(number)
+        """Leave out the worker of a lost node, and take back the averaging that it has not settled."""
+        rank = rank_of_worker(name)
+        if rank is not None:
             self._away.add(rank)
             self._drop_waiting(lambda call: call.caller == name)
             self._end(rank, stands=False)

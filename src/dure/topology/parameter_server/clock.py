@@ -1,48 +1,47 @@
-"""The clock of a parameter server: it hosts a policy of admission and tells the shards what to apply."""
+"""Clock of a parameter server: hosts a policy of admission, and tells the shards which updates to apply."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar
 
+from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
 from dure.core.sequence import SequenceTracker
-from dure.errors import Evicted, PeerLost, Refused
+from dure.errors import Evicted, Refused
 from dure.topology.fields import LIFE, STAGED
 from dure.topology.parameter_server.pins import Pins
 from dure.topology.parameter_server.policies import Abort, Accept, Close, End, Policy, Start, Verdict
-from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
+from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor, Watchdog
+from dure.topology.parameter_server.shard_calls import ShardCalls
 
 
 class ClockService:
     """Hosts a `Policy`: a service whose messages are a few numbers each.
 
-    `shards` are told what to apply, in order, by calls from this service's own node. `workers` are in from the
-    start, under incarnation 0, whether or not they have said so yet; others `join`. Without a policy (methods
-    that ask for no order) it only hands out incarnations and tells shards who is gone.
+    The clock calls the `shards` from its own node and tells them, in order, which updates to apply. `workers` are
+    members from the start, under incarnation 0, even before their first call; other workers `join`. Without a policy
+    (methods that ask for no order) the clock only hands out incarnations and tells the shards which workers have left.
 
-    | method   | fields                          | reply                                              |
-    |----------|---------------------------------|----------------------------------------------------|
-    | `join`   | worker                          | version, clock, incarnation                        |
-    | `ask`    | worker, incarnation             | version, slowest clock; once it may start, or over |
-    | `offer`  | worker, incarnation, base       | group, or None and the reason                      |
-    | `staged` | worker, incarnation, seq, group | once counted                                       |
-    | `next`   | as `staged`                     | as `ask`, after a `staged`                         |
-    | `watch`  | worker, incarnation             | version; once what is computed on it is wasted     |
-    | `progress` | worker, incarnation           | at once: it is at work, though it pushes seldom    |
-    | `leave`  | worker, incarnation, finished   | once everybody is released who waited for it       |
-    | `status` |                                 | counters                                           |
+    | method     | fields                          | reply                                                        |
+    |------------|---------------------------------|--------------------------------------------------------------|
+    | `join`     | worker                          | version, clock, incarnation                                  |
+    | `ask`      | worker, incarnation             | version, slowest clock; once the worker may start, or `over` |
+    | `offer`    | worker, incarnation, base       | group, or None and the reason                                |
+    | `staged`   | worker, incarnation, seq, group | once counted                                                 |
+    | `next`     | as `staged`                     | as `ask`, after a `staged`                                   |
+    | `watch`    | worker, incarnation             | version; once work that started on it no longer counts       |
+    | `progress` | worker, incarnation             | at once: a heartbeat of a worker that seldom pushes          |
+    | `leave`    | worker, incarnation, finished   | once all workers that waited for this one are released       |
+    | `status`   |                                 | counters                                                     |
 
-    While somebody waits, a worker that shows no progress is evicted (`patience`): the others go on, `on_evicted` is
-    told, and whatever it still sends under its old incarnation is refused (`Evicted`). Where `shards_return`, one that
-    is gone comes back: it is told then what it has missed.
+    While another worker waits, the `watchdog` evicts a worker without progress: the other workers go on, `on_evicted`
+    is called, and every later call under the evicted incarnation is refused (`Evicted`).
 
-    `refused` counts the gradients that were for nothing: refused when they were offered, or aborted before.
+    `refused` counts the gradients that were computed in vain: refused on their offer, or aborted before it.
 
-    The version that a worker was started on is pinned, and so kept by the shards, until it stages an update, asks
+    The version that a worker was started on is pinned: the shards keep it until the worker stages an update, asks
     again or leaves.
     """
 
@@ -59,24 +58,23 @@ class ClockService:
         self.node = node
         self.policy = policy
         self.shards = tuple(shards)
+        self.shard_calls = ShardCalls(node, self.shards)
         self.reduce = reduce
         self.waits = self.refused = 0
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
-        self.shards_return = False
-        self._patience = ProgressMonitor(node.now, evict_seconds)
-        self._guarding = False
+        self.progress = ProgressMonitor(node.now, evict_seconds)
+        self._watchdog = Watchdog(node, self.progress, self._someone_waits, self._busy, self.evict)
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)
         self._expected = set(workers)
-        self._ledger = SequenceTracker()
+        self._sequences = SequenceTracker()
         self._asking: dict[int, Operation[Reply]] = {}
         self._offering: dict[int, Operation[Reply]] = {}
         self._watching: dict[int, Operation[Reply]] = {}
         self._aborted: dict[int, int] = {}
         self._open: dict[int, set[int]] = {}
         self._pins = Pins()
-        self._outstanding: deque[Operation[Reply]] = deque()
         self._said: dict[tuple[int, int], Mapping[str, float]] = {}
         self._notes: list[Mapping[str, float]] = []
         self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
@@ -114,7 +112,7 @@ class ClockService:
     def expects(self, method: str) -> Sequence[TensorSpec]:
         return ()
 
-    # ---- what workers say
+    # ---- calls of workers
 
     def _join(self, call: Call) -> Reply:
         worker = call.fields["worker"]
@@ -128,7 +126,7 @@ class ClockService:
             if self.policy is not None:
                 self._carry_out(self.policy.join(worker))
         self._pins.pin(worker, self._pins.newest)
-        self._patience.begin(worker)
+        self.progress.begin(worker)
         clock = 0 if self.policy is None else self.policy.clocks[worker]
         joined = {"version": self._pins.newest, "clock": clock, "incarnation": self.incarnations[worker]}
         return self._with_notes(Reply(joined))
@@ -138,14 +136,14 @@ class ClockService:
         waiting = self._asking.get(worker)
         if waiting is None:
             if self._pins.has_started(worker) and not self._ruled().ordered:
-                self._patience.step(worker)  # nobody else says so
+                self.progress.step(worker)  # without an order no `staged` reports the step
             self._pins.unpin(worker)
             self._aborted.pop(worker, None)
             started = self._carry_out(self._ruled().ask(worker), worker)
             if started is not None:
                 return started
             self.waits += 1
-            self._guard()
+            self._watchdog.start()
             waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
         return waiting
 
@@ -156,16 +154,16 @@ class ClockService:
             decided = self._carry_out(self._ruled().offer(worker, call.fields["base"]), worker)
             if decided is not None:
                 return decided
-            self._guard()
+            self._watchdog.start()
             waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
         return waiting
 
     def _staged(self, call: Call) -> Reply:
         worker, fields = self._check(call), call.fields
         seq = fields["seq"]
-        if self._ledger.first_time(worker, fields["incarnation"], seq):
+        if self._sequences.first_time(worker, fields["incarnation"], seq):
             self._pins.unpin(worker)
-            self._patience.step(worker)
+            self.progress.step(worker)
             self._open.setdefault(worker, set()).add(seq)
             if "note" in fields:
                 self._said[worker, seq] = fields["note"]
@@ -181,20 +179,20 @@ class ClockService:
         if worker in self._aborted:
             return Reply({"version": self._aborted[worker]})
         if worker not in self._watching:
-            self._watching[worker] = self.node.promise(f"word that worker {worker} works in vain")
+            self._watching[worker] = self.node.promise(f"the clock to abort the work of worker {worker}")
         return self._watching[worker]
 
     def _progress(self, call: Call) -> Reply:
-        self._patience.begin(self._check(call))
+        self.progress.begin(self._check(call))
         return Reply()
 
     def _admit(self, verdict: Start) -> Reply:
         self._pins.pin(verdict.worker, verdict.version)
-        self._patience.begin(verdict.worker)
+        self.progress.begin(verdict.worker)
         return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
 
     def _with_notes(self, reply: Reply) -> Reply:
-        """What the members of the last group said, if anything."""
+        """Add the notes of the last group's members to `reply`, if they sent any."""
         return Reply({**reply.fields, "notes": self._notes}) if self._notes else reply
 
     def _leave(self, call: Call) -> Reply:
@@ -204,41 +202,26 @@ class ClockService:
         return Reply()
 
     def lost(self, node: str) -> None:
-        """A node is gone, says the runtime: if it is a worker's, the worker leaves the clock."""
-        kind, _, rank = node.partition(" ")
-        if kind == "worker" and rank.isdigit() and int(rank) in self.live:
-            self.lost_workers.append(int(rank))
-            self._remove(int(rank))
+        """Remove the worker of a lost node."""
+        worker = rank_of_worker(node)
+        if worker in self.live:
+            self.lost_workers.append(worker)
+            self._remove(worker)
 
     async def returned(self, shard: Address) -> None:
-        """A shard is back from a snapshot: it may not know which incarnations are over (`shards_return`)."""
+        """Tell a shard that runs again from a snapshot which incarnations are over."""
         for worker, incarnation in sorted(self.incarnations.items()):
-            gone = incarnation if worker in self.live else incarnation + 1
-            await self.node.call(shard, "leave", worker=worker, incarnation=gone - 1, keep=[])
+            last_over = incarnation - 1 if worker in self.live else incarnation
+            await self.node.call(shard, "leave", worker=worker, incarnation=last_over, keep=[])
 
     def evict(self, worker: int) -> None:
-        """Go on without `worker`, which has stopped; it comes back only by joining, under a new incarnation."""
+        """Go on without `worker`, which makes no progress. It comes back only by `join`, under a new incarnation."""
         self.lost_workers.append(worker)
         self._remove(worker)
         self.on_evicted(worker)
 
-    def _guard(self) -> None:
-        """Somebody begins to wait: see to it that it is not for ever."""
-        if not self._guarding:
-            self._guarding = True
-            self.node.spawn(self._watch_over(), "the clock's eye on who makes no progress")
-
-    async def _watch_over(self) -> None:
-        """While anybody waits."""
-        node, patience = self.node, self._patience
-        while self._asking or self._offering:
-            for worker in patience.late(self._busy()):
-                self.evict(worker)
-            due = node.now() + patience.wait(self._busy())
-            await node.sleep(due - node.now(), background=True)
-            if node.now() > due + patience.seconds / 4:
-                patience.begin_again()
-        self._guarding = False
+    def _someone_waits(self) -> bool:
+        return bool(self._asking or self._offering)
 
     def _busy(self) -> list[int]:
         return [worker for worker in sorted(self.live) if worker not in self._asking and worker not in self._offering]
@@ -257,27 +240,18 @@ class ClockService:
         )
 
     def _check(self, call: Call) -> int:
-        """The worker who calls, if it is in."""
+        """The rank of the calling worker. Raises `Evicted` if its incarnation is no member."""
         worker: int = call.fields["worker"]
         if worker not in self.live or call.fields["incarnation"] != self.incarnations[worker]:
-            raise Evicted(f"worker {worker} is not in under incarnation {call.fields['incarnation']}: join first.")
+            raise Evicted(f"worker {worker} is no member under incarnation {call.fields['incarnation']}: join first.")
         if self._expected:
             self._expected.discard(worker)
-        while self._outstanding and self._outstanding[0].done:
-            self._heed(self._outstanding.popleft())
+        self.shard_calls.check_answered()
         return worker
-
-    def _heed(self, told: Operation[Reply]) -> None:
-        """What came of telling a shard; one that is gone is told again when it returns."""
-        try:
-            told.result()
-        except PeerLost:
-            if not self.shards_return:
-                raise
 
     def _ruled(self) -> Policy:
         if self.policy is None:
-            raise Refused("this run's method asks for no order: nobody waits for admission, updates apply on arrival.")
+            raise Refused("this run's method asks for no order: updates apply on arrival, without admission.")
         return self.policy
 
     def _remove(self, worker: int, *, finished: bool = False) -> None:
@@ -293,14 +267,12 @@ class ClockService:
         if self.policy is not None:
             self._carry_out(self.policy.finish(worker) if finished else self.policy.leave(worker))
         keep = sorted(self._open.pop(worker, ()))
-        for shard in self.shards:
-            told = self.node.call(shard, "leave", worker=worker, incarnation=incarnation, keep=keep)
-            self._outstanding.append(told)
+        self.shard_calls.send("leave", worker=worker, incarnation=incarnation, keep=keep)
 
-    # ---- what the policy says
+    # ---- verdicts of the policy
 
     def _carry_out(self, verdicts: Sequence[Verdict], caller: int | None = None) -> Reply | None:
-        """Do what the verdicts say; the answer to `caller` if it is among them."""
+        """Carry out `verdicts`; the reply to `caller` if one of them decides its call."""
         answer = None
         for verdict in verdicts:
             if isinstance(verdict, Close):
@@ -336,27 +308,15 @@ class ClockService:
             if worker in self._open:
                 self._open[worker].discard(seq)
         version, drop = self._pins.advance(), self._pins.take_unpinned()
-        for shard in self.shards:
-            told = self.node.call(
-                shard,
-                "close",
-                version=version,
-                group=verdict.group,
-                members=verdict.members,
-                drop=drop,
-                reduce=self.reduce,
-            )
-            self._outstanding.append(told)
+        self.shard_calls.send(
+            "close", version=version, group=verdict.group, members=verdict.members, drop=drop, reduce=self.reduce
+        )
 
     # ---- checkpoints
 
     async def settled(self) -> None:
-        """Once the shards have applied all that they were told; nobody makes a step meanwhile."""
-        while self._outstanding:
-            told = self._outstanding.popleft()
-            with suppress(PeerLost):
-                await told
-            self._heed(told)
+        """Wait until the shards have applied all updates that the clock told them to; no worker steps meanwhile."""
+        await self.shard_calls.settled()
 
     def state(self) -> dict[str, Any]:
         """What survives a restart, plain values, while nobody is in the middle of a step.
@@ -370,7 +330,7 @@ class ClockService:
             "incarnations": sorted(self.incarnations.items()),
             "live": sorted(self.live),
             "open": [[worker, sorted(seqs)] for worker, seqs in sorted(self._open.items()) if seqs],
-            "ledger": self._ledger.state(),
+            "ledger": self._sequences.state(),
             "said": [[*member, dict(note)] for member, note in sorted(self._said.items())],
             "notes": [dict(note) for note in self._notes],
             "waits": self.waits,
@@ -387,9 +347,9 @@ class ClockService:
         self.incarnations = {int(worker): int(incarnation) for worker, incarnation in state["incarnations"]}
         self.live, self._expected = set(state["live"]), set()
         for worker in self.live:
-            self._patience.begin(worker)
+            self.progress.begin(worker)
         self._open = {int(worker): set(seqs) for worker, seqs in state["open"]}
-        self._ledger.restore(state["ledger"])
+        self._sequences.restore(state["ledger"])
         self._said = {(int(worker), int(seq)): note for worker, seq, note in state["said"]}
         self._notes = list(state["notes"])
         self.waits, self.refused, self.lost_workers = state["waits"], state["refused"], list(state["lost"])

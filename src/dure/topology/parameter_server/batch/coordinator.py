@@ -26,6 +26,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, EndOfWork, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
 from dure.errors import DureError, Evicted, Refused
@@ -222,13 +223,11 @@ class Coordinator:
             self._outstanding.append(self.node.call(shard, "order", commands=[list(command)]))
 
     def lost(self, node: str) -> None:
-        """A node is gone, says the runtime: what a worker was given goes to others."""
-        kind, _, rank = node.partition(" ")
-        if kind != "worker" or not rank.isdigit():
-            return
-        worker = int(rank)
-        self._remove(worker)
-        self._answer_all()
+        """Remove the worker of a lost node, and give its portions to other workers."""
+        worker = rank_of_worker(node)
+        if worker is not None:
+            self._remove(worker)
+            self._answer_all()
 
     def _remove(self, worker: int) -> None:
         self.portions.leave(worker)
