@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dure.core.state import State
 from dure.errors import StrategyError
 from dure.job.optimizer import BLOCK, FlatOptimizer, GroupRange, OptimizerSpec, restrict
 
@@ -125,10 +126,10 @@ def test_state_goes_on_where_it_stopped() -> None:
         whole = run(FlatOptimizer(spec, NUMEL), values, gradients)
         first, second = FlatOptimizer(spec, NUMEL), FlatOptimizer(spec, NUMEL)
         middle = run(first, values, gradients[:2])
-        second.restore(*first.state())
+        second.restore(first.state())
         assert torch.equal(run(second, middle, gradients[2:]), whole)
     with pytest.raises(ValueError, match="keeps velocity, and the state given has squares"):
-        FlatOptimizer(SPECS["momentum"], 4).restore({"squares": torch.zeros(4)}, {"steps": 1})
+        FlatOptimizer(SPECS["momentum"], 4).restore(State({"squares": torch.zeros(4)}, {"steps": 1}))
 
 
 def test_assign_keeps_what_it_is_given() -> None:

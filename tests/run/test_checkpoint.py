@@ -17,16 +17,16 @@ import torch
 from support.disks import largest_file, small_disk
 
 import dure
+from dure.core.state import State
 from dure.errors import CheckpointError, UsageError
 from dure.job.job import load_job
 from dure.run import checkpoint
-from dure.run.checkpoint import Part
 
 
 def save(folder: Path, step: int) -> Path:
     draft = checkpoint.begin(folder, step)
-    checkpoint.write_part(draft, "worker-0", Part({"params": torch.full((500,), float(step))}, {"clock": step}))
-    checkpoint.write_part(draft, "run", Part({}, {"history": [], "text": "두레", "number": 0.1}))
+    checkpoint.write_part(draft, "worker-0", State({"params": torch.full((500,), float(step))}, {"clock": step}))
+    checkpoint.write_part(draft, "run", State({}, {"history": [], "text": "두레", "number": 0.1}))
     return checkpoint.commit(folder, step)
 
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path, dtype):
     whole = torch.arange(24).reshape(4, 6).to(dtype)
     plain = {"lists": [[1, 2], []], "half": 0.1 + 0.2, "none": None, "large": 2**60, "text": "두레"}
     draft = checkpoint.begin(tmp_path, 7)
-    checkpoint.write_part(draft, "shard-0", Part({"slice": whole[1:3, ::2], "nothing": whole[:0]}, plain))
+    checkpoint.write_part(draft, "shard-0", State({"slice": whole[1:3, ::2], "nothing": whole[:0]}, plain))
     checkpoint.commit(tmp_path, 7, {"a": 1})
     read = checkpoint.load(tmp_path)
     assert (read.step, read.passed_over) == (7, [])
@@ -70,7 +70,7 @@ def test_there_is_none(tmp_path):
 def test_a_draft_does_not_count(tmp_path):
     save(tmp_path, 5)
     draft = checkpoint.begin(tmp_path, 10)
-    checkpoint.write_part(draft, "run", Part({}, {}))
+    checkpoint.write_part(draft, "run", State({}, {}))
     read = checkpoint.load(tmp_path)
     assert (read.step, read.passed_over) == (5, ["step-10.tmp: not finished"])
 
@@ -176,7 +176,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
         from pathlib import Path
         import torch
         from dure.run import checkpoint
-        from dure.run.checkpoint import Part
+        from dure.core.state import State
 
         torch.set_num_threads(1)
 
@@ -187,7 +187,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
                 draft = checkpoint.begin(folder, step)
                 for name in ("worker-0", "worker-1", "shard-0"):
                     values = {"params": torch.full((40_000,), float(step))}
-                    checkpoint.write_part(draft, name, Part(values, {"clock": step}))
+                    checkpoint.write_part(draft, name, State(values, {"clock": step}))
                 checkpoint.commit(folder, step)
                 checkpoint.prune(folder, 2)
 

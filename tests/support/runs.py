@@ -15,7 +15,7 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.callbacks import Callbacks
-from dure.run.checkpoint import Part
+from dure.run.checkpoint import Parts
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
 from dure.run.outcome import Outcome, summary
@@ -35,7 +35,7 @@ class Finished:
     setup: Setup
     outcome: Outcome
     rows: list[dict[str, Any]]
-    states: list[tuple[int, dict[str, Part]]] = field(default_factory=list)
+    states: list[tuple[int, Parts]] = field(default_factory=list)
 
     @property
     def params(self) -> Tensor:

@@ -345,10 +345,9 @@ def test_a_shard_that_is_restored_corrects_as_before() -> None:
         return bench.values
 
     one, other = begun(), Bench("k-batch-async:k=2+dc-asgd:mode=adaptive+staleness-lr", 3, START, bowl, lr=0.1)
-    state = one.shard.state()
-    state = ({name: tensor.clone() for name, tensor in state[0].items()}, state[1])
+    state = one.shard.state().cloned()
     fresh = Bench(one.method, 0, START, bowl, lr=0.1)
-    fresh.shard.restore(*state)
+    fresh.shard.restore(state)
     fresh.read, fresh.seq = one.read, list(one.seq)
     assert torch.equal(ended(fresh), ended(one))
     assert not torch.equal(fresh.values, other.values)

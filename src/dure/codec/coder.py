@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dure.codec.blocks import blocks, require_finite
-from dure.core.prefixes import under_prefix, with_prefix
 from dure.core.ranges import ShapedSlice
+from dure.core.state import under_prefix, with_prefix
 from dure.errors import DamagedMessage
 
 

@@ -19,7 +19,7 @@ import torch
 from dure.codec.base import Codec
 from dure.codec.coder import Coder, SliceLayout, restore, states
 from dure.core.node import CodecWork
-from dure.core.prefixes import under_prefix, with_prefix
+from dure.core.state import under_prefix, with_prefix
 
 
 class Owner:

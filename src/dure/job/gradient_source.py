@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Node, Operation
+    from dure.core.state import State
     from dure.job.gradient import Gradient, GradientWork
     from dure.job.optimizer import OptimizerSpec
 
@@ -101,6 +102,6 @@ class LocalOptimizer(Protocol):
         lr: float | Sequence[float] | None = None,
     ) -> None: ...
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+    def state(self) -> State: ...
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None: ...
+    def restore(self, state: State) -> None: ...

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dure.core.spec_text import MemberSpec, names, nearest, parse_members, typed, value_text
+from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import StrategyError
 
 BLOCK = 1 << 18
@@ -215,12 +216,13 @@ class FlatOptimizer:
         kept = [self.vectors[name][cut] for name in rule.keeps]
         return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart: vectors by name (the optimizer's own, not copies), and plain values."""
-        return dict(self.vectors), {"steps": self.steps}
+    def state(self) -> State:
+        """What a checkpoint keeps: the optimizer's vectors (not copies) and the number of its steps."""
+        return State(dict(self.vectors), {"steps": self.steps})
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
+    def restore(self, state: State) -> None:
+        """Continue from `state`. Raises `ValueError` if it belongs to another rule or size."""
+        tensors = state.tensors
         if tensors.keys() != self.vectors.keys():
             given, wanted = names(sorted(tensors)) or "nothing", names(sorted(self.vectors)) or "nothing"
             raise ValueError(f"{self.spec} keeps {wanted}, and the state given has {given}: it is another optimizer's.")
@@ -228,7 +230,7 @@ class FlatOptimizer:
             if tensors[name].shape != vector.shape:
                 raise ValueError(f"{name} has {tensors[name].numel()} elements, and the optimizer {self.numel}.")
             vector.copy_(tensors[name])
-        self.steps = int(plain["steps"])
+        self.steps = int(state.plain["steps"])
 
 
 def _rate(spec: OptimizerSpec, lr: float | Sequence[float] | None, group: int) -> float:
@@ -276,17 +278,19 @@ class RangesOptimizer:
             part.apply(values[start:stop], gradient[at : at + stop - start], out[start:stop], lr=lr)
             at += stop - start
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        states = [part.state() for _, _, part in self._parts]
-        tensors = {f"{n}.{name}": vector for n, (vectors, _) in enumerate(states) for name, vector in vectors.items()}
-        return tensors, {"parts": [plain for _, plain in states]}
+    def state(self) -> State:
+        """What a checkpoint keeps, with the place of a range before the names of its vectors."""
+        whole = State({}, {"parts": []})
+        for number, (_, _, part) in enumerate(self._parts):
+            state = part.state()
+            whole.tensors |= with_prefix(f"{number}.", state.tensors)
+            whole.plain["parts"].append(state.plain)
+        return whole
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Raises `ValueError` if it belongs to another rule or size."""
-        for number, ((_, _, part), counts) in enumerate(zip(self._parts, plain["parts"], strict=True)):
-            prefix = f"{number}."
-            own = {name[len(prefix) :]: vector for name, vector in tensors.items() if name.startswith(prefix)}
-            part.restore(own, counts)
+    def restore(self, state: State) -> None:
+        """Continue from `state`. Raises `ValueError` if it belongs to another rule or size."""
+        for number, ((_, _, part), plain) in enumerate(zip(self._parts, state.plain["parts"], strict=True)):
+            part.restore(State(under_prefix(f"{number}.", state.tensors), plain))
 
 
 class RowOptimizer:

@@ -7,10 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from dure.run.checkpoint import Part
-
-State = dict[str, Part]
-"""The parts of a checkpoint, by name."""
+from dure.run.checkpoint import Parts
 
 Row = dict[str, Any]
 """A row of the history."""
@@ -23,6 +20,6 @@ class Callbacks:
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
     evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
-    checkpoint: Callable[[int, State], None] = lambda step, state: None
+    checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None
     notice: Callable[[str], None] = lambda text: None

@@ -22,18 +22,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dure.core.folder_names import LATEST
+from dure.core.state import State
 from dure.errors import CheckpointError, DureError
 from dure.report.files import check_regular, read_regular
-
-if TYPE_CHECKING:
-    import torch
 
 KEEP = 3
 """Checkpoints that stay on the disk."""
@@ -53,12 +51,8 @@ UNREADABLE = (
 """Errors that a damaged checkpoint raises when it is read."""
 
 
-@dataclass(slots=True)
-class Part:
-    """The declared state of one node: tensors by name, and plain JSON values."""
-
-    tensors: Mapping[str, torch.Tensor]
-    plain: Mapping[str, Any]
+Parts = dict[str, State]
+"""The state of each node, by the name of its part in a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -66,7 +60,7 @@ class Checkpoint:
     """A checkpoint that was read: its `step`, its parts by name, and the folders that were passed over."""
 
     step: int
-    parts: dict[str, Part]
+    parts: Parts
     passed_over: list[str]
 
 
@@ -83,7 +77,7 @@ def _make_empty(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def write_part(draft: Path, name: str, part: Part) -> None:
+def write_part(draft: Path, name: str, part: State) -> None:
     """Write one part. Several processes may write their parts at the same time.
 
     Raises:
@@ -94,7 +88,7 @@ def write_part(draft: Path, name: str, part: Part) -> None:
         tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
         save_file(tensors, draft / f"{name}.safetensors")
         _flush(draft / f"{name}.safetensors")
-        _write_text(draft / f"{name}.json", json.dumps(dict(part.plain), sort_keys=True))
+        _write_text(draft / f"{name}.json", json.dumps(part.plain, sort_keys=True))
 
     _explaining_errors(draft, write)
 
@@ -190,7 +184,7 @@ def _step_of(path: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def _read(candidate: Path) -> dict[str, Part]:
+def _read(candidate: Path) -> Parts:
     manifest = _read_object(candidate / "manifest.json")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"format {manifest['format']}, and this version reads {FORMAT}")
@@ -201,7 +195,7 @@ def _read(candidate: Path) -> dict[str, Part]:
             raise CheckpointError(f"{name} is damaged: it does not match the manifest")
     names = [name.removesuffix(".json") for name in manifest["files"] if name.endswith(".json")]
     return {
-        name: Part(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
+        name: State(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
         for name in names
     }
 

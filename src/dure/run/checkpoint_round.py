@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.state import State
 from dure.errors import CheckpointError, RemoteError
 from dure.run import checkpoint
-from dure.run.checkpoint import Part
 
 if TYPE_CHECKING:
     from dure.core.node import Operation
@@ -68,7 +68,7 @@ class CheckpointRound:
         self,
         suspend: Callable[[], Awaitable[None]],
         save_servers: Callable[[Path], Awaitable[None]],
-        driver_part: Callable[[], Part],
+        driver_part: Callable[[], State],
     ) -> None:
         """Carry out the round, once the first worker has stopped."""
         with self._noting_problems():

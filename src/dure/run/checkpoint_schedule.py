@@ -21,7 +21,7 @@ from dure.errors import Refused
 from dure.run.checkpoint_round import CheckpointRound
 
 if TYPE_CHECKING:
-    from dure.run.checkpoint import Part
+    from dure.core.state import State
     from dure.run.commands import Commands
     from dure.run.progress import RunProgress
     from dure.run.roster import ProcessRoster
@@ -56,7 +56,7 @@ class CheckpointSchedule:
         progress: RunProgress,
         commands: Commands,
         folder: Path | None,
-        part: Callable[[], Part],
+        part: Callable[[], State],
     ) -> None:
         self.every = setup.config.checkpoint_every or 0
         self.due = self.every

@@ -41,6 +41,7 @@ from dure.core.protocol import (
     one_of,
     row,
 )
+from dure.core.state import State
 from dure.errors import Refused
 from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule
@@ -332,7 +333,7 @@ class Driver:
 
     # ---- its part of a checkpoint, and the end
 
-    def _part(self) -> checkpoint.Part:
+    def _part(self) -> State:
         """The driver's state, and the models of workers that have finished where no server has them."""
         assert self.checkpoints.round is not None
         plain = {
@@ -349,9 +350,9 @@ class Driver:
             tensors[name] = values
             if buffers is not None:
                 tensors[f"{name} buffers"] = buffers
-        return checkpoint.Part(tensors, plain)
+        return State(tensors, plain)
 
-    def _resume(self, part: checkpoint.Part) -> None:
+    def _resume(self, part: State) -> None:
         plain, tensors = part.plain, part.tensors
         self.progress.restore(plain["totals"], plain["seconds"], plain["progress"])
         self.history.restore(plain["history"])

@@ -28,7 +28,7 @@ from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
 from dure.job.gradients import GradientEngine
 from dure.run import checkpoint
-from dure.run.checkpoint import Part
+from dure.run.checkpoint import Parts
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.work_through import work_through
@@ -214,7 +214,7 @@ class ServerProcess(RunProcess):
         super().__init__(setup, node)
         self.terms = terms
 
-    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+    async def live(self, where: tuple[str, int], parts: Parts) -> None:
         node, terms = self.node, self.terms
         self.server = server = build_server(
             self.setup, node, absent=terms.absent, evict_seconds=terms.evict_seconds, log=terms.log
@@ -293,7 +293,7 @@ class WorkerProcess(RunProcess):
         if hasattr(self, "worker") and self.worker.sessions.peer is not None:
             self.worker.sessions.peer.frozen(name)
 
-    async def live(self, where: tuple[str, int], parts: dict[str, Part]) -> None:
+    async def live(self, where: tuple[str, int], parts: Parts) -> None:
         node, setup = self.node, self.setup
         self.node.serve("process", self._control())
         reply = await self.register(where)
@@ -326,7 +326,7 @@ class WorkerProcess(RunProcess):
         await self._work()
         await self._finish()
 
-    def _restore(self, parts: dict[str, Part]) -> bool:
+    def _restore(self, parts: Parts) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
         if self.setup.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
@@ -442,11 +442,11 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
-        tensors, plain = saved.state(self.worker)
-        plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
+        state = saved.state(self.worker)
+        state.plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
         problem = None
         try:
-            checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", Part(tensors, plain))
+            checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", state)
         except CheckpointError as error:
             problem = str(error)
         go = await self.node.call(DRIVER_ADDRESS, "saved", problem=problem)

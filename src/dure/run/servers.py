@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dure.run.checkpoint import Part, fitting
+from dure.core.state import State
+from dure.run.checkpoint import fitting
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
 from dure.topology.parameter_server.batch.portions import Portions
 from dure.topology.parameter_server.fused import serve_clock
@@ -15,6 +16,7 @@ from dure.topology.parameter_server.progress import EVICT_SECONDS
 
 if TYPE_CHECKING:
     from dure.core.node import Node
+    from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.topology.parameter_server.clock import ClockService
 
@@ -41,11 +43,11 @@ class HostedServer:
         if self.coordinator is not None:
             self.node.spawn(self.coordinator.lead(sync.coordinate, seconds), "the coordinator")
 
-    def restore(self, parts: Mapping[str, Part]) -> None:
+    def restore(self, parts: Parts) -> None:
         """Continue from the parts of a checkpoint. Raises `CheckpointError` where one does not fit."""
         name = f"shard-{self.node.rank}"
         with fitting(name):
-            self.shard.restore(parts[name].tensors, parts[name].plain)
+            self.shard.restore(parts[name])
         with fitting("clock"):
             if self.clock is not None:
                 self.clock.restore(parts["clock"].plain)
@@ -53,14 +55,13 @@ class HostedServer:
             if self.coordinator is not None:
                 self.coordinator.restore(parts["coordinator"].plain)
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> Parts:
         """The parts of a checkpoint that hold this server's state, by name."""
-        tensors, plain = self.shard.state()
-        found = {f"shard-{self.node.rank}": Part(tensors, plain)}
+        found: Parts = {f"shard-{self.node.rank}": self.shard.state()}
         if self.clock is not None:
-            found["clock"] = Part({}, self.clock.state())
+            found["clock"] = State({}, self.clock.state())
         if self.coordinator is not None:
-            found["coordinator"] = Part({}, self.coordinator.state())
+            found["coordinator"] = State({}, self.coordinator.state())
         return found
 
     async def settled(self) -> None:

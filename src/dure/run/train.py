@@ -42,7 +42,7 @@ from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
     from dure.report.sinks import Sink
-    from dure.run.callbacks import State
+    from dure.run.checkpoint import Parts
 
 TENSORBOARD = "tensorboard"
 """The folder of TensorBoard's events in that of a run."""
@@ -152,9 +152,9 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
                     with folder.unwritten.tolerated(TENSORBOARD):
                         sink.write(values)
 
-        def save(step: int, state: State) -> None:
+        def save(step: int, parts: Parts) -> None:
             assert folder is not None
-            _save(folder.checkpoints, step, state)
+            _save(folder.checkpoints, step, parts)
 
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
             progress.update(step, steps if steps < ENDLESS else None, loss, samples)
@@ -191,11 +191,11 @@ def _folder(setup: Setup) -> RunFolder | None:
     return None if config.out is None else RunFolder.create(config.out)
 
 
-def _save(place: Path, step: int, state: State) -> None:
+def _save(place: Path, step: int, parts: Parts) -> None:
     """Write a checkpoint; a disk that is full costs this checkpoint, not the run."""
     try:
         draft = checkpoint.begin(place, step)
-        for name, part in state.items():
+        for name, part in parts.items():
             checkpoint.write_part(draft, name, part)
         checkpoint.commit(place, step)
     except CheckpointError as error:

@@ -19,10 +19,11 @@ import numpy as np
 from dure.codec.cost import cost_of
 from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost
 from dure.core.node import Suspend, Task
+from dure.core.state import State
 from dure.errors import DureError, PeerLost, Quarantined
 from dure.job.evaluation import Evaluator
 from dure.job.gradients import GradientEngine
-from dure.run.checkpoint import Part, fitting
+from dure.run.checkpoint import fitting
 from dure.run.outcome import Outcome, Totals
 from dure.run.servers import build_server
 from dure.run.strategy import codec_name
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from dure.job.gradient import Gradient
-    from dure.run.callbacks import Callbacks, Row, State
+    from dure.run.callbacks import Callbacks, Row
+    from dure.run.checkpoint import Parts
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
@@ -99,33 +101,33 @@ class VirtualRun:
         self.history: list[Row] = []
         self.spans: list[Any] = []
 
-    def run(self, state: State | None = None) -> Outcome:
-        """From the start, or from the `state` of a checkpoint, to the end of the work."""
+    def run(self, parts: Parts | None = None) -> Outcome:
+        """From the start, or from the `parts` of a checkpoint, to the end of the work."""
         with collecting_rarely(self.setup.workers):
-            return self._run(state)
+            return self._run(parts)
 
-    def _run(self, state: State | None) -> Outcome:
-        segment = VirtualSegment(self, None) if state is None else self._resume(state)
+    def _run(self, parts: Parts | None) -> Outcome:
+        segment = VirtualSegment(self, None) if parts is None else self._resume(parts)
         while True:
-            state = segment.run()
-            if state is None:
+            parts = segment.run()
+            if parts is None:
                 return segment.outcome()
-            self.watch.checkpoint(segment.checkpoint_step, state)
-            segment = VirtualSegment(self, state)
+            self.watch.checkpoint(segment.checkpoint_step, parts)
+            segment = VirtualSegment(self, parts)
 
-    def _resume(self, state: State) -> VirtualSegment:
+    def _resume(self, parts: Parts) -> VirtualSegment:
         with fitting("run"):
-            self.history = [dict(row) for row in state["run"].plain["history"]]
-            return VirtualSegment(self, state)
+            self.history = [dict(row) for row in parts["run"].plain["history"]]
+            return VirtualSegment(self, parts)
 
 
 class VirtualSegment:
     """One stretch of a virtual run, between two checkpoints."""
 
-    def __init__(self, run: VirtualRun, state: State | None) -> None:
+    def __init__(self, run: VirtualRun, parts: Parts | None) -> None:
         self.whole = run
         self.setup = setup = run.setup
-        plain = state["run"].plain if state is not None else {}
+        plain = parts["run"].plain if parts is not None else {}
         self.totals = Totals.restored(plain["totals"]) if plain else Totals()
         self.attendance = Attendance.of(plain)
         self.started = self.totals.seconds
@@ -140,14 +142,14 @@ class VirtualSegment:
         self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
         self.runtime = self._runtime()
-        self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, state)
+        self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
         self.rows = self._rows()
         try:
-            self._build(state)
+            self._build(parts)
         except DureError:
             self.runtime.kernel.end()
             raise
-        self._events(resumed=state is not None).schedule()
+        self._events(resumed=parts is not None).schedule()
 
     # ---- what tests and reports look at
 
@@ -212,9 +214,9 @@ class VirtualSegment:
             is_there=lambda rank: rank in self.workers and self.attendance.works(rank),
         )
 
-    def _build(self, state: State | None) -> None:
+    def _build(self, parts: Parts | None) -> None:
         for name in self.setup.deployment.names(SERVER):
-            self._build_server(name, state)
+            self._build_server(name, parts)
         if self.servers:
             self.servers[0].lead(self.setup.sync, self.started)
         absent = self.whole.cluster.absent - self.attendance.joined
@@ -224,16 +226,16 @@ class VirtualSegment:
             self._draw_durations(rank)
         for rank in ranks:
             if self.attendance.works(rank) and rank not in absent:
-                self._start_worker(rank, state)
+                self._start_worker(rank, parts)
             else:
                 self.runtime.nodes[f"worker {rank}"].alive = False
 
-    def _build_server(self, name: str, state: State | None) -> None:
+    def _build_server(self, name: str, parts: Parts | None) -> None:
         server = build_server(self.setup, self.runtime.node(name, NodeId.of(name).rank))
         if server.clock is not None:
             server.clock.on_evicted = self._evicted
-        if state is not None:
-            server.restore(state)
+        if parts is not None:
+            server.restore(parts)
         server.serve()
         self.servers.append(server)
 
@@ -256,14 +258,14 @@ class VirtualSegment:
         graded = self.whole.evaluator is not None and not self.setup.coordinated
         return self._on_step, self._on_made, self.rows.at_boundary if graded else None
 
-    def _start_worker(self, rank: int, state: State | None, *, newcomer: bool = False) -> None:
+    def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = build_worker(self.setup, node, rank, node.meter)
         self.setup.topology.attach(worker, self.shards)
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
         buffers = worker.buffers
-        part = restore_worker(worker, state or {})
+        part = restore_worker(worker, parts or {})
         if part is not None:
             with fitting(f"worker-{rank}"):
                 self.durations[rank].skip(part.plain["drawn"])
@@ -350,8 +352,8 @@ class VirtualSegment:
 
     # ---- running
 
-    def run(self) -> State | None:
-        """To the end of the work (None), or to the next checkpoint (its state)."""
+    def run(self) -> Parts | None:
+        """To the end of the work (None), or to the next checkpoint (its parts)."""
         kernel = self.runtime.kernel
         kernel.run()
         while self._all_crashed() and kernel.next_external_event():
@@ -362,7 +364,7 @@ class VirtualSegment:
         suspended = any(map(self.attendance.works, self.roles))
         self._count_nodes(kernel.now if suspended else self.last_end)
         if suspended:
-            return self._state()
+            return self._parts()
         self.rows.add(final=True)
         return None
 
@@ -409,7 +411,7 @@ class VirtualSegment:
         if not self.model.at_servers:
             totals.counts["updates_applied"] = self.attendance.done
 
-    def _state(self) -> State:
+    def _parts(self) -> Parts:
         of_finished, retired = self.model.parts()
         run = {
             "totals": self.totals.state(),
@@ -419,15 +421,15 @@ class VirtualSegment:
             "history": self.whole.history,
             "origin": self.setup.origin,
         }
-        state: State = {"run": Part({}, run)} | retired
+        parts: Parts = {"run": State({}, run)} | retired
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                tensors, plain = saved.state(worker)
-                plain["drawn"] = self.durations[rank].drawn
-                state[f"worker-{rank}"] = Part({k: v.clone() for k, v in tensors.items()}, plain)
+                state = saved.state(worker).cloned()
+                state.plain["drawn"] = self.durations[rank].drawn
+                parts[f"worker-{rank}"] = state
         for server in self.servers:
-            state |= server.parts()
-        return state
+            parts |= server.parts()
+        return parts
 
     def outcome(self) -> Outcome:
         """How the run ended."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.run.checkpoint import Part
-from dure.sync import saved
+from dure.core.state import State
 
 if TYPE_CHECKING:
-    from dure.run.callbacks import State
+    from dure.run.checkpoint import Parts
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
     from dure.run.virtual_attendance import Attendance
@@ -28,14 +27,14 @@ class VirtualModel:
         servers: Sequence[HostedServer],
         workers: Mapping[int, Worker],
         attendance: Attendance,
-        state: State | None,
+        parts: Parts | None,
     ) -> None:
         self._setup = setup
         self._servers = servers
         self._workers = workers
         self._attendance = attendance
-        plain = state["run"].plain if state is not None else {}
-        self._retired = {} if state is None else {rank: state[f"retired-{rank}"] for rank in plain["retired"]}
+        plain = parts["run"].plain if parts is not None else {}
+        self._retired = {} if parts is None else {rank: parts[f"retired-{rank}"] for rank in plain["retired"]}
         self._retired_updates: dict[int, int] = dict(plain.get("retired_updates", ()))
 
     @property
@@ -87,21 +86,21 @@ class VirtualModel:
                     models[rank]["buffers"] = worker.buffers
         return [models[rank] for rank in sorted(models)]
 
-    def parts(self) -> tuple[dict[str, Any], State]:
+    def parts(self) -> tuple[dict[str, Any], Parts]:
         """The finished workers in a checkpoint: plain values of its part "run", and a part for each model."""
         retired = self._retired_models()
         plain = {"retired": sorted(retired), "retired_updates": sorted(self._updates_of_retired().items())}
         return plain, {f"retired-{rank}": part for rank, part in retired.items()}
 
-    def _retired_models(self) -> dict[int, Part]:
+    def _retired_models(self) -> dict[int, State]:
         """The models of finished workers, where they are part of the model that is delivered."""
         if self.at_servers or self._setup.config.timing_only:
             return {}
         retired = dict(self._retired)
         for rank in self._attendance.finished & self._workers.keys():
             worker = self._workers[rank]
-            tensors = {"params": worker.params} if worker.buffers is None else saved.state(worker)[0]
-            retired[rank] = Part({name: tensors[name].clone() for name in ("params", "buffers") if name in tensors}, {})
+            tensors = {"params": worker.params, **({} if worker.buffers is None else {"buffers": worker.buffers})}
+            retired[rank] = State(tensors).cloned()
         return retired
 
     def _updates_of_retired(self) -> dict[int, int]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dure.job.optimizer import FlatOptimizer
-from dure.run.checkpoint import Part, fitting
+from dure.run.checkpoint import fitting
 from dure.sync import saved
 from dure.sync.worker import Worker
 from dure.topology.collective.session import GroupSession
@@ -16,6 +15,8 @@ from dure.topology.parameter_server.session import ServerSession
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
+    from dure.core.state import State
+    from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
 
 
@@ -49,7 +50,7 @@ def build_worker(setup: Setup, node: Node, rank: int, meter: Meter) -> Worker:
     return worker
 
 
-def restore_worker(worker: Worker, parts: Mapping[str, Part]) -> Part | None:
+def restore_worker(worker: Worker, parts: Parts) -> State | None:
     """Restore a worker from a checkpoint; its part, or None where the checkpoint has none for it.
 
     Raises `CheckpointError` where the part does not fit.
@@ -58,5 +59,5 @@ def restore_worker(worker: Worker, parts: Mapping[str, Part]) -> Part | None:
     part = parts.get(name)
     if part is not None:
         with fitting(name):
-            saved.restore(worker, part.tensors, part.plain)
+            saved.restore(worker, part)
     return part

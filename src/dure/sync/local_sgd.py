@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dure.core.node import EndOfWork
+from dure.core.state import State
 from dure.sync.period import Rounds
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class LocalSGD:
         started = worker.node.now()
         worker.params.copy_(await self.weights.mean(worker, stats["round loss"]))
         if self.state == "average":
-            for vector in worker.optimizer.state()[0].values():
+            for vector in worker.optimizer.state().tensors.values():
                 vector.copy_(await worker.group.mean(vector))
         await worker.group.mean_buffers()
         worker.kept_plain["sync"] = worker.node.now() - started
@@ -134,7 +135,7 @@ class LocalSGD:
 
 def reset(optimizer: LocalOptimizer) -> None:
     """Set an optimizer to its state before the first step."""
-    vectors, _ = optimizer.state()
+    vectors = optimizer.state().tensors
     for vector in vectors.values():
         vector.zero_()
-    optimizer.restore(vectors, {"steps": 0})
+    optimizer.restore(State(vectors, {"steps": 0}))

@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 import torch
 
+from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.optimizer import GroupRange, OptimizerSpec
 
@@ -120,12 +121,12 @@ class UserOptimizer:
             for parameter, gradient in zip(self._replica.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Nothing: the user saves it, as `optimizer.state_dict()`."""
-        return {}, {}
+    def state(self) -> State:
+        """An empty state: the user saves `optimizer.state_dict()`."""
+        return State()
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Nothing: the user loads it."""
+    def restore(self, state: State) -> None:
+        """Do nothing: the user loads the state of the optimizer."""
 
     def refuse_states(self) -> None:
         """Servers step: what is loaded into this optimizer from now on, but for hyper-parameters, would do nothing."""

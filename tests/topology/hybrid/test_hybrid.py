@@ -196,7 +196,7 @@ def test_an_optimizer_of_ranges_leaves_the_rest_alone():
         ours.apply(values, gradient[[1, 2, 4]], values)
         whole.apply(expected, gradient, expected)
     again = RangesOptimizer(spec, [(1, 3), (4, 5)], torch.float32)
-    again.restore(*ours.state())
+    again.restore(ours.state())
     again.apply(values, gradient[[1, 2, 4]], values)
     whole.apply(expected, gradient, expected)
     assert torch.equal(values[[1, 2, 4]], expected[[1, 2, 4]])

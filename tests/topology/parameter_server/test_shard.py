@@ -19,6 +19,7 @@ from support.stale import Bench
 from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
 from dure.core.ranges import gather
 from dure.core.sequence import SequenceTracker
+from dure.core.state import State
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.choice import SPLITS
@@ -670,8 +671,8 @@ def restarted(saved: Fleet, policy: Policy) -> Fleet:
     clock = json.loads(json.dumps(saved.clock.state()))
     again.clock.restore(clock)
     for old, new in zip(saved.shards, again.shards, strict=True):
-        tensors, plain = old.state(keep=[clock["floor"]])
-        new.restore({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(plain)))
+        state = old.state(keep=[clock["floor"]])
+        new.restore(State(state.cloned().tensors, json.loads(json.dumps(state.plain))))
     for old_client, new_client in zip(saved.clients, again.clients, strict=True):
         new_client.restore(old_client.state())
     return again
@@ -706,13 +707,12 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     client, one = fleet.clients[0], torch.ones(NUMEL)
     for _ in range(2):
         fleet.run(client.push(one, base=[0]))
-    tensors, plain = fleet.shards[0].state()
-    tensors, plain = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(plain))
+    state = fleet.shards[0].state().cloned()
     for _ in range(1500):
         seen = fleet.run(client.push(one, base=[2]))
     assert seen == [1502]
     fresh = Shard(fleet.shards[0].node, torch.zeros(NUMEL), OptimizerSpec(lr=1.0), log=True)
-    fresh.restore(tensors, plain)
+    fresh.restore(State(state.tensors, json.loads(json.dumps(state.plain))))
     fresh.start_generation(1)
     fleet.world.services[fleet.servers.shards[0]] = fresh
     assert fresh.values.tolist() == [-2.0] * NUMEL
@@ -725,20 +725,22 @@ def test_a_shard_that_comes_back_alone_forgets_what_came_later_and_takes_nothing
     client.sender.seq = 1502
     assert fleet.run(client.push(one, base=seen)) == again
     assert fresh.updater.log == [(0, 0, 1), (0, 0, 2), (0, 0, 1503)]
-    assert fresh.staleness == {**dict(plain["staleness"]), 0: 2}, "staleness across epochs is counted from the return"
+    assert fresh.staleness == {**dict(state.plain["staleness"]), 0: 2}, (
+        "staleness across epochs is counted from the return"
+    )
     (status,) = fleet.run(client.status())
     assert (status["epoch"], status["version"]) == (1, 3)
-    fresh.restore(*fresh.state())
+    fresh.restore(fresh.state())
     fresh.start_generation(2)
     assert fleet.run(client.pull(one.clone())).versions > again
 
 
 def test_the_clock_tells_a_shard_that_comes_back_who_is_gone() -> None:
     fleet = Fleet(2, workers=2)
-    tensors, plain = fleet.shards[1].state()
+    state = fleet.shards[1].state()
     fleet.clock.lost("worker 1")
     fleet.world.settle()
-    fleet.shards[1].restore(tensors, plain)
+    fleet.shards[1].restore(state)
     fleet.shards[1].staging.sequences = SequenceTracker()
     fleet.run(fleet.clock.returned(fleet.servers.shards[1]))
     with pytest.raises(Evicted, match="incarnation 0 of worker 1 is over"):

@@ -15,6 +15,7 @@ from support import racing
 from support.nodes import World
 
 from dure.core.node import Address, Call
+from dure.core.state import State
 from dure.errors import DureError, Evicted, Refused
 from dure.runtime.memory import MappedMemory
 from dure.topology.shared_memory.choice import SharedMemory
@@ -189,10 +190,10 @@ def test_a_segment_goes_on_from_its_state():
     segment.add(1, torch.ones(3), 2.0, seen=0)
     segment.vectors["mean"].fill_(5)
     segment.claim(0, 3, 9)
-    tensors, plain = segment.state()
+    state = segment.state()
     segment.values.zero_()
     other = Segment(layout)
-    other.restore(tensors, json.loads(json.dumps(plain)))
+    other.restore(State(state.tensors, json.loads(json.dumps(state.plain))))
     assert other.values.tolist() == [2.0] * 3
     assert other.vectors["mean"].tolist() == [5.0] * 3
     assert (other.version, other.claim(0, 3, 9)) == (1, 3)
@@ -263,9 +264,9 @@ def test_an_owner_goes_on_from_its_state():
     owner.handle(close(1))
     owner.handle(contribution(0, [2.0, 4.0], 2))
     owner.handle(Call("server 0", "leave", {"worker": 2, "incarnation": 0}, ()))
-    tensors, plain = owner.state()
+    state = owner.state()
     other = shard()
-    other.restore(tensors, json.loads(json.dumps(plain)))
+    other.restore(State(state.tensors, json.loads(json.dumps(state.plain))))
     other.handle(contribution(1, [2.0, 0.0], 2))
     with pytest.raises(Evicted):
         other.handle(contribution(2, [9.0, 9.0], 1))

@@ -23,6 +23,7 @@ from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
 from dure.core.ranges import ShapedSlice, equal_ranges
+from dure.core.state import State
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 
 if TYPE_CHECKING:
@@ -226,14 +227,14 @@ class CompressedGroup:
 
     # ---- what survives a restart
 
-    def state(self) -> tuple[dict[str, torch.Tensor], int]:
-        """What coders and the owner keep, by name, and the number of rounds."""
-        return memory(self._coders, self._owner), self._round
+    def state(self) -> State:
+        """The tensors of the coders and of the owner, and the number of rounds."""
+        return State(memory(self._coders, self._owner), {"rounds": self._round})
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], rounds: int) -> None:
-        """Take up a `state`."""
-        self._round = rounds
-        remember(self._coders, self._owner, tensors)
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
+        self._round = state.plain["rounds"]
+        remember(self._coders, self._owner, state.tensors)
 
     # ---- as without a codec
 

@@ -22,6 +22,7 @@ import torch
 
 from dure.core.node import Address, Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, Method
+from dure.core.state import State, with_prefix
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import ServerGradient
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, RowOptimizer, leaves_alone, restrict
@@ -246,20 +247,19 @@ class RowShard:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart, between steps: tensors by name (copies), plain values."""
-        vectors, plain = self._optimizer.state()
-        tensors = {"values": self.values, **{f"whole.{name}": vector for name, vector in vectors.items()}}
+    def state(self) -> State:
+        """What a checkpoint keeps between two steps; a copy."""
+        counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
+        state = State({"values": self.values}, counts) | self._optimizer.state().under("whole", "optimizer")
         for number, rule in enumerate(self._rules):
-            tensors |= {f"table{number}.{name}": vector for name, vector in rule.vectors.items()}
-        counts = {"version": self.version, "applied": self.applied, "refused": self.refused, "optimizer": plain}
-        return {name: tensor.clone() for name, tensor in tensors.items()}, counts
+            state.tensors |= with_prefix(f"table{number}.", rule.vectors)
+        return state.cloned()
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, on a fresh server."""
+    def restore(self, state: State) -> None:
+        """Continue from `state`, on a fresh server."""
+        tensors, plain = state.tensors, state.plain
         self.values.copy_(tensors["values"])
-        own = {name[6:]: vector for name, vector in tensors.items() if name.startswith("whole.")}
-        self._optimizer.restore(own, plain["optimizer"])
+        self._optimizer.restore(state.part("whole", "optimizer"))
         for number, rule in enumerate(self._rules):
             for name, vector in rule.vectors.items():
                 vector.copy_(tensors[f"table{number}.{name}"])

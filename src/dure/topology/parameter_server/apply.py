@@ -11,6 +11,7 @@ import torch
 
 from dure.codec.exchange import tallying
 from dure.core.node import Apply, Ghost, Operation, Reply, nothing, taking
+from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import Refused
 from dure.topology.parameter_server.corrections import StaleUpdate
 from dure.topology.parameter_server.verdicts import Verdict, Verdicts, optimizer_state
@@ -252,39 +253,32 @@ class Updater:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart: tensors by name (not copies), plain values."""
-        tensors: dict[str, torch.Tensor] = {}
-        plain: dict[str, Any] = {"optimizer": {}}
-        if self.rule.optimizer is not None:
-            vectors, plain["optimizer"] = self.rule.optimizer.state()
-            tensors = {f"optimizer.{name}": vector for name, vector in vectors.items()}
+    def state(self) -> State:
+        """What a checkpoint keeps. The tensors are no copies."""
+        optimizer = State() if self.rule.optimizer is None else self.rule.optimizer.state()
+        state = optimizer.under("optimizer")
         for name, part in self.rule.voting.items():
-            tensors |= {f"{name}.{key}": tensor for key, tensor in part.state().items()}
-        plain |= {
+            state.tensors |= with_prefix(f"{name}.", part.state())
+        state.plain |= {
             "closing": self._closed,
             "applied": self.applied,
             "gradients": self.gradients,
             "staleness": sorted(self.staleness.items()),
             "log": self.log,
         }
-        return tensors, plain
+        return state
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
         if self.rule.optimizer is not None:
-            self.rule.optimizer.restore(part_of(tensors, "optimizer"), plain["optimizer"])
+            self.rule.optimizer.restore(state.part("optimizer"))
         for name, part in self.rule.voting.items():
-            part.restore(part_of(tensors, name))
+            part.restore(under_prefix(f"{name}.", state.tensors))
+        plain = state.plain
         self._closed = int(plain["closing"])
         self.applied, self.gradients = int(plain["applied"]), int(plain["gradients"])
         self.staleness = {int(behind): int(count) for behind, count in plain["staleness"]}
         self.log = None if plain["log"] is None else [(w, i, seq) for w, i, seq in plain["log"]]
-
-
-def part_of(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    """The tensors called "part.name", by name."""
-    return {name.removeprefix(f"{part}."): each for name, each in tensors.items() if name.startswith(f"{part}.")}
 
 
 def _stay(current: Buffer, fresh: Buffer) -> None:

@@ -10,12 +10,13 @@ worker leaves, but for updates of it that still count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from dure.core.node import Ghost
+from dure.core.state import State
 from dure.job.optimizer import BLOCK
 from dure.topology.correction import Correction, Update
 from dure.topology.parameter_server.buffers import Buffer
@@ -143,8 +144,8 @@ class Corrections:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart: tensors by name (not copies), plain values."""
+    def state(self) -> State:
+        """What a checkpoint keeps. The tensors are no copies."""
         held = [buffer for reader in self._readers.values() for buffer in reader.buffers] + list(self._bases.values())
         tensors = {f"read.{buffer.version}": buffer.tensor for buffer in held}
         names = sorted(self._vectors, key=str)
@@ -154,15 +155,15 @@ class Corrections:
             for worker, reader in sorted(self._readers.items())
         ]
         bases = [[worker, seq, buffer.version] for (worker, seq), buffer in sorted(self._bases.items())]
-        return tensors, {"readers": readers, "bases": bases, "vectors": [list(name) for name in names]}
+        plain = {"readers": readers, "bases": bases, "vectors": [list(name) for name in names]}
+        return State(tensors, {"remedies": plain})
 
-    def restore(
-        self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any], held: Callable[[int], Buffer]
-    ) -> None:
-        """Go on from what `state` gave; `held` gives a version's buffer, with one holder more."""
+    def restore(self, state: State, held: Callable[[int], Buffer]) -> None:
+        """Continue from `state`. `held` returns the buffer of a version, with one holder more."""
+        plain = state.plain["remedies"]
         for worker, incarnation, used, versions in plain["readers"]:
             reader = self._readers[int(worker)] = _Reader(int(incarnation), int(used))
             reader.buffers = [held(version) for version in versions]
         self._bases = {(int(worker), int(seq)): held(version) for worker, seq, version in plain["bases"]}
         for place, (name, worker) in enumerate(plain["vectors"]):
-            self._vectors[name, worker] = tensors[f"remedy.{place}"].clone()
+            self._vectors[name, worker] = state.tensors[f"remedy.{place}"].clone()

@@ -23,16 +23,17 @@ version (`apply`) and named vectors for a coordinator (`batch.vectors`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.node import Call, CodecWork, Node, Reply, TensorSpec, taking
 from dure.core.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, Method, listed, maybe, nullable
+from dure.core.state import State
 from dure.errors import Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 from dure.topology.fields import CLOSED, COMMAND, LEFT, LIFE, PUSHED
-from dure.topology.parameter_server.apply import Rule, Updater, part_of
+from dure.topology.parameter_server.apply import Rule, Updater
 from dure.topology.parameter_server.batch.vectors import Vectors
 from dure.topology.parameter_server.staging import StagingArea
 from dure.topology.parameter_server.versions import GENERATION, Versions
@@ -284,34 +285,33 @@ class Shard:
 
     # ---- checkpoints
 
-    def state(self, keep: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart, while nothing is being applied: tensors by name (not copies), plain values.
+    def state(self, keep: Sequence[int] | None = None) -> State:
+        """What a checkpoint keeps, while no update is being applied. The tensors are no copies.
 
         The versions before the newest are those in `keep`, or all.
         """
         kept = self.versions.kept(keep)
-        tensors: dict[str, torch.Tensor] = {}
-        plain: dict[str, Any] = {}
-        for part in (self.versions.state(kept), self.staging.state(), self.updater.state()):
-            tensors |= part[0]
-            plain |= part[1]
-        named, plain["vectors"] = self.vectors.state()
-        tensors |= {f"vector.{name}": vector for name, vector in named.items()}
+        state = self.versions.state(kept) | self.staging.state() | self.updater.state()
+        state |= self.vectors.state().under("vector", "vectors")
         if self.corrections is not None:
-            more, plain["remedies"] = self.corrections.state()
-            if self.updater.rule.optimizer is not None:
-                saved = {f"read.{version}" for version in (self.version, *kept)}
-                tensors |= {name: tensor for name, tensor in more.items() if name not in saved}
-        return tensors, plain
+            state |= self._state_of_corrections(self.corrections, {f"read.{each}" for each in (self.version, *kept)})
+        return state
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, on a fresh shard."""
+    def _state_of_corrections(self, corrections: Corrections, saved: Collection[str]) -> State:
+        """The state of the corrections, without the tensors in `saved`; a timing-only run has none."""
+        state = corrections.state()
+        if self.updater.rule.optimizer is None:
+            return State({}, state.plain)
+        return State({name: tensor for name, tensor in state.tensors.items() if name not in saved}, state.plain)
+
+    def restore(self, state: State) -> None:
+        """Continue from `state`, on a fresh shard."""
         for part in (self.versions, self.staging, self.updater):
-            part.restore(tensors, plain)
+            part.restore(state)
         self.versions.current.gradients = self.gradients
-        self.vectors.restore(part_of(tensors, "vector"), plain["vectors"])
+        self.vectors.restore(state.part("vector", "vectors"))
         if self.corrections is not None:
-            self.corrections.restore(tensors, plain["remedies"], self.versions.holding(tensors))
+            self.corrections.restore(state, self.versions.holding(state.tensors))
 
     def start_generation(self, lives: int) -> None:
         """Go on after `restore` while the workers go on too: number versions anew, and forget what workers have read.

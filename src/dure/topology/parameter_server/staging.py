@@ -16,6 +16,7 @@ import torch
 from dure.core.finite import all_finite
 from dure.core.node import Call, Ghost, Reply
 from dure.core.sequence import SequenceTracker
+from dure.core.state import State
 from dure.errors import DamagedMessage, Evicted, Refused
 
 if TYPE_CHECKING:
@@ -181,22 +182,23 @@ class StagingArea:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart: tensors by name (not copies; none in a timing-only run), plain values."""
+    def state(self) -> State:
+        """What a checkpoint keeps. The tensors are no copies; a timing-only run has none."""
         tensors = {
             f"staged.{worker}.{seq}": update.buffer.tensor
             for (worker, seq), update in self._staged.items()
             if not isinstance(update.buffer.tensor, Ghost)
         }
         staged = [[*key, *update[1:]] for key, update in sorted(self._staged.items())]
-        return tensors, {"ledger": self.sequences.state(), "refused": self.refused, "staged": staged}
+        return State(tensors, {"ledger": self.sequences.state(), "refused": self.refused, "staged": staged})
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self.sequences.restore(plain["ledger"])
-        self.refused = int(plain["refused"])
-        for worker, seq, *fields in plain["staged"]:
-            self._staged[worker, seq] = StagedUpdate(self._versions.refill(tensors, f"staged.{worker}.{seq}"), *fields)
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
+        self.sequences.restore(state.plain["ledger"])
+        self.refused = int(state.plain["refused"])
+        for worker, seq, *fields in state.plain["staged"]:
+            buffer = self._versions.refill(state.tensors, f"staged.{worker}.{seq}")
+            self._staged[worker, seq] = StagedUpdate(buffer, *fields)
 
 
 def _check(worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor], exponent: float = 0.0) -> None:

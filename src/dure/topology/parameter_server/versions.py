@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dure.core.node import Ghost, Reply
+from dure.core.state import State
 from dure.errors import Evicted
 from dure.topology.parameter_server.buffers import Buffer, Pool
 
@@ -102,8 +103,8 @@ class Versions:
         """The versions before the newest that are kept; of those in `only`, if given."""
         return sorted(version for version in self._kept if only is None or version in only)
 
-    def state(self, kept: Sequence[int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart, with the versions in `kept`: tensors by name (not copies), plain values.
+    def state(self, kept: Sequence[int]) -> State:
+        """What a checkpoint keeps, with the versions in `kept`. The tensors are no copies.
 
         A timing-only run has no tensors.
         """
@@ -111,15 +112,15 @@ class Versions:
         if not isinstance(self.current.tensor, Ghost):
             tensors["values"] = self.current.tensor
             tensors |= {f"kept.{version}": self._kept[version].tensor for version in kept}
-        return tensors, {"version": self.current.version, "kept": kept}
+        return State(tensors, {"version": self.current.version, "kept": kept})
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
         if not isinstance(self.current.tensor, Ghost):
-            self.current.tensor.copy_(tensors["values"])
-        self.current.publish(int(plain["version"]))
-        for version in plain["kept"]:
-            self._kept[version] = self.refill(tensors, f"kept.{version}")
+            self.current.tensor.copy_(state.tensors["values"])
+        self.current.publish(int(state.plain["version"]))
+        for version in state.plain["kept"]:
+            self._kept[version] = self.refill(state.tensors, f"kept.{version}")
             self._kept[version].publish(version)
 
     def start_generation(self, lives: int) -> None:

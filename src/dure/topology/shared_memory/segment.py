@@ -32,6 +32,7 @@ from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Method, maybe, nullable
 from dure.core.sequence import SequenceTracker
+from dure.core.state import State
 from dure.errors import Refused
 from dure.topology.fields import CLOSED, LEFT, LIFE
 from dure.topology.turns import Turns
@@ -206,19 +207,19 @@ class Segment:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Copies of the tensors, and what is counted, while nobody writes."""
-        tensors = {"values": self.values, **self.vectors}
-        copies = {name: tensor.clone() for name, tensor in tensors.items() if not isinstance(tensor, Ghost)}
-        return copies, {"claims": self.claims.tolist(), "rows": self.rows.tolist()}
+    def state(self) -> State:
+        """What a checkpoint keeps, while no worker writes; a copy."""
+        tensors = {} if isinstance(self.values, Ghost) else {"values": self.values, **self.vectors}
+        return State(tensors, {"claims": self.claims.tolist(), "rows": self.rows.tolist()}).cloned()
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
         if not isinstance(self.values, Ghost):
-            self.values.copy_(tensors["values"])
+            self.values.copy_(state.tensors["values"])
             for name, vector in self.vectors.items():
-                vector.copy_(tensors[name])
-        self.claims[:] = plain["claims"]
-        self.rows[:] = plain["rows"]
+                vector.copy_(state.tensors[name])
+        self.claims[:] = state.plain["claims"]
+        self.rows[:] = state.plain["rows"]
 
 
 def touched(update: torch.Tensor) -> int:
@@ -421,16 +422,16 @@ class SharedShard:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What survives a restart, while nobody writes."""
-        tensors, plain = self.segment.state()
-        if self.total is not None:
-            tensors["total"] = self.total.clone()
-        return tensors, plain | {"closed": self.closed, "weight": self.weight, "ledger": self.ledger.state()}
+    def state(self) -> State:
+        """What a checkpoint keeps, while no worker writes; a copy."""
+        tensors = {} if self.total is None else {"total": self.total.clone()}
+        plain = {"closed": self.closed, "weight": self.weight, "ledger": self.ledger.state()}
+        return self.segment.state() | State(tensors, plain)
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, on a fresh segment."""
-        self.segment.restore(tensors, plain)
+    def restore(self, state: State) -> None:
+        """Continue from `state`, on a fresh segment."""
+        self.segment.restore(state)
+        tensors, plain = state.tensors, state.plain
         self.total = tensors["total"].clone() if "total" in tensors else None
         self.closed, self.weight = int(plain["closed"]), float(plain["weight"])
         self.ledger.restore(plain["ledger"])

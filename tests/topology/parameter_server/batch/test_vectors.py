@@ -186,11 +186,11 @@ def test_dot_products_are_summed_in_double_precision():
 def test_they_survive_a_restart(bench):
     bench.order(("copy", "c", "x"), ("fence", 0, 1))
     for shard, ranges in zip(bench.shards, bench.ranges, strict=True):
-        tensors, plain = shard.state()
-        pointers = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
+        state = shard.state()
+        pointers = [tensor.data_ptr() for tensor in state.tensors.values() if tensor.numel()]
         assert len(pointers) == len(set(pointers)), "two tensors of a checkpoint share memory"
         fresh = Shard(shard.node, torch.zeros_like(shard.values), OptimizerSpec(name="assign"), ranges=ranges)
-        fresh.restore({name: tensor.clone() for name, tensor in tensors.items()}, plain)
+        fresh.restore(state.cloned())
         bench.world.services[Address(shard.node.name, "shard")] = fresh
     assert bench["c"].equal(X)
     bench.order(("scale", "c", 2.0))

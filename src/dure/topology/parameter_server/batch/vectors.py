@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.core.node import Apply, Call, Ghost, Reply
+from dure.core.state import State
 from dure.errors import Evicted, Refused
 
 if TYPE_CHECKING:
@@ -208,22 +209,24 @@ class Vectors:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """All vectors, none sharing memory with another or with the model (none in a timing-only run); plain values.
+    def state(self) -> State:
+        """All vectors, and the names of those that a timing-only run has no tensors for.
 
-        What is staged is not among them: whoever goes on from a restart does its portions again.
+        No two vectors share memory, and none shares memory with the model. Staged updates are left out: workers
+        compute their portions again after a restart.
         """
         tensors = {
             name: buffer.tensor.clone() if buffer.holders > 1 else buffer.tensor
             for name, buffer in self._named.items()
             if not isinstance(buffer.tensor, Ghost)
         }
-        return tensors, {"names": sorted(self._named), "fences": sorted(self._fences.items())}
+        return State(tensors, {"names": sorted(self._named), "fences": sorted(self._fences.items())})
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-        self._fences = {int(worker): int(incarnation) for worker, incarnation in plain["fences"]}
-        for name in plain["names"]:
-            self._fill(name, lambda tensor, name=name: tensor.copy_(tensors.get(name, tensor)))  # type: ignore[misc]
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
+        self._fences = {int(worker): int(incarnation) for worker, incarnation in state.plain["fences"]}
+        for name in state.plain["names"]:
+            self._fill(name, lambda tensor, name=name: tensor.copy_(state.tensors.get(name, tensor)))  # type: ignore[misc]
 
 
 def _held(buffer: Buffer) -> Buffer:
