@@ -280,12 +280,9 @@ class RangesOptimizer:
 
     def state(self) -> State:
         """What a checkpoint keeps, with the place of a range before the names of its vectors."""
-        whole = State({}, {"parts": []})
-        for number, (_, _, part) in enumerate(self._parts):
-            state = part.state()
-            whole.tensors |= with_prefix(f"{number}.", state.tensors)
-            whole.plain["parts"].append(state.plain)
-        return whole
+        states = [part.state() for _, _, part in self._parts]
+        tensors = {name: each for i, s in enumerate(states) for name, each in with_prefix(f"{i}.", s.tensors).items()}
+        return State(tensors, {"parts": [state.plain for state in states]})
 
     def restore(self, state: State) -> None:
         """Continue from `state`. Raises `ValueError` if it belongs to another rule or size."""

@@ -10,7 +10,7 @@ worker leaves, but for updates of it that still count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,10 +144,14 @@ class Corrections:
 
     # ---- checkpoints
 
-    def state(self) -> State:
-        """What a checkpoint keeps. The tensors are no copies."""
+    def state(self, saved: Collection[int]) -> State:
+        """What a checkpoint keeps besides the versions in `saved`. The tensors are no copies.
+
+        A timing-only run has no tensors.
+        """
         held = [buffer for reader in self._readers.values() for buffer in reader.buffers] + list(self._bases.values())
-        tensors = {f"read.{buffer.version}": buffer.tensor for buffer in held}
+        read = {buffer.version: buffer.tensor for buffer in held if not isinstance(buffer.tensor, Ghost)}
+        tensors = {f"read.{version}": tensor for version, tensor in read.items() if version not in saved}
         names = sorted(self._vectors, key=str)
         tensors |= {f"remedy.{place}": self._vectors[name] for place, name in enumerate(names)}
         readers = [

@@ -23,7 +23,7 @@ version (`apply`) and named vectors for a coordinator (`batch.vectors`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -294,15 +294,8 @@ class Shard:
         state = self.versions.state(kept) | self.staging.state() | self.updater.state()
         state |= self.vectors.state().under("vector", "vectors")
         if self.corrections is not None:
-            state |= self._state_of_corrections(self.corrections, {f"read.{each}" for each in (self.version, *kept)})
+            state |= self.corrections.state(saved=(self.version, *kept))
         return state
-
-    def _state_of_corrections(self, corrections: Corrections, saved: Collection[str]) -> State:
-        """The state of the corrections, without the tensors in `saved`; a timing-only run has none."""
-        state = corrections.state()
-        if self.updater.rule.optimizer is None:
-            return State({}, state.plain)
-        return State({name: tensor for name, tensor in state.tensors.items() if name not in saved}, state.plain)
 
     def restore(self, state: State) -> None:
         """Continue from `state`, on a fresh shard."""
