@@ -46,6 +46,13 @@ def unchanged(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
+def test_a_run_is_not_resumed_to_end_before_its_last_checkpoint(folder):
+    before = unchanged(folder)
+    with pytest.raises(UsageError, match=r"steps=1 is below step 2, where the last checkpoint of .* stands"):
+        dure.train("digits-mlp", resume=folder, steps=1)
+    assert unchanged(folder) == before
+
+
 @pytest.mark.parametrize(
     ("given", "was", "says"),
     [

@@ -197,7 +197,7 @@ class TrainConfig(Options):
             )
         if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
             raise UsageError(
-                f'"{self.on}" is no place and no cluster file: write {", ".join(PLACES)}, or the path of a file.'
+                f'"{self.on}" is no place and no file: write {", ".join(PLACES)}, or the path of a cluster file.'
                 f"{nearest(self.on, PLACES)}"
             )
 

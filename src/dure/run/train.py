@@ -187,6 +187,11 @@ def _folder(setup: Setup) -> RunFolder | None:
         if damaged:
             log.warning("the run goes on from step %d; damaged checkpoints: %s.", newest.step, "; ".join(damaged))
         checkpoint.check_origin(newest, setup.origin)
+        if setup.steps < newest.step:
+            raise UsageError(
+                f"steps={setup.steps} is below step {newest.step}, where the last checkpoint of {config.resume} stands."
+                f" Give at least {newest.step}, or start another run with another --out."
+            )
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
 
