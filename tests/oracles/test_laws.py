@@ -163,7 +163,7 @@ def swap(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("law", DEPENDENTS, ids=str)
-def test_a_killed_process_ends_a_run_that_needs_everybody(law, fork_server):
+def test_a_killed_process_ends_a_run_that_needs_all_workers(law, fork_server):
     trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))
     killed = []
 
@@ -172,5 +172,5 @@ def test_a_killed_process_ends_a_run_that_needs_everybody(law, fork_server):
             killed.append("worker 1")
             trial.kill("worker 1")
 
-    with pytest.raises(DureError, match=r"worker 1 died: killed by signal 9 \(SIGKILL\).*--checkpoint-every"):
+    with pytest.raises(DureError, match=r"worker 1 failed: killed by signal 9 \(SIGKILL\).*--checkpoint-every"):
         trial.run(act, fork_server=fork_server)

@@ -107,7 +107,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
     with pytest.raises(DureError) as caught:
         run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
-    assert str(caught.value).startswith("worker 1 died: killed by signal 9 (SIGKILL); bsp collective")
+    assert str(caught.value).startswith("worker 1 failed: killed by signal 9 (SIGKILL); bsp collective")
     assert "--out with --checkpoint-every N writes one" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -115,7 +115,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
 def test_a_server_that_dies_ends_the_run_with_one_sentence(run):
     kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
     with pytest.raises(
-        DureError, match=r"^server 1 died: killed by signal 9 \(SIGKILL\); its part of the model is gone"
+        DureError, match=r"^server 1 failed: killed by signal 9 \(SIGKILL\); its part of the model is gone"
     ):
         run("waits_now_and_then", "ssp ps:shards=2", kill, workers=2, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
@@ -141,12 +141,12 @@ def test_the_others_survive_whatever_ends_a_worker_and_its_cause_is_named(run, j
     [("raises", "RuntimeError: the labels of this batch are upside down"), ("exits", "it ended, with exit status 0")],
 )
 def test_when_all_workers_die_the_error_names_the_cause(run, job, cause):
-    with pytest.raises(DureError, match=f"^all workers died; the first of them, worker [01]: {cause}"):
+    with pytest.raises(DureError, match=f"^all workers failed; the first of them, worker [01]: {cause}"):
         run(job, "ssp ps", workers=2, steps=60)
 
 
 def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_from_a_checkpoint(run, tmp_path):
-    failed = r"^worker [01] died: RuntimeError: the labels of this batch are upside down; bsp .* needs everybody\."
+    failed = r"^worker [01] failed: RuntimeError: the labels of this batch are upside down; bsp .* needs all workers\."
     with pytest.raises(DureError, match=f"{failed}$"):
         run("raises", "bsp", workers=2, steps=60)
     with pytest.raises(DureError, match=rf"{failed} Resume with: dure train --resume"):

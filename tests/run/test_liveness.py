@@ -52,7 +52,7 @@ def run(fork_server, strategy, act, *, job="waits_now_and_then", fault_settings=
     """A run of two workers; its trial, its outcome, and the texts that the progress line has shown."""
     notices = []
     trial = Trial(configured(job, strategy, **{"workers": 2, "steps": 60, **SOON} | options), fault_settings)
-    outcome = trial.run(act, fork_server=fork_server, watch=Callbacks(notice=notices.append))
+    outcome = trial.run(act, fork_server=fork_server, callbacks=Callbacks(notice=notices.append))
     return trial, outcome, notices
 
 
@@ -113,7 +113,7 @@ def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(fork_ser
 @pytest.mark.parametrize("strategy", ["bsp", pytest.param("bsp collective:algorithm=ring", marks=SOAK)])
 def test_a_frozen_rank_of_a_collective_ends_the_run_which_names_it(strategy, fork_server):
     stop = Stop("worker 1")
-    with pytest.raises(DureError, match=r"^worker 1 died: frozen: no heartbeat for 1 s; bsp .* needs everybody"):
+    with pytest.raises(DureError, match=r"^worker 1 failed: frozen: no heartbeat for 1 s; bsp .* needs all workers"):
         run(fork_server, strategy, stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 
@@ -139,7 +139,7 @@ def test_a_frozen_holder_of_a_lock_is_killed_which_releases_it(fork_server):
 
 def test_a_frozen_server_ends_the_run_which_names_it(fork_server):
     stop = Stop("server 1")
-    with pytest.raises(DureError, match=r"^server 1 died: frozen: no heartbeat for 1 s; its part of the model is"):
+    with pytest.raises(DureError, match=r"^server 1 failed: frozen: no heartbeat for 1 s; its part of the model is"):
         run(fork_server, "ssp ps:shards=2", stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 

@@ -35,7 +35,7 @@ class ServerKiller:
     """Kills servers, one after another, each some steps after a checkpoint of its own; keeps what that had."""
 
     def __init__(self, victims: list[str], folder: Path, seed: int = 5, pause: float = 0.0) -> None:
-        self.pause = pause  # seconds in which nobody can tell of what the dead died
+        self.pause = pause  # seconds before the cause of a failure is known
         self.victims = victims
         self.folder = folder
         self.killed: list[str] = []
@@ -112,7 +112,7 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     trial = Trial(configured("waits_now_and_then", strategy, **options, out=tmp_path / "run"))
     killer = ServerKiller([victim], tmp_path / "run" / "checkpoints", pause=pause)
     rewound: list[int] = []
-    outcome = trial.run(killer, fork_server=fork_server, watch=Callbacks(rewind=rewound.append))
+    outcome = trial.run(killer, fork_server=fork_server, callbacks=Callbacks(rewind=rewound.append))
     assert killer.killed == [victim]
     assert len(trial.drivers) == 2
     assert outcome.totals.failures_survived == 1
@@ -170,7 +170,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, m
             began.append(trial.fork_server.pids.get("server 1"))
             trial.kill("server 1")
 
-    with pytest.raises(DureError, match=r"server 1 died: killed by signal 9 .* is gone, for the 6th time\. Resume"):
+    with pytest.raises(DureError, match=r"server 1 failed: killed by signal 9 .* is gone, for the 6th time\. Resume"):
         trial.run(act, fork_server=fork_server)
     assert len(set(began)) == 1 + restart_policy.LIMIT
 
@@ -183,5 +183,5 @@ def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
         if trial.driver.steps("worker 0") > 10:
             trial.kill("server 1")
 
-    with pytest.raises(DureError, match=r"server 1 died: .* its part of the model is gone\. No checkpoint"):
+    with pytest.raises(DureError, match=r"server 1 failed: .* its part of the model is gone\. No checkpoint"):
         trial.run(act, fork_server=fork_server)

@@ -78,7 +78,7 @@ class Trial:
         *,
         always: bool = False,
         fork_server: ForkServer | None = None,
-        watch: Callbacks | None = None,
+        callbacks: Callbacks | None = None,
         interruption: Interruption | None = None,
     ) -> Outcome:
         """To its end; `act` is called at every turn, from when all are ready on or `always`."""
@@ -86,7 +86,10 @@ class Trial:
         restarts = RestartPolicy(self.setup, folder)
 
         def make() -> Driven:
-            shown, given = watch or Callbacks(), {"folder": folder, "restarts": restarts, "interruption": interruption}
+            shown, given = (
+                callbacks or Callbacks(),
+                {"folder": folder, "restarts": restarts, "interruption": interruption},
+            )
             driver = Driven(self.setup, shown, self.fork_server, fault_settings=self.fault_settings, **given)
             driver.act = lambda _: act(self)
             driver.always = always

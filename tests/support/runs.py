@@ -68,8 +68,8 @@ def local(job: str, strategy: str, *, fork_server: ForkServer | None = None, **o
     """A run on processes of this machine, without a folder."""
     setup, _ = resolved(job, strategy, on="local", **{"eval_every": 1000} | options)
     rows: list[dict[str, Any]] = []
-    watch = Callbacks(row=rows.append)
-    return Finished(setup, run_processes(setup, watch, None, None, fork_server=fork_server), rows)
+    callbacks = Callbacks(row=rows.append)
+    return Finished(setup, run_processes(setup, callbacks, None, None, fork_server=fork_server), rows)
 
 
 def resume_local(folder: Path) -> Finished:

@@ -320,7 +320,7 @@ def test_the_death_of_the_owner_ends_the_run_and_its_memory(fork_server):
             assert all("memfd:dure" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
             trial.kill("server 0")
 
-    with pytest.raises(DureError, match=r"^server 0 died: killed by signal 9 \(SIGKILL\)"):
+    with pytest.raises(DureError, match=r"^server 0 failed: killed by signal 9 \(SIGKILL\)"):
         trial.run(act, fork_server=fork_server)
     assert len(pids) == 3
     deadline = time.monotonic() + 10

@@ -292,7 +292,7 @@ class Driver:
             incarnation=self.roster.admit(name),
             driver=list(self.address),
             credentials=self.credentials.plain(),
-            terms=asdict(self.fault_settings),
+            fault_settings=asdict(self.fault_settings),
             resume=None if resume is None else str(resume),
             heartbeat=self.liveness.admit(name),
         )

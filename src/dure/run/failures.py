@@ -100,13 +100,13 @@ class FailureTracker:
             if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 serves = NodeId.of(name).kind == SERVER
-                loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs everybody"
-                raise DureError(f"{name} died: {self.cause(name)}; {loss}.{self._advice(name)}")
+                loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs all workers"
+                raise DureError(f"{name} failed: {self.cause(name)}; {loss}.{self._advice(name)}")
         if workers and all(name in self._failed for name in workers):
             first = next(iter(name for name in self._failed if name in workers))
             if self._explained(first):
                 raise DureError(
-                    f"all workers died; the first of them, {first}: {self.cause(first)}.{self._advice(first)}"
+                    f"all workers failed; the first of them, {first}: {self.cause(first)}.{self._advice(first)}"
                 )
         for name, error in self.reported.items():
             if self._explained(f"{name} failed"):
@@ -139,7 +139,7 @@ class FailureTracker:
         """Record a cause, unless the process has reported its own error: workers of a failed server end so."""
         if name not in self.reported:
             self.causes[name] = self.cause(name)
-            log.warning("%s died: %s.", name, self.causes[name])
+            log.warning("%s failed: %s.", name, self.causes[name])
 
     def _explained(self, what: str) -> bool:
         return what in self.reasons or what in self._launcher.exited or what not in self._unexplained

@@ -1,11 +1,11 @@
-"""What one process of a real run does, from its first word to its last.
+"""One process of a real run, a worker or a server, from its registration with the driver to its exit.
 
 worker                                      driver (the launcher)
-register(where I listen) ------------------->  waits until all are there
+register(address) -------------------------->  waits until all have registered
 <------------------ directory, store ---------
 join the clock; ready ---------------------->  waits until all are ready
 <------------------ go ----------------------
-the method's work;  progress, snapshot ----->  graded, recorded
+the method's work;  progress, snapshot ----->  evaluates and records
 suspended, at a checkpoint ----------------->  waits until all are; shards save; commit
 <------------------ go on -------------------
 leave the clock; done(parameters) ---------->  the run's result
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dure.sync.worker import Worker
 
 PROGRESS_SECONDS = 0.1
-"""How often a worker says how far it is."""
+"""Period of a worker's progress reports."""
 
 COUNTED = ("bytes_sent", "bytes_received", "messages")
 
@@ -56,16 +56,16 @@ SPANS = 4000
 """Spans per message."""
 
 MESSAGE = 4000
-"""Characters of an error that the driver is told of."""
+"""Maximal characters of an error that is reported to the driver."""
 
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """On what terms the processes of a run work together.
+    """How the processes of a run treat workers and servers that are absent, slow or lost.
 
-    `absent` workers are not there at first. A worker that shows no progress for `evict_seconds` (more, if it is slow)
-    is left behind. `log` has the shards keep what they apply, for `status`. A server that is gone is waited for
-    `return_seconds`; with 0, none comes back.
+    `absent` workers join later. The clock evicts a worker without progress for `evict_seconds` (more, if it is slow).
+    With `log` the shards keep a list of applied updates, for `status`. Workers wait `return_seconds` for a server that
+    has failed; 0 means that no server is started again.
     """
 
     absent: Sequence[int] = ()
@@ -76,10 +76,10 @@ class FaultSettings:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What a process is told when it is started: its `name` in `run`, where the driver listens, what to start from.
+    """What a process gets at its start: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
 
-    `credentials` are the run's, as plain values: they come through a pipe, and are in no argument and no variable.
-    `heartbeat` is what `LivenessMonitor.admit` gave: a process without it sends no heartbeats.
+    `credentials` are the run's, as plain values. They come through a pipe: no argument or environment variable has
+    them. `heartbeat` is a result of `LivenessMonitor.admit`; a process without it sends no heartbeats.
     """
 
     name: str
@@ -87,55 +87,56 @@ class LaunchSpec:
     incarnation: int
     driver: Sequence[Any]
     credentials: Mapping[str, Any] = field(repr=False)
-    terms: FaultSettings = FaultSettings()
+    fault_settings: FaultSettings = FaultSettings()
     interface: str = "127.0.0.1"
     resume: str | None = None
     heartbeat: Sequence[Any] = ()
 
     @classmethod
-    def of(cls, *, terms: Mapping[str, Any], **plain: Any) -> LaunchSpec:
-        """From values that JSON has."""
-        return cls(terms=FaultSettings(**terms), **plain)
+    def of(cls, *, fault_settings: Mapping[str, Any], **plain: Any) -> LaunchSpec:
+        """Make a launch specification of values that JSON has."""
+        return cls(fault_settings=FaultSettings(**fault_settings), **plain)
 
 
-def main(setup: Setup, start: LaunchSpec, check: Callable[[], None] = nothing) -> None:
-    """Be a process of a run. An error leaves without a goodbye: to the others that is a death, and it is one.
+def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) -> None:
+    """Entry point of a worker or server process.
 
-    `check` is called at least once a second of a wait; it raises what ends the run here.
+    On an error the process exits without closing its connections; peers treat that as a crash. `check` is called at
+    least once a second during a wait; it raises an error that ends this process.
     """
     torch.set_num_threads(1)
-    kind, rank = start.name.split()
-    identity = Identity(start.run, start.name, int(rank), start.incarnation)
+    kind, rank = spec.name.split()
+    identity = Identity(spec.run, spec.name, int(rank), spec.incarnation)
     config = setup.config
-    gradient_engine = (
-        GradientEngine(setup.job, exact=True) if kind == "worker" else None
-    )  # gradients come one at a time here
+    # One worker per process: its gradients are computed one at a time.
+    gradient_engine = GradientEngine(setup.job, exact=True) if kind == "worker" else None
     if gradient_engine is not None:
         setup.configure(gradient_engine)
-    credentials = Credentials.of(start.credentials)
+    credentials = Credentials.of(spec.credentials)
     node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, gradient_engine=gradient_engine)
     node.loop.check = check
-    node.directory["driver"] = (str(start.driver[0]), int(start.driver[1]))
-    port = node.wire.listen(start.interface)
-    life = WorkerProcess(setup, node, start.terms) if kind == "worker" else ServerProcess(setup, node, start.terms)
+    node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
+    port = node.wire.listen(spec.interface)
+    kind_of_process = WorkerProcess if kind == "worker" else ServerProcess
+    process = kind_of_process(setup, node, spec.fault_settings)
     with ExitStack() as stack:
-        if start.heartbeat:
-            host, heard_at, token, period = start.heartbeat
-            beating = Heartbeat((host, heard_at), token, lambda: (life.steps, node.loop.waiting), period)
+        if spec.heartbeat:
+            host, heard_at, token, period = spec.heartbeat
+            beating = Heartbeat((host, heard_at), token, lambda: (process.steps, node.loop.waiting), period)
             stack.callback(beating.stop)
-        parts = checkpoint.load(Path(start.resume)).parts if start.resume is not None else {}
-        node.loop.run_until(node.spawn(life.live((start.interface, port), parts), start.name))
+        parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}
+        node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
         node.wire.close()
         node.loop.end()
 
 
 class RunProcess:
-    """What workers and servers have in common: they register, and obey the driver."""
+    """Common part of worker and server processes: registration, the driver's commands, counters of traffic."""
 
     def __init__(self, setup: Setup, node: ProcessNode) -> None:
         self.setup = setup
         self.node = node
-        self.bye: Operation[None] = node.promise("the driver's goodbye")
+        self.bye: Operation[None] = node.promise("the end of the run")
         self.delivered = False
         node.on_lost = self._lost
 
@@ -146,7 +147,7 @@ class RunProcess:
 
     @property
     def steps(self) -> int:
-        """Steps that a worker has made."""
+        """Steps of a worker; 0 for a server."""
         return 0
 
     def counters(self) -> dict[str, int]:
@@ -160,7 +161,7 @@ class RunProcess:
         return counts
 
     def _meet(self, name: str, place: Sequence[Any]) -> None:
-        """Another process is there, or there again."""
+        """Note the address of a process that has registered, for the first time or after a restart."""
         self.node.directory[name] = (place[0], place[1])
 
     def _lost(self, loss: Loss) -> None:
@@ -183,11 +184,11 @@ CONTROL = {
     "returned": Method(DRIVER, {"name": NODE}),
     "meet": Method(DRIVER, {"name": NODE, "place": PLACE}),
 }
-"""What the driver may tell processes; each has handlers for a part of it."""
+"""The driver's commands. A process has handlers for some of them."""
 
 
 class Control:
-    """The service by which the driver tells a process what to do: `handlers` by method, plain or `async`."""
+    """The service for the driver's commands: `handlers` by method, plain or `async`."""
 
     def __init__(self, **handlers: Any) -> None:
         self.protocol = {method: CONTROL[method] for method in handlers}
@@ -208,20 +209,20 @@ class Control:
 
 
 class ServerProcess(RunProcess):
-    """A process that hosts one shard, and the clock if it is the first."""
+    """A process that hosts one shard; that of the first server hosts the clock too."""
 
-    def __init__(self, setup: Setup, node: ProcessNode, terms: FaultSettings) -> None:
+    def __init__(self, setup: Setup, node: ProcessNode, fault_settings: FaultSettings) -> None:
         super().__init__(setup, node)
-        self.terms = terms
+        self.fault_settings = fault_settings
 
     async def live(self, where: tuple[str, int], parts: Parts) -> None:
-        node, terms = self.node, self.terms
+        node, settings = self.node, self.fault_settings
         self.server = server = build_server(
-            self.setup, node, absent=terms.absent, evict_seconds=terms.evict_seconds, log=terms.log
+            self.setup, node, absent=settings.absent, evict_seconds=settings.evict_seconds, log=settings.log
         )
         if server.clock is not None:
             server.clock.on_evicted = self._evicted
-            server.clock.shard_calls.shards_return = bool(terms.return_seconds)
+            server.clock.shard_calls.shards_return = bool(settings.return_seconds)
         if parts:
             server.restore(parts)
             if node.incarnation:
@@ -242,12 +243,12 @@ class ServerProcess(RunProcess):
         await self.bye
 
     def _worker_lost(self, name: str) -> None:
-        """Note that a worker exited before it had called this server."""
+        """Note that a worker has exited before its first call to this server."""
         if self.server.clock is not None:
             self.server.clock.lost(name)
 
     def _worker_frozen(self, name: str) -> None:
-        """Go on without a worker that sends no heartbeats. It comes back only by joining again."""
+        """Evict a worker that sends no heartbeats. It can only join again."""
         server, rank = self.server, NodeId.of(name).rank
         if server.coordinator is not None:
             server.coordinator.lost(name)
@@ -255,7 +256,7 @@ class ServerProcess(RunProcess):
             server.clock.evict(rank)
 
     async def _returned(self, name: str) -> None:
-        """Note that another server runs again."""
+        """Note that another server has restarted."""
         if self.server.clock is not None:
             await self.server.clock.returned(Address(name, "shard"))
 
@@ -268,11 +269,11 @@ class ServerProcess(RunProcess):
 
 
 class WorkerProcess(RunProcess):
-    """A process that is one worker."""
+    """The process of one worker."""
 
-    def __init__(self, setup: Setup, node: ProcessNode, terms: FaultSettings = FaultSettings()) -> None:
+    def __init__(self, setup: Setup, node: ProcessNode, fault_settings: FaultSettings = FaultSettings()) -> None:
         super().__init__(setup, node)
-        self.terms = terms
+        self.fault_settings = fault_settings
         self.suspending = False
         self.next_checkpoint = 0
         self.snapshots = Snapshots(setup, node, self._bytes_sent)
@@ -302,7 +303,7 @@ class WorkerProcess(RunProcess):
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
         self.worker = worker = build_worker(setup, node, node.rank, node.meter)
         if worker.over_servers:
-            worker.server.client.calls.return_seconds = self.terms.return_seconds
+            worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
         assert node.gradient_engine is not None
         mapped = await setup.topology.map(worker)
         if mapped:
@@ -313,7 +314,7 @@ class WorkerProcess(RunProcess):
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
         if setup.topology.needs_everybody:
-            node.gradient_engine.read_in_place(worker.params)  # which stay where they are, as no server sends others
+            node.gradient_engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
         if not resumed:
             await membership.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
@@ -338,7 +339,7 @@ class WorkerProcess(RunProcess):
         return mine is not None
 
     async def _work(self) -> None:
-        """The method's work, begun anew after each checkpoint."""
+        """Run the method to the end of its work. After each checkpoint its coroutine is started again."""
         while True:
             role = self.node.spawn(work_through(self.setup.sync, self.worker, self.setup.period), self.node.name)
             self._role = role
@@ -363,7 +364,7 @@ class WorkerProcess(RunProcess):
         counts = self._counts()
         await self._send_spans()
         if worker.sessions.rows is not None and worker.rank == 0:
-            await worker.sessions.rows.client.copy(worker.params, worker.clock)  # it is the one whose model counts
+            await worker.sessions.rows.client.copy(worker.params, worker.clock)  # the run delivers its model
         values = worker.delivering(self.setup.traits.delivers)
         tensors = [values] if worker.buffers is None else [values, worker.buffers]
         done: dict[str, Any] = {
@@ -404,7 +405,7 @@ class WorkerProcess(RunProcess):
         self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
 
     def _counts(self) -> dict[str, int]:
-        """What this worker has exchanged, before a checkpoint that it came from too."""
+        """Traffic of this worker, that before the checkpoint it was restored from included."""
         group, counts = self.worker.sessions.members, self.counters()
         return {name: self.counted[name] + counts[name] + getattr(group, name, 0) for name in COUNTED}
 
@@ -412,7 +413,7 @@ class WorkerProcess(RunProcess):
         return self._counts()["bytes_sent"]
 
     def _tell(self, method: str, **fields: Any) -> None:
-        """Say something to the driver without waiting for its answer."""
+        """Call the driver without waiting for its answer."""
         self.node.call(DRIVER_ADDRESS, method, **fields)
 
     def _evaluate(self) -> None:
@@ -427,7 +428,7 @@ class WorkerProcess(RunProcess):
     def _suspend_now(self, step: int) -> None:
         """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""
         if step < self.next_checkpoint:
-            return  # that one has been dealt with
+            return  # this worker has passed that checkpoint
         self.suspending = True
         if self.worker.asking and self._role is not None:
             self._role.throw(Suspend())

@@ -113,18 +113,20 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if not config.virtual and not is_started_outside(config.on):
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
-    with _recording(setup, prebuilt.interruption) as (folder, watch, progress):
+    with _recording(setup, prebuilt.interruption) as (folder, callbacks, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
                 file.write(cluster.to_yaml())
         saved = folder.checkpoints if config.resume is not None and folder is not None else None
         if config.virtual:
             assert cluster is not None
-            outcome = VirtualRun(setup, cluster, watch).run(checkpoint.load(saved).parts if saved is not None else None)
+            outcome = VirtualRun(setup, cluster, callbacks).run(
+                checkpoint.load(saved).parts if saved is not None else None
+            )
         else:
             place = folder.checkpoints if folder is not None else None
             assert launch is not None
-            outcome = launch(setup, watch, saved, place)
+            outcome = launch(setup, callbacks, saved, place)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(setup, outcome, folder, cluster)
 

@@ -89,10 +89,10 @@ class VirtualRun:
     Raises `DeadlockError`, `DivergedError`, and whatever a role raises.
     """
 
-    def __init__(self, setup: Setup, cluster: Cluster, watch: Callbacks) -> None:
+    def __init__(self, setup: Setup, cluster: Cluster, callbacks: Callbacks) -> None:
         self.setup = setup
         self.cluster = cluster
-        self.watch = watch
+        self.callbacks = callbacks
         config = setup.config
         self.gradient_engine = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
         if self.gradient_engine is not None:
@@ -112,7 +112,7 @@ class VirtualRun:
             parts = segment.run()
             if parts is None:
                 return segment.outcome()
-            self.watch.checkpoint(segment.checkpoint_step, parts)
+            self.callbacks.checkpoint(segment.checkpoint_step, parts)
             segment = VirtualSegment(self, parts)
 
     def _resume(self, parts: Parts) -> VirtualSegment:
@@ -193,7 +193,7 @@ class VirtualSegment:
         run = self.whole
         return VirtualRows(
             self.setup,
-            run.watch,
+            run.callbacks,
             run.evaluator,
             run.history,
             self.model,
@@ -308,7 +308,7 @@ class VirtualSegment:
         self.totals.counts["samples"] += worker.source.batch_size
         self._on_made(worker)
         if worker.rank == self.first:
-            self.whole.watch.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])
+            self.whole.callbacks.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])
 
     def _on_made(self, worker: Worker) -> None:
         """Count a step that has been made, or begun in vain."""

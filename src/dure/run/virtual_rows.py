@@ -34,7 +34,7 @@ class VirtualRows:
     """
 
     setup: Setup
-    watch: Callbacks
+    callbacks: Callbacks
     evaluator: Evaluator | None
     history: list[Row]
     model: VirtualModel
@@ -118,7 +118,7 @@ class VirtualRows:
         self, values: torch.Tensor, buffers: torch.Tensor | None, step: int, updates: int, *, final: bool = False
     ) -> None:
         assert self.evaluator is not None
-        with self.watch.evaluating():
+        with self.callbacks.evaluating():
             grade = self.evaluator.grade(values, buffers)
         row = {
             "seconds": self.totals.seconds if final else self.now(),
@@ -131,4 +131,4 @@ class VirtualRows:
             **self.model.consensus(),
         }
         self.history.append(row)
-        self.watch.row(row)
+        self.callbacks.row(row)

@@ -39,7 +39,7 @@ def run_real(
 
 def run_processes(
     setup: Setup,
-    watch: Callbacks,
+    callbacks: Callbacks,
     resume: Path | None,
     folder: Path | None,
     *,
@@ -61,7 +61,7 @@ def run_processes(
         restarts = RestartPolicy(setup, folder)
 
         def make() -> Driver:
-            return Driver(setup, watch, fork_server, folder=folder, restarts=restarts, interruption=interruption)
+            return Driver(setup, callbacks, fork_server, folder=folder, restarts=restarts, interruption=interruption)
 
         return keep_running(make, fork_server, resume, interruption)
 

@@ -99,7 +99,9 @@ def run_real(
     return run
 
 
-def _lead(rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | None, folder: Path | None) -> Outcome:
+def _lead(
+    rendezvous: Rendezvous, setup: Setup, callbacks: Callbacks, saved: Path | None, folder: Path | None
+) -> Outcome:
     """Lead the run from rank 0."""
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
@@ -110,7 +112,7 @@ def _lead(rendezvous: Rendezvous, setup: Setup, watch: Callbacks, saved: Path | 
         fork_server.load(setup.plain())
         ranks = RankLauncher(fork_server, rendezvous)
         interface = rendezvous.place.interface
-        driver = Driver(setup, watch, ranks, folder=folder, interface=interface, credentials=credentials)
+        driver = Driver(setup, callbacks, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(driver.close)
         return driver.run(saved)
 
