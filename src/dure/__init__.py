@@ -35,7 +35,7 @@ _OTHERS = (
     "dure.runtime.virtual.cluster:Cluster",
     "dure.sync.base:ServerRule",
     "dure.sync.base:Traits",
-    "dure.user_loop.attached:attach",
+    "dure.user_loop.attach:attach",
     "dure.user_loop.ddp_hook:hook",
 )
 

@@ -56,7 +56,7 @@ from dure.topology.gossip.choice import Gossip as Gossip
 from dure.topology.hybrid.choice import Hybrid as Hybrid
 from dure.topology.parameter_server.choice import ParameterServer as ParameterServer
 from dure.topology.shared_memory.choice import SharedMemory as SharedMemory
-from dure.user_loop.attached import attach as attach
+from dure.user_loop.attach import attach as attach
 from dure.user_loop.ddp_hook import hook as hook
 
 __version__: str

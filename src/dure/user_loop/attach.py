@@ -1,0 +1,196 @@
+"""`dure.attach`: a method of `sync/` in a training loop that the user owns.
+
+    replica = dure.attach(model, optimizer, sync="ssp:bound=3")
+    for x, y in loader:
+        loss_fn(model(x), y).backward()
+        replica.step()                      # in place of optimizer.step() and zero_grad()
+
+It runs alone, or at every rank that `torchrun` starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dure.codec.fp32 import Float32
+from dure.errors import UsageError
+from dure.job.replica import Replica
+from dure.run.strategy import Strategy, make, member_text, name_of
+from dure.runtime.launch.monitor import RankMonitor
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
+from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Identity
+from dure.sync.base import traits_of
+from dure.sync.worker import Boundary, Worker
+from dure.topology.base import topology_of
+from dure.user_loop.attached import Attached
+from dure.user_loop.lifetime import report_failure
+from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
+from dure.user_loop.peers import LoopCollectives
+from dure.user_loop.servers import LoopServers, name_of_run
+from dure.user_loop.source import LoopSource
+from dure.user_loop.wrapped import check_unwrapped
+
+if TYPE_CHECKING:
+    from dure.codec.base import Codec
+    from dure.runtime.wire.credentials import Integrity
+    from dure.sync.base import Sync
+    from dure.topology.collective.choice import Collective
+    from dure.topology.parameter_server.choice import ParameterServer
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sync: Sync | str | None = None,
+    topology: Collective | ParameterServer | str | None = None,
+    codec: Codec | str | None = None,
+    batch_size: int = 1,
+    frozen_after: float = 30.0,
+    key_file: str | Path | None = None,
+    integrity: Integrity = "mac",
+) -> Attached:
+    """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
+
+    Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
+    `topology` and `codec` are those of a `Strategy`. `batch_size` is this rank's weight in means, where ranks differ.
+    A parameter without a gradient in a step counts as one whose gradient is zero: unlike in plain PyTorch, momentum,
+    moments and weight decay change it. If a rank or a server sends no heartbeat for `frozen_after` seconds, the
+    training of all ranks that wait for it ends.
+
+    The ranks and their servers admit only processes that have the key of the run: the content of `key_file`, 32 random
+    bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks
+    meet. Tensors between machines have an authentication code, or with `integrity="checksum"` a checksum alone.
+
+    Raises:
+        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
+            already, a wrapper such as DistributedDataParallel synchronizes it, or others may read the key file.
+        ReplicaError: the model cannot be laid out flat.
+        PeerLost: another rank has failed before all were there.
+    """
+    coded = make(codec, "codec") if isinstance(codec, str) else codec or Float32()
+    if not isinstance(coded, Float32):
+        raise UsageError(
+            "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
+            f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
+        )
+    strategy = Strategy.of(sync, topology)
+    _check_strategy(strategy)
+    _check_numbers(batch_size, frozen_after)
+    check_unwrapped(model)
+    check_free(model, optimizer)
+    check_step(optimizer)
+    _check_values(model)
+    replica = Replica(model)
+    rendezvous = Rendezvous(place() or RankEnvironment(), "attach")
+    with ExitStack() as undo:
+        undo.push(partial(_tell_if_failed, rendezvous))
+        mine = UserOptimizer(optimizer, replica)
+        undo.callback(mine.close)
+        run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
+        credentials = credentials_of(rendezvous, None if key_file is None else Path(key_file), integrity)
+        node = ProcessNode(Identity(run, f"worker {rendezvous.place.rank}", rendezvous.place.rank), credentials)
+        undo.callback(node.wire.close)
+        monitor = RankMonitor(rendezvous, frozen_after)
+        undo.callback(monitor.close)
+        node.loop.check = monitor.check
+        worker = _worker(node, replica, mine, sizes)
+        ties: LoopCollectives | LoopServers
+        if topology_of(strategy.topology).clocked:
+            ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
+        else:
+            ties = LoopCollectives(node, rendezvous, replica, strategy)
+        undo.pop_all()
+    return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    because = traits_of(strategy.sync).no_loop
+    if because:
+        raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
+    because = topology_of(strategy.topology).no_loop
+    if because:
+        raise UsageError(
+            f"{name_of('topology', strategy.topology)} does not run in a loop of one's own: {because}. "
+            'Write topology="collective" or "ps".'
+        )
+
+
+def _check_numbers(batch_size: int, frozen_after: float) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UsageError(f"batch_size is this rank's weight, a whole number of at least 1; got {batch_size!r}.")
+    if not frozen_after > 0:
+        raise UsageError(f"frozen_after is a number of seconds above 0, got {frozen_after!r}. Leave it out for 30.")
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name!r} is on the meta device, which holds no values: call model.to_empty(device=...), "
+                "initialize the model or load its state, then attach."
+            )
+
+
+def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
+    """Exchange the names and sizes of all ranks; returns the run's name and the batch size of each rank.
+
+    Raises `UsageError` if ranks attach different strategies or models.
+    """
+    layers = [[layer.name, list(layer.shape)] for layer in replica.layers]
+    constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
+    model = {
+        "parameters": replica.numel,
+        "dtype": str(replica.dtype),
+        "buffers": replica.buffers_flat().numel(),
+        "constants": sum(each.numel() for each in replica.constants.values()),
+        "layers": hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16],
+    }
+    mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
+    ranks = rendezvous.exchange("about", mine)
+    for what in ("strategy", "model"):
+        for rank, theirs in enumerate(ranks):
+            if theirs[what] != ranks[0][what]:
+                raise UsageError(
+                    f"all ranks must attach the same {what}: rank 0 has {ranks[0][what]}, rank {rank} {theirs[what]}."
+                )
+    return ranks[0]["run"], [theirs["batch_size"] for theirs in ranks]
+
+
+def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int]) -> Worker:
+    buffers = replica.buffers_flat()
+
+    def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Merge buffers, weighted by batch size unless those of a rank are missing."""
+        return replica.merge_buffers(snapshots, sizes if len(snapshots) == len(sizes) else None)
+
+    return Worker(
+        node=node,
+        rank=node.rank,
+        world_size=len(sizes),
+        params=replica.params,
+        optimizer=optimizer,
+        source=LoopSource(node, replica, sizes[node.rank]),
+        meter=node.meter,
+        boundary=Boundary(None),
+        total_weight=float(sum(sizes)),
+        buffers=buffers if buffers.numel() else None,
+        merge_buffers=merge,
+    )
+
+
+def _tell_if_failed(
+    rendezvous: Rendezvous, kind: type[BaseException] | None, error: BaseException | None, _: object
+) -> None:
+    if error is not None:
+        report_failure(rendezvous, error)
