@@ -1,4 +1,4 @@
-"""What a run reports while it goes on."""
+"""Receivers of the reports of a running run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a real run writes its checkpoints, and where its workers stop for them.
+"""Schedules the checkpoints of a real run, and the step boundaries at which its workers stop for them.
 
 | checkpoint  | method                         | where workers stop                                                    |
 |-------------|--------------------------------|-----------------------------------------------------------------------|
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from dure.runtime.process.node import ProcessNode
 
 AHEAD_SECONDS = 0.2
-"""Time in which workers make the steps up to the clock at which they stop together: longer than a message takes."""
+"""Seconds from the choice of a common clock to the stop at it: longer than a message takes."""
 
 AHEAD_STEPS = 20
-"""Short steps beyond that, which the driver may not know of: between two meetings, workers report nothing."""
+"""Additional steps: workers may have made some that they have not reported yet."""
 
 ATTEMPTS = 3
-"""Clocks that are tried."""
+"""Attempts to find a clock that no worker has passed."""
 
 BETWEEN_ATTEMPTS = 0.2
 """Seconds in which each worker reports its progress again."""
@@ -70,7 +70,7 @@ class CheckpointSchedule:
         self._commands = commands
         self._part = part
 
-    # ---- what workers call
+    # ---- called by workers
 
     async def suspended(self, call: Call) -> Reply:
         """Note that a worker has stopped, and wait until all have."""
@@ -90,7 +90,7 @@ class CheckpointSchedule:
             self.due += self.every
         return Reply({"checkpoint": self.due})
 
-    # ---- what the driver asks
+    # ---- called by the driver
 
     @property
     def can_write(self) -> bool:

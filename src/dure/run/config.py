@@ -1,7 +1,7 @@
-"""What a run is asked to be: every option of `train` and `compare` as one checked value.
+"""The configuration of a run: every option of `train` and `compare`, as one checked value.
 
-Options are plain values, so that the record of a run can hold them and a run can be made again from it. An object
-where text is asked for (a job, a method) goes beside the configuration, not into it.
+Options are plain values, so that a record can hold them and a run can be repeated from its record. Objects that
+replace a text (a job, a method) are passed beside the configuration (`prebuilt.Prebuilt`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `train` and `compare` have in common. Values are checked: a wrong one is a `UsageError`."""
+    """Options that `train` and `compare` share. Values are checked: a wrong one raises `UsageError`."""
 
     job: str = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
@@ -114,7 +114,7 @@ class Options:
 
     @classmethod
     def of(cls: type[C], values: Mapping[str, Any]) -> C:
-        """From names and values. A name that is no option is a `UsageError`."""
+        """Make options of names and values. Raises `UsageError` for an unknown name."""
         known = [option.name for option in fields(cls)]
         for name in values:
             if name not in known:
@@ -123,19 +123,19 @@ class Options:
 
     @property
     def seeded(self) -> int:
-        """`seed`, and 0 where it is left out."""
+        """`seed`, or 0 if it is left out."""
         return self.seed or 0
 
     def plain(self) -> dict[str, Any]:
-        """As values that JSON and YAML have, `of` reads them back."""
+        """The options as values of JSON and YAML, which `of` reads."""
         return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
 
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
-        """The job's optimizer with what is asked for here in its place.
+        """The optimizer of the run: that of the job, changed by `optimizer`, `lr` and `scale_lr`.
 
-        Another rule brings a rate of its own where it needs one: 0.001 for Adam and AdamW, 0.01 for Adagrad. sgd has
-        the momentum that its text gives, and none of the job's; the other parameters that the text leaves out are the
-        job's. `averaged` says of how many workers an update is the mean, for `scale_lr`.
+        If the rule differs from the job's, some rules have a default rate: 0.001 for Adam and AdamW, 0.01 for Adagrad.
+        sgd has the momentum of its text only. Other parameters that the text leaves out are the job's. With `scale_lr`
+        the rate is multiplied by `averaged`, the number of workers whose mean an update is.
         """
         from dure.job.optimizer import optimizer_member  # it imports torch
 
@@ -202,16 +202,16 @@ class TrainConfig(Options):
             )
 
     def plain(self) -> dict[str, Any]:
-        """As `Options.plain`, without `trust`: it is given anew each time."""
+        """The options as in `Options.plain`, without `trust`, which is given anew for each resumption."""
         return {name: value for name, value in Options.plain(self).items() if name != "trust"}
 
     @property
     def virtual(self) -> bool:
-        """Whether time is modelled."""
+        """Whether the run is in virtual time."""
         return not is_real(self.on)
 
     def for_workers(self, workers: int) -> TrainConfig:
-        """The same for as many workers as were started. Raises `UsageError` if others are asked for."""
+        """Set `workers` to the number of started ranks. Raises `UsageError` if another number was asked for."""
         if self.workers not in (None, workers):
             raise UsageError(
                 f"workers={self.workers} was asked for, and torchrun has started {workers} ranks, each of them one. "
@@ -221,18 +221,18 @@ class TrainConfig(Options):
         return replace(self, workers=workers)
 
     def members(self) -> dict[str, str]:
-        """What is asked for on each axis on which anything is. Raises `StrategyError`."""
+        """The texts of the members that are named, by axis. Raises `StrategyError`."""
         asked = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         return by_axis(self.strategy) | asked
 
     def chosen(self, objects: Mapping[str, Any] = MappingProxyType({})) -> Strategy:
-        """The strategy, `objects` by axis in the place of their texts. Raises `StrategyError`."""
+        """Make the strategy; `objects`, by axis, replace texts. Raises `StrategyError`."""
         return Strategy.of(**{**self.members(), **objects})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(Options):
-    """One job under several strategies, in one or several places."""
+    """One job under several strategies, in one or more places."""
 
     strategies: tuple[str, ...] = ()
     """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
@@ -273,7 +273,7 @@ def goal(target: float | None, target_loss: float | None) -> Target:
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """The `value` of the option `name` as what `hint` says. Raises `UsageError` if it is none."""
+    """Convert the `value` of the option `name` to the type `hint`. Raises `UsageError` if it does not fit."""
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a run asks of its launcher, which starts and watches processes."""
+"""The interface of a launcher, which starts the processes of a real run and reports their exits."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from typing import Any, Protocol
 
 
 class Launcher(Protocol):
-    """Who starts and watches processes."""
+    """Starts processes by name, sends signals to them, and reports their exits."""
 
     @property
     def exited(self) -> Mapping[str, int]:
-        """Names and exit statuses, negative for a signal."""
+        """Exit statuses by name, negative for a signal."""
         ...
 
     @property
     def processes(self) -> Mapping[str, int]:
-        """The numbers of the processes of this machine that run."""
+        """Process ids of the running processes of this machine, by name."""
         ...
 
-    def start(self, name: str, **arguments: Any) -> None: ...
+    def start(self, name: str, **arguments: Any) -> None:
+        """Start a process; `arguments` are those of a `LaunchSpec`."""
+        ...
 
-    def signal(self, name: str, number: int) -> None: ...
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process of this machine."""
+        ...
 
-    def look(self) -> None: ...
+    def look(self) -> None:
+        """Read the exits since the last call. Raises `DureError` if the launcher itself has failed."""
+        ...
 
-    def last_line(self, name: str) -> str: ...
+    def last_line(self, name: str) -> str:
+        """The last line of output of a process that has ended."""
+        ...

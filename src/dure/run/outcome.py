@@ -1,4 +1,4 @@
-"""What a run has counted, and the summary that is made of it."""
+"""The counts of a run, its outcome, and the summary of both."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applie
 
 @dataclass(slots=True)
 class Totals:
-    """Everything a run counts; grows over the segments between checkpoints and is saved with them.
+    """All counts of a run; they grow over the segments between checkpoints and are saved in each checkpoint.
 
-    `steps` is the highest clock that a worker has been at.
+    `steps` is the highest clock that a worker has reached.
     """
 
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class Totals:
     events: int = 0
 
     def count(self, table: str, node: str, **amounts: int) -> None:
-        """Add `amounts` to what `node` has counted in "per_worker" or "per_shard"."""
+        """Add `amounts` to the counts of `node` in "per_worker" or "per_shard"."""
         row = getattr(self, table).setdefault(node, {})
         for name, amount in amounts.items():
             row[name] = row.get(name, 0) + amount
@@ -143,7 +143,7 @@ def _bytes_per_step(totals: Totals) -> dict[str, float]:
 
 
 def _graph(setup: Setup) -> dict[str, Any]:
-    """Who gossiped with whom, and how fast that mixes; for so many workers as can be drawn."""
+    """The graph of gossip and its rate of mixing; only for a number of workers that can be drawn."""
     if setup.topology.graph is None or not 1 < setup.workers <= DRAWN:
         return {}
     return {

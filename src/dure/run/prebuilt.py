@@ -1,4 +1,4 @@
-"""Objects that a caller has made already, behind the names of a configuration."""
+"""Objects that the caller of a run has made already, in place of names in its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """Objects behind the names in a configuration, a fork server started earlier, and the caller's signals."""
+    """Objects in place of names in a configuration, a fork server started earlier, and the caller's signals."""
 
     job: Job | None = None
     cluster: Cluster | None = None

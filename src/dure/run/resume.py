@@ -1,4 +1,4 @@
-"""A run to go on with: what was asked of it when it began holds, and who resumes it says how far it goes."""
+"""The configuration of a resumed run: that of its record, with the few options that may change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dure.run.trust import check
 from dure.runtime.virtual.cluster import Cluster
 
 CLUSTER = "cluster.yaml"
-"""Where a run's folder keeps the virtual cluster that it ran on, for whoever resumes it."""
+"""File of the virtual cluster in the folder of a run, read when the run is resumed."""
 
 MAY_CHANGE = (
     "steps",
@@ -34,17 +34,17 @@ MAY_CHANGE = (
     "integrity",
     "grace",
 )
-"""How far a run goes, where its data and its key lie on this machine, what else is written of it, and its patience."""
+"""Options that a resumed run may change: its length, paths of this machine, optional files, time limits."""
 
 
 def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
-    """The configuration of the run in `config.resume`, to go on with, and in it what is asked for of `MAY_CHANGE`.
+    """Read the configuration of the run in `config.resume`; `config` may replace options of `MAY_CHANGE`.
 
-    `cluster` is the object that was given as a place, if one was. An option that is as if left out is not given.
+    `cluster` is the object that was given as the place, if any. An option counts as given if it has not its default.
 
     Raises:
-        UsageError: an option that was given says something else than the run does, or the code that the run names has
-            changed (`trust.check`).
+        UsageError: a given option differs from that of the run, or the code that the run names has changed
+            (`trust.check`).
     """
     folder = config.resume
     assert folder is not None
@@ -72,16 +72,16 @@ def _check_given(given: Mapping[str, Any], saved: TrainConfig, cluster: Cluster 
 
 
 def cluster_of(folder: Path) -> Cluster | None:
-    """The virtual cluster that the run in `folder` runs on; None if there is none."""
+    """Read the virtual cluster of the run in `folder`; None if it has none."""
     return Cluster.from_yaml(folder / CLUSTER) if (folder / CLUSTER).exists() else None
 
 
 def _facts(saved: TrainConfig) -> dict[str, Any]:
-    """The options of a run as they came out: what was left out is what stood in for it, where that is known here."""
+    """The options of a run, with the defaults that are known here in place of those that were left out."""
     assert saved.resume is not None
     try:
         members = saved.chosen().text()
-    except StrategyError:  # a method that was an object goes by its text, and no catalogue has it
+    except StrategyError:  # the method was an object, whose text no catalogue has
         members = {**DEFAULTS, **saved.members()}
     cluster = cluster_of(saved.resume) if saved.virtual else None
     options = {option.name: getattr(saved, option.name) for option in fields(saved)}
@@ -90,7 +90,7 @@ def _facts(saved: TrainConfig) -> dict[str, Any]:
 
 
 def _agrees(name: str, value: Any, has: Mapping[str, Any], cluster: Cluster | None) -> bool:
-    """Whether `value`, given for an option, says what the run has; `cluster` is the object behind a place."""
+    """Whether `value`, given for an option, agrees with that of the run; `cluster` is the object behind a place."""
     if name in AXES:
         return has[name] is not None and _in_full(name, value) == _in_full(name, has[name])
     if name == "on":
@@ -103,12 +103,12 @@ def _agrees(name: str, value: Any, has: Mapping[str, Any], cluster: Cluster | No
 def _in_full(axis: str, text: str) -> str:
     try:
         return member_text(axis, make(text, axis))
-    except StrategyError:  # as in `_facts`; or it names nothing, and then it is not what the run has
+    except StrategyError:  # as in `_facts`; or it names nothing, and then it differs from the run's
         return text
 
 
 def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> bool:
-    """In virtual time, on the same cluster; "virtual" alone says nothing of the machines."""
+    """Whether a place is that of the run: in virtual time, the same cluster. "virtual" agrees with any cluster."""
     kept = has["cluster"]
     if is_real(on) or kept is None:
         return bool(on == has["on"])
@@ -117,7 +117,7 @@ def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> boo
 
 
 def _whole(job: str) -> str:
-    """A job's name, of one in a file with the whole path."""
+    """A job's name; the name of a job in a file with the absolute path."""
     own = user_code.split(job)
     return job if own is None else f"{Path(own[0]).resolve()}:{own[1]}"
 

@@ -1,4 +1,4 @@
-"""One server of a run, on whatever node hosts it: built, restored, served and saved in the same way everywhere."""
+"""One server of a run, on whatever node hosts it: built, restored, served and saved in the same way."""
 
 from __future__ import annotations
 

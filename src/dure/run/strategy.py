@@ -10,7 +10,7 @@
 
 Wrappers are remedies for stale gradients (`sync.remedied`), as in `downpour+dc-asgd:lambda=0.04`.
 
-What is left out has its default: BSP, over the topology that the method prefers, in single precision, unsplit.
+Defaults: BSP; the topology that the method prefers; single precision; no partition.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ AXES: Mapping[str, str] = {
     "partition": "how is the model split?",
 }
 REMEDY = "remedy"
-"""What `catalogue` and `find` call the kind of member that joins a method by `+`: it is no axis."""
+"""The name of remedies, which join a method by `+`, in `catalogue` and `find`; it is no axis."""
 WRAPPER = "codec wrapper"
-"""The same of what joins a codec."""
+"""The name of wrappers, which join a codec by `+`."""
 
 JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
-"""What each joins."""
+"""The kind of member that each joins."""
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One choice on each axis. A combination that makes no sense is refused here.
+    """One choice on each axis. A combination that cannot work raises `StrategyError`.
 
     >>> strategy = Strategy.parse("ps:shards=4 ssp:bound=5")
     >>> strategy.topology.shards, str(strategy)
@@ -87,7 +87,7 @@ class Strategy:
             self._check_codec(name)
 
     def _check_codec(self, topology: str) -> None:
-        """Raise `StrategyError` if what travels cannot be encoded so."""
+        """Raise `StrategyError` if the codec does not fit what the method sends."""
         codec, sync = codec_name(self.codec), name_of("sync", self.sync)
         check_joins(self.codec)
         traits = traits_of(self.sync)
@@ -145,7 +145,7 @@ class Strategy:
 
 
 def catalogue(axis: str) -> Catalogue:
-    """The members of an axis, or what joins them: names, and the places of their classes."""
+    """The catalogue of an axis, or of remedies or wrappers: places of classes by name."""
     if axis == REMEDY:
         members: Catalogue = import_module("dure.sync").REMEDIES
     elif axis == WRAPPER:
@@ -156,7 +156,7 @@ def catalogue(axis: str) -> Catalogue:
 
 
 def find(name: str, axis: str | None = None) -> tuple[str, str]:
-    """The axis (or `REMEDY`) of `name` and the place of its class, on `axis` if it is given. Raises `StrategyError`.
+    """Find the axis (or `REMEDY`) of `name` and the place of its class, on `axis` if given. Raises `StrategyError`.
 
     A method in a user's own file is `FILE.py:CLASS`.
     """
@@ -273,7 +273,7 @@ def codec_name(codec: Codec) -> str:
 
 
 def check_codec_name(name: str) -> None:
-    """Raises `StrategyError` for what no `codec_name` is."""
+    """Raise `StrategyError` if `name` is not the `codec_name` of any codec."""
     for position, part in enumerate(name.split("+")):
         if user_code.split(part):
             raise StrategyError(f'"{part}" is a file, and a codec goes by its name in the catalogue.')
@@ -282,7 +282,7 @@ def check_codec_name(name: str) -> None:
 
 
 def check_joins(codec: Codec) -> None:
-    """Raise `StrategyError` where a wrapper joins a codec that it is not for; a codec of one's own is for all."""
+    """Raise `StrategyError` if a wrapper joins a codec that it does not fit. A user's own codec fits every wrapper."""
     _check_joined(*(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec))))
 
 

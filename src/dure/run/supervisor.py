@@ -1,4 +1,4 @@
-"""What the failure of a process, or its freeze, means for a real run.
+"""Decides the consequence of a failed or frozen process for a real run.
 
 | process                        | its connection ends         | it sends no heartbeats                                |
 |--------------------------------|-----------------------------|-------------------------------------------------------|
@@ -58,16 +58,16 @@ class Supervisor:
     go_on_without: Callable[[str], None]
 
     def can_lose(self, name: str) -> bool:
-        """Whether the others go on without a process."""
+        """Whether the run can continue without a process."""
         return self.setup.deployment[name].when_lost is WhenLost.GO_ON
 
     def disconnected(self, loss: Loss) -> None:
-        """A connection has ended: the process has failed, unless that incarnation is over already."""
+        """Note the end of a connection: the process has failed, unless that incarnation is over already."""
         if loss.incoming and not loss.finished and self.roster.is_current(loss.peer, loss.incarnation):
             self.failed(loss.peer, loss.reason)
 
     def failed(self, name: str, reason: str) -> None:
-        """A process has ended, or its connection has."""
+        """Note that a process or its connection has ended."""
         if self.roster.is_over(name):
             return
         self.failures.failed(name, reason)
@@ -85,7 +85,7 @@ class Supervisor:
         self.go_on_without(name)
 
     def evicted_by_clock(self, name: str) -> None:
-        """The clock has gone on without a worker that makes no progress."""
+        """Note that the clock has evicted a worker that makes no progress."""
         if name in self.roster.living():
             log.warning("%s makes no progress: the others go on without it until it comes back.", name)
             self._evict(name, "no progress while others waited for it")

@@ -1,4 +1,4 @@
-"""One run: from what was asked to its record."""
+"""One run, from its configuration to its record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dure.run.checkpoint import Parts
 
 TENSORBOARD = "tensorboard"
-"""The folder of TensorBoard's events in that of a run."""
+"""The folder of TensorBoard's events in the folder of a run."""
 
 
 log = logging.getLogger("dure")
@@ -59,10 +59,10 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
     left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
 
     Raises:
-        UsageError: what was asked makes no sense; the message says what would.
+        UsageError: the options contradict each other; the message names the nearest that work.
         DivergedError: the loss is no longer a number.
-        DeadlockError: nobody can go on.
-        DureError: no update was applied; or another reason that the message names.
+        DeadlockError: every worker waits, and none can continue.
+        DureError: no update was applied, or another reason that the message names.
     """
     options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
@@ -199,7 +199,7 @@ def _folder(setup: Setup) -> RunFolder | None:
 
 
 def _save(place: Path, step: int, parts: Parts) -> None:
-    """Write a checkpoint; a disk that is full costs this checkpoint, not the run."""
+    """Write a checkpoint. If the disk is full, this checkpoint is left out and the run continues."""
     try:
         draft = checkpoint.begin(place, step)
         for name, part in parts.items():

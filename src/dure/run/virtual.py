@@ -1,4 +1,4 @@
-"""A run in virtual time: roles and services of one set-up on one simulated cluster.
+"""A run in virtual time: the workers and servers of one set-up on one simulated cluster.
 
 A run is a chain of *segments*. A segment begins with roles started on declared state and ends when the work
 does, or at a scheduled checkpoint: every worker stops at its next step boundary, messages under way arrive,
@@ -55,18 +55,18 @@ OnStep = Callable[["Worker", "Gradient"], None]
 OnWorker = Callable[["Worker"], None]
 
 WEIGHTS_STREAM = 2
-"""Sets the random weights of messages apart from other streams made from the same seed."""
+"""Separates the random weights of messages from other streams of the same seed."""
 
 COLLECT_EVERY = 50_000
-"""Objects made, net of those gone, between two looks of the collector of cycles during a run."""
+"""Threshold of the cyclic garbage collector during a run: objects created, less those freed."""
 
 OBJECTS_PER_WORKER = 200
-"""... and at least this many for each worker: so many are alive at once where all workers have calls under way."""
+"""Its minimum per worker: so many objects are alive at once if all workers have pending calls."""
 
 
 @contextmanager
 def collecting_rarely(workers: int) -> Iterator[None]:
-    """Have the collector of cycles run seldom, on objects of this run only: a run makes few cycles and many objects.
+    """Run the cyclic garbage collector seldom, on objects of this run only: a run makes few cycles and many objects.
 
     Otherwise it costs a third of a timing-only run of 1,000 or more workers. Nodes and services refer to each other and
     to the job's data. These cycles are collected at the end, as the next collection may be far off.
@@ -86,7 +86,7 @@ def collecting_rarely(workers: int) -> Iterator[None]:
 class VirtualRun:
     """Train `setup` on `cluster`.
 
-    Raises `DeadlockError`, `DivergedError`, and whatever a role raises.
+    Raises `DeadlockError`, `DivergedError`, and the errors of workers and servers.
     """
 
     def __init__(self, setup: Setup, cluster: Cluster, callbacks: Callbacks) -> None:
@@ -102,7 +102,7 @@ class VirtualRun:
         self.spans: list[Any] = []
 
     def run(self, parts: Parts | None = None) -> Outcome:
-        """From the start, or from the `parts` of a checkpoint, to the end of the work."""
+        """Run from the start, or from the `parts` of a checkpoint, to the end of the work."""
         with collecting_rarely(self.setup.workers):
             return self._run(parts)
 
@@ -151,7 +151,7 @@ class VirtualSegment:
             raise
         self._events(resumed=parts is not None).schedule()
 
-    # ---- what tests and reports look at
+    # ---- parts, for tests and reports
 
     @property
     def shards(self) -> list[Any]:
@@ -279,7 +279,7 @@ class VirtualSegment:
         role.when_done(lambda: self._ended(rank))
         self.roles[rank] = role
 
-    # ---- what a worker does
+    # ---- work of a worker
 
     async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
         if join:
@@ -319,10 +319,10 @@ class VirtualSegment:
             self.attendance.at[worker.rank] = worker.clock
             self.rows.count_passed()
 
-    # ---- what befalls workers
+    # ---- failures of workers
 
     def _quarantine(self, rank: int, error: Quarantined) -> None:
-        """Go on without a worker whose gradients hold NaN, as after a crash; where all are needed, end the run."""
+        """Remove a worker whose gradients hold NaN, as after a crash; end the run if every worker is needed."""
         if self.setup.deployment[f"worker {rank}"].when_lost is not WhenLost.GO_ON:
             raise error
         self.attendance.deaths[f"worker {rank}"] = str(error).rstrip(".")
@@ -353,7 +353,7 @@ class VirtualSegment:
     # ---- running
 
     def run(self) -> Parts | None:
-        """To the end of the work (None), or to the next checkpoint (its parts)."""
+        """Run to the end of the work (returns None) or to the next checkpoint (returns its parts)."""
         kernel = self.runtime.kernel
         kernel.run()
         while self._all_crashed() and kernel.next_external_event():
@@ -391,7 +391,7 @@ class VirtualSegment:
         return sum(node.payload_sent for name, node in self.runtime.nodes.items() if NodeId.of(name).kind == WORKER)
 
     def _count_nodes(self, now: float) -> None:
-        """Add what nodes have sent, received and spent in this segment, which ends `now`."""
+        """Add the traffic and the times of all nodes in this segment, which ends `now`."""
         totals, runtime = self.totals, self.runtime
         totals.seconds = now
         totals.events += runtime.kernel.events

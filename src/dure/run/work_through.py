@@ -1,4 +1,4 @@
-"""A method at one worker, from its first step to its last."""
+"""Runs a method at one worker, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:
-    """All of a method's work. A worker that stood still, so that the others went on without it, joins them again."""
+    """Run the method to the end of its work. A worker that was evicted joins the others again."""
     while True:
         try:
             await sync.work(worker)

@@ -48,11 +48,11 @@ def run_processes(
 ) -> Outcome:
     """Train `setup` on processes of this machine.
 
-    `fork_server`, if it was begun earlier, is its owner's to close.
+    The caller closes a `fork_server` that it passes.
     Raises `Interrupted` after `interruption`, once a checkpoint is written where that is possible.
     """
     interruption = interruption or Interruption()
-    setup.prepare()  # what is wrong with it is said here, before a process starts
+    setup.prepare()  # raises its errors before a process starts
     with ExitStack() as stack:
         if fork_server is None:
             fork_server = stack.enter_context(ForkServer())
@@ -69,7 +69,7 @@ def run_processes(
 def keep_running(
     make: Callable[[], Driver], fork_server: ForkServer, resume: Path | None, interruption: Interruption | None = None
 ) -> Outcome:
-    """One driver after another, each going on from the last checkpoint, until the work is done."""
+    """Run one driver after another, each from the last checkpoint, until the work is done."""
     interruption = interruption or Interruption()
     before: Driver | None = None
     pause: float | None = 0.0

@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
 
 RUN_SECONDS = 10.0 * 24 * 3600
-"""How long a rank waits for what rank 0 makes of a run in which it has done its part."""
+"""Time limit of a rank that has finished for the record from rank 0."""
 
 WORD_SECONDS = 5.0
-"""How long a rank that failed leaves rank 0 to say so, before torchrun ends it."""
+"""Time limit of a failed rank for the report of rank 0, before torchrun ends all ranks."""
 
 
 LAUNCH = "launch"
-"""The file in a run's folder that says which launch it belongs to."""
+"""File in a run's folder with the identity of its launch."""
 
 
 def after_restart(config: TrainConfig) -> TrainConfig:
-    """The same run, to go on with from its last checkpoint if torchrun has started us again.
+    """Have the run resume from its last checkpoint if torchrun has restarted this process.
 
-    An attempt that came to no checkpoint is begun anew. What another launch has left in the folder stays as it is.
+    Without a checkpoint the run starts anew, and its folder is removed. The folder of another launch is left as it is.
     """
     here, out = place(), config.out
     if here is None or here.rank or not here.restarts or out is None or config.resume is not None:
@@ -107,7 +107,9 @@ def _lead(
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
     credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
     with ExitStack() as stack:
-        stack.callback(RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close)  # the other ranks hear it
+        stack.callback(
+            RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close
+        )  # gives heartbeats to the other ranks
         fork_server = stack.enter_context(ForkServer())
         fork_server.load(setup.plain())
         ranks = RankLauncher(fork_server, rendezvous)
@@ -118,7 +120,7 @@ def _lead(
 
 
 class RankLauncher:
-    """A launcher that starts what belongs to rank 0, and tells the other ranks to start what is theirs."""
+    """A launcher that starts the processes of rank 0, and has the other ranks start theirs."""
 
     def __init__(self, fork_server: ForkServer, rendezvous: Rendezvous) -> None:
         self._fork_server = fork_server
@@ -126,23 +128,23 @@ class RankLauncher:
 
     @property
     def exited(self) -> Mapping[str, int]:
-        """Those that belong to rank 0: of the others' ends their connections tell."""
+        """Exits of the processes of rank 0; connections show the exits of others."""
         return self._fork_server.exited
 
     @property
     def processes(self) -> Mapping[str, int]:
-        """Those of rank 0: the others have only their heartbeats."""
+        """Processes of rank 0; other ranks have only heartbeats."""
         return self._fork_server.processes
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a process of rank 0; those of other ranks are torchrun's to end."""
+        """Send a signal to a process of rank 0; torchrun ends those of other ranks."""
         self._fork_server.signal(name, number)
 
     def start(self, name: str, **arguments: Any) -> None:
         if _owner(name, self._meeting) == 0:
             self._fork_server.start(name, interface=self._meeting.place.interface, **arguments)
         else:
-            del arguments["credentials"]  # which each rank has; the store is no place for them
+            del arguments["credentials"]  # each rank has them; they must not be in the store
             self._meeting.put(f"start {name}", arguments)
 
     def look(self) -> None:
@@ -156,14 +158,14 @@ class RankLauncher:
 
 
 def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
-    """What the other ranks do: one worker each, and their servers in processes of their own."""
+    """Run this rank's worker in this process, and its servers in processes of their own."""
     rank = rendezvous.place.rank
     mine: dict[str, Any] = {
         "interface": rendezvous.place.interface,
         "credentials": credentials_of(rendezvous, config.key_file, config.integrity).plain(),
     }
     with ExitStack() as stack:
-        monitor = RankMonitor(rendezvous, config.frozen_after, ranks=[0])  # the launcher there watches all others
+        monitor = RankMonitor(rendezvous, config.frozen_after, ranks=[0])  # the driver there monitors all others
         stack.callback(monitor.close)
         _start_servers(setup, rendezvous, stack, mine)
         given = rendezvous.get(f"start worker {rank}")
@@ -194,5 +196,5 @@ def _let_rank_0_speak(rendezvous: Rendezvous) -> None:
 
 
 def _owner(name: str, rendezvous: Rendezvous) -> int:
-    """The rank on whose machine `name` lives."""
+    """The rank that starts the process `name`."""
     return NodeId.of(name).rank % rendezvous.place.world_size
