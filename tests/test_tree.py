@@ -22,6 +22,7 @@ TIMED = ("runtime/", "codec/timing.py", "core/chance.py", "planner/probe/")
 SHARED = {
     "sync": {
         "base",
+        "corrected",
         "fragments",
         "line_search",
         "local_sgd",
@@ -29,7 +30,6 @@ SHARED = {
         "pace",
         "period",
         "refusals",
-        "remedied",
         "saved",
         "storage",
         "weights",

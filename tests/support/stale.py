@@ -10,7 +10,7 @@ import torch
 from dure.core.node import Call, Loop, Operation, Reply, Work
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make
-from dure.sync.remedied import corrections, server_optimizer
+from dure.sync.corrected import corrections, server_optimizer
 from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.shard import Shard
 

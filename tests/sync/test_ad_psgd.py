@@ -28,7 +28,7 @@ from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
-from dure.topology.gossip.peer import LEAVE_SECONDS, PATIENCE, Peer
+from dure.topology.gossip.peer import GIVE_UP_STEPS, LEAVE_SECONDS, Peer
 
 GRAPHS = ("ring", "exponential", "complete", "random-regular,degree=3")
 STARTS = [8.0, -2.0, 1.0, 5.0, 0.0, 12.0]
@@ -173,12 +173,12 @@ def test_a_death_at_any_moment_leaves_nobody_with_half_of_an_averaging(at):
 
 
 def test_whoever_stands_still_is_left_alone_and_welcome_back():
-    seconds = 0.01 * (PATIENCE + 60)
+    seconds = 0.01 * (GIVE_UP_STEPS + 60)
     cluster = Cluster(
         machines=(Machines(count=4, compute=Constant(seconds=0.01)),),
         events=(Event(at=0.105, kind="pause", worker=1, duration=seconds),),
     )
-    steps = PATIENCE + 200
+    steps = GIVE_UP_STEPS + 200
     mean, models, segment = scattered("ad-psgd gossip:graph=complete", STARTS[:4], cluster, steps=steps)
     assert mean == pytest.approx(3.0, abs=1e-12)
     assert models == pytest.approx([3.0] * 4, abs=1e-3)

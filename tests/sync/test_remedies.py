@@ -23,9 +23,9 @@ from dure.run.strategy import REMEDY, Strategy, catalogue, make, member_text
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
 from dure.sync.base import traits_of
+from dure.sync.corrected import server_optimizer, with_remedy
 from dure.sync.dc_asgd import DCASGD
 from dure.sync.momentum_compensation import MomentumCompensation
-from dure.sync.remedied import remedied, server_optimizer
 from dure.sync.staleness_lr import StalenessLR
 from dure.topology.correction import Update
 
@@ -117,7 +117,7 @@ def test_remedies_are_listed_beside_the_axes() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_method_without_stale_gradients_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(StrategyError, match=f'dc-asgd .* {name} has none: .* as "downpour\\+dc-asgd"') as refused:
-        remedied(load(catalogue("sync")[name])(), DCASGD())
+        with_remedy(load(catalogue("sync")[name])(), DCASGD())
     assert "\n" not in str(refused.value)
 
 
@@ -256,7 +256,7 @@ def test_squares_of_each_worker_are_not_those_of_all() -> None:
 
 def test_a_single_backup_for_everybody_is_another_method() -> None:
     """Nor does it leave one worker alone, whose gradients are never stale."""
-    once = remedied(make("downpour"), OneBackup(lambda_=0.5))
+    once = with_remedy(make("downpour"), OneBackup(lambda_=0.5))
     order = schedule(4, 60)
     assert not torch.allclose(trajectory(once, 4, order), trajectory("downpour+dc-asgd:lambda=0.5", 4, order))
     assert not torch.allclose(trajectory(once, 1, [0] * 20), trajectory("downpour", 1, [0] * 20))
@@ -264,7 +264,7 @@ def test_a_single_backup_for_everybody_is_another_method() -> None:
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_with_the_true_hessian_asynchronous_is_sequential(workers: int) -> None:
-    method = remedied(make("downpour"), TrueHessian())
+    method = with_remedy(make("downpour"), TrueHessian())
     ours = trajectory(method, workers, schedule(workers, 60))
     serial = trajectory("downpour", 1, [0] * 60)
     torch.testing.assert_close(ours, serial, rtol=1e-12, atol=1e-14)
@@ -398,7 +398,7 @@ def test_a_rate_below_one_is_stable_for_every_delay_when_divided_by_it() -> None
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])
 def test_with_the_true_hessian_the_bound_is_that_of_no_delay(delay: int) -> None:
-    method = remedied(make("downpour"), TrueHessian())
+    method = with_remedy(make("downpour"), TrueHessian())
     assert not grows(method, delay, 1.96)
     assert grows(method, delay, 2.04)
 

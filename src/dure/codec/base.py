@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dure.codec.coder import Coder, SliceLayout
 
-Way = Literal["stripes", "gather"]
+Exchange = Literal["reduce_scatter", "all_gather"]
 
 
 class Vote(Protocol):
@@ -34,13 +34,13 @@ class Vote(Protocol):
 class Codec(ABC):
     """The encoding of gradients or model changes on the wire.
 
-    `way` names the exchange of its messages in a group (`exchange`). `cost` is its cost in virtual time, measured once;
-    the default is none (`codec.cost`).
+    `exchange` names the exchange of its messages in a group (`codec.exchange`). `cost` is its cost in virtual time,
+    measured once; the default is none (`codec.cost`).
     """
 
     __slots__ = ()
 
-    way: ClassVar[Way] = "stripes"
+    exchange: ClassVar[Exchange] = "reduce_scatter"
     cost: ClassVar[CodecCost] = CodecCost()
 
     @abstractmethod

@@ -1,10 +1,11 @@
 """Compressed all-reduce: one round that combines the values of K members to the same result at all of them.
 
-    stripes    The vector is cut into K stripes, one owned by each member. A member encodes every stripe for its owner.
-               The owner combines the K messages of its stripe and encodes the result; all members decode it, the owner
-               too, so that results are equal. A member sends 2 (K - 1) / K messages of the vector, as in a ring.
-    gather     Every member sends its message to every other, and adds all of them up: K - 1 messages of the vector. For
-               messages whose sum cannot be encoded as small again.
+    reduce_scatter    The vector is cut into K stripes, one owned by each member. A member encodes every stripe for its
+                      owner. The owner combines the K messages of its stripe and encodes the result. All members decode
+                      it, the owner too, so that results are equal. A member sends 2 (K - 1) / K messages of the vector,
+                      as in a ring.
+    all_gather        Every member sends its message to every other, and adds all of them up: K - 1 messages of the
+                      vector. For messages whose sum cannot be encoded as small again.
 
 The combination is the mean in rank order, or the codec's vote. If the codec keeps a residual, owners keep one too, for
 the error of encoding the combined values (Seide et al. 2014, "two-stage error feedback").

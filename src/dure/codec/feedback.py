@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dure.codec.base import Codec, Vote, Way
+from dure.codec.base import Codec, Exchange, Vote
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder, MomentumCoder
 from dure.core.cost import CodecCost
@@ -48,8 +48,8 @@ class ErrorFeedback(Codec):
         _require_forgetful(self.codec, "error feedback", "ef")
 
     @property
-    def way(self) -> Way:  # type: ignore[override]
-        return self.codec.way
+    def exchange(self) -> Exchange:  # type: ignore[override]
+        return self.codec.exchange
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return FeedbackCoder(self.codec.coder(layout, seed))
@@ -79,8 +79,8 @@ class Momentum(Codec):
         _require_forgetful(self.codec, "momentum", "momentum")
 
     @property
-    def way(self) -> Way:  # type: ignore[override]
-        return self.codec.way
+    def exchange(self) -> Exchange:  # type: ignore[override]
+        return self.codec.exchange
 
     def vote(self) -> Vote | None:
         return self.codec.vote()

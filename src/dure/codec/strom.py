@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dure.codec import bits, gaps
-from dure.codec.base import Codec, Way
+from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import BLOCK, blocks
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
@@ -42,7 +42,7 @@ class Strom(Codec):
     )
     cost: ClassVar[CodecCost] = CodecCost.measured((470, 4.1), (180, 1.1), (170, 0.75))
 
-    way: ClassVar[Way] = "gather"
+    exchange: ClassVar[Exchange] = "all_gather"
 
     threshold: float = parameter(
         0.01,

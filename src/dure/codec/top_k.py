@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dure.codec import gaps
-from dure.codec.base import Codec, Way
+from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import require_in_float32
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
@@ -35,7 +35,7 @@ class TopK(Codec):
     paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
     cost: ClassVar[CodecCost] = CodecCost.measured((690, 5.4), (300, 1.1), (280, 0.74))
 
-    way: ClassVar[Way] = "gather"
+    exchange: ClassVar[Exchange] = "all_gather"
 
     share: float = parameter(
         0.01, "share of the elements that is sent, at least one", range="> 0, <= 1", unit="fraction"

@@ -98,7 +98,7 @@ def codec_works(setup: Setup, codec: Codec) -> list[CodecWork]:
             *voted,
             *applied,
         ]
-    if codec.way == "gather":
+    if codec.exchange == "all_gather":
         return [CodecWork("encode", numel), CodecWork("combine", numel, workers)]
     stripe = -(-numel // workers)
     combined = combining(stripe, workers, votes=codec.vote() is not None)

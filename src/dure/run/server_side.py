@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.deployment import SERVER, NodeId
 from dure.core.node import Address
 from dure.sync.base import server_rule_of, servers_have_own_rule
-from dure.sync.remedied import compares, corrections, server_optimizer
+from dure.sync.corrected import compares, corrections, server_optimizer
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.fused import clocked_at
 from dure.topology.parameter_server.layout import ServerLayout

@@ -8,7 +8,7 @@
     member    = call { "+" call }               the method, then its wrappers
     call      = name [ ":" key "=" value { "," key "=" value } ]
 
-Wrappers are remedies for stale gradients (`sync.remedied`), as in `downpour+dc-asgd:lambda=0.04`.
+Wrappers are remedies for stale gradients (`sync.corrected`), as in `downpour+dc-asgd:lambda=0.04`.
 
 Defaults: BSP; the topology that the method prefers; single precision; no partition.
 """
@@ -29,7 +29,7 @@ from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters
 from dure.errors import StrategyError, UsageError
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
-from dure.sync.remedied import parts
+from dure.sync.corrected import parts
 from dure.topology.collective.choice import Collective
 from dure.topology.gossip.choice import Gossip
 from dure.topology.hybrid.choice import Hybrid

@@ -3,7 +3,7 @@
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
 (`base.Sync`). To add one: a file here, a line in `CATALOGUE`, a page in `docs/methods`.
 
-Methods that wait for no worker have stale gradients. `REMEDIES` join them by `+` (`remedied`).
+Methods that wait for no worker have stale gradients. `REMEDIES` join them by `+` (`corrected`).
 """
 
 __all__ = ["CATALOGUE", "REMEDIES"]

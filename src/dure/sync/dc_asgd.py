@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dure.core.parameter import parameter
-from dure.sync.remedied import STALE, remedied
+from dure.sync.corrected import STALE, with_remedy
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class DCASGD:
                 raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}.")
 
     def __radd__(self, method: Any) -> Any:
-        return remedied(method, self)
+        return with_remedy(method, self)
 
     def correct(self, update: Update) -> None:
         curvature = self.curvature(update)

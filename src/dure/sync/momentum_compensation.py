@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dure.core.parameter import parameter
 from dure.errors import StrategyError
-from dure.sync.remedied import STALE, remedied
+from dure.sync.corrected import STALE, with_remedy
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -53,7 +53,7 @@ class MomentumCompensation:
             raise ValueError(f"target is a momentum and must be at least 0 and below 1, got {self.target}. Try 0.9.")
 
     def __radd__(self, method: Any) -> Any:
-        return remedied(method, self)
+        return with_remedy(method, self)
 
     def retuned(self, optimizer: OptimizerSpec, groups: float) -> OptimizerSpec:
         if optimizer.name not in ("sgd", "momentum"):

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.sync.remedied import STALE, remedied
+from dure.sync.corrected import STALE, with_remedy
 
 if TYPE_CHECKING:
     from dure.topology.correction import Update
@@ -40,7 +40,7 @@ class StalenessLR:
     compares: ClassVar[bool] = False
 
     def __radd__(self, method: Any) -> Any:
-        return remedied(method, self)
+        return with_remedy(method, self)
 
     def correct(self, update: Update) -> None:
         if update.staleness > 1:

@@ -108,7 +108,7 @@ class Hook:
             return self._start(self._mean, bucket.buffer())
         number = bucket.index()
         if number not in self._exchanges:
-            kind = Gather if self.codec.way == "gather" else Stripes
+            kind = Gather if self.codec.exchange == "all_gather" else Stripes
             self._exchanges[number] = kind(self.codec, _spans(bucket), self.group)
             self._take_up(number)
         return self._start(self._encoded(self._exchanges[number]), bucket.buffer())

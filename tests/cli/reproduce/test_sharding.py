@@ -4,13 +4,14 @@ import json
 from itertools import accumulate, pairwise
 
 import pytest
+from support.imbalance import imbalance
 
 from dure.cli.main import main
 from dure.cli.reproduce import namespaces, sharding_real
 from dure.cli.reproduce.sharding import PAPER, _row, _virtual
 from dure.job.models.vgg16 import convnet, vgg16
 from dure.job.replica import Layer, Replica
-from dure.topology.parameter_server.placement import imbalance, split
+from dure.topology.parameter_server.placement import split
 
 
 def test_vgg16_has_the_published_shapes():

@@ -18,7 +18,7 @@ from dure.core.mixing import pairwise_mixing, spectral_gap
 from dure.core.node import Operation, Reply
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
-from dure.topology.gossip.peer import PATIENCE, Peer, Turn
+from dure.topology.gossip.peer import GIVE_UP_STEPS, Peer, Turn
 
 GRAPHS = {
     "triangle": nx.cycle_graph(3),
@@ -222,8 +222,8 @@ def _idle(peer: Peer) -> bool:
 
 
 def _give_up(peer: Peer) -> None:
-    if peer._meeting is not None:
-        peer._meeting.cancel()
+    if peer._meet_call is not None:
+        peer._meet_call.cancel()
         peer.node.post.run_ready()  # type: ignore[attr-defined]
 
 
@@ -373,7 +373,7 @@ def test_a_connection_that_ends_between_two_who_live_leaves_them_agreed(stage):
 def test_who_gives_up_has_the_other_side_take_it_back(stage):
     """The neighbor stands still; when it goes on it finds the question, and then that it is off."""
     post, one, other = up_to(stage)
-    one.model.clock = PATIENCE
+    one.model.clock = GIVE_UP_STEPS
     one.average()
     post.settle()
     assert (float(one.model.params), float(other.model.params)) == (8.5, 1.75)

@@ -74,7 +74,7 @@ class Play:
         self.world = World()
         nodes = [self.world.node(f"server {shard}") for shard in range(self.num_shards)]
         part = cast(torch.Tensor, Ghost(1))
-        self.shards = [Shard(node, part, OptimizerSpec(), timing_only=True, log=True) for node in nodes]
+        self.shards = [Shard(node, part, OptimizerSpec(), log=True) for node in nodes]
         addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
         self.clock = ClockService(nodes[0], self.policy(), addresses, workers=range(self.workers))
         clock = nodes[0].serve("clock", self.clock)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.imbalance import imbalance
 
 from dure.core.ranges import equal_ranges, gather, pieces, size
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import SPLITS, ParameterServer, Split
-from dure.topology.parameter_server.placement import LAST_KEY, held_by, imbalance, shard_of_key, split
+from dure.topology.parameter_server.placement import LAST_KEY, held_by, shard_of_key, split
 
 
 @dataclass(frozen=True)

@@ -639,8 +639,7 @@ def test_timing_only_runs_move_sizes_and_versions() -> None:
     sizes = [sum(b - a for a, b in part) for part in ranges]
     ghosts = [cast(torch.Tensor, Ghost(size)) for size in sizes]
     shards = [
-        Shard(node, ghost, SPECS[3], ranges=part, timing_only=True)
-        for node, ghost, part in zip(nodes, ghosts, ranges, strict=True)
+        Shard(node, ghost, SPECS[3], ranges=part) for node, ghost, part in zip(nodes, ghosts, ranges, strict=True)
     ]
     addresses = [node.serve("shard", shard) for node, shard in zip(nodes, shards, strict=True)]
     clock = ClockService(nodes[0], Barrier(), addresses, workers=range(2))

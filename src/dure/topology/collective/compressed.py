@@ -137,7 +137,7 @@ class CompressedGroup:
         self._node, self._group, self._meter = node, group, meter
         self.ranks = group.ranks
         self._members = [f"worker {rank}" for rank in self.ranks]
-        self._gathers = codec.way == "gather"
+        self._gathers = codec.exchange == "all_gather"
         numel = layers[-1].stop
         here = list(self.ranks).index(node.rank)
         self._ranges = [(0, numel)] if self._gathers else equal_ranges(numel, len(self.ranks))

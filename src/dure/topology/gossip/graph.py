@@ -98,13 +98,13 @@ def reconnect(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
     """`graph` without those who are gone: the neighbors of each are linked in a row, so that it stays connected."""
     import networkx as nx
 
-    knitted = graph.copy()
+    reconnected = graph.copy()
     for node in sorted(gone):
-        if node in knitted:
-            around = sorted(knitted.neighbors(node))
-            knitted.remove_node(node)
-            nx.add_path(knitted, around)
-    return knitted
+        if node in reconnected:
+            around = sorted(reconnected.neighbors(node))
+            reconnected.remove_node(node)
+            nx.add_path(reconnected, around)
+    return reconnected
 
 
 # ---- how fast it mixes

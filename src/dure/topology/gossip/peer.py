@@ -22,8 +22,8 @@ added. So the sum of all models is what it was, averaging by averaging; and one 
 | a connection ends, and both live         | asks whether it counted    | takes the difference back            |
 | `meet` arrives twice                     |                            | answers the same again               |
 
-A neighbor that is gone is left out, and the graph reconnected around it (`graph.knit`); one that is heard of again is
-a neighbor again. A worker that is through averages no more, so that what it has delivered stays as it is.
+If a neighbor is gone, the worker leaves it out and reconnects the graph around it (`graph.reconnect`). A neighbor that
+calls again is a neighbor again. A worker at its end averages no more, so its delivered model does not change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dure.topology.gossip.graph import reconnect
 if TYPE_CHECKING:
     import networkx as nx
 
-PATIENCE = 100
+GIVE_UP_STEPS = 100
 """Steps of one's own after which an averaging that is still not answered is given up."""
 
 LEAVE_SECONDS = 5.0
@@ -139,7 +139,7 @@ class Peer:
         self._begun = 0
         self._step: tuple[float, float] = node.now(), 0.0  # when the last began, seconds of the longest
         self._averaging: Operation[None] | None = None
-        self._meeting: Operation[Reply] | None = None
+        self._meet_call: Operation[Reply] | None = None
         self._calls: dict[Operation[Reply], int] = {}  # under way, to which neighbor
         self._settling: list[Operation[None]] = []
         self._waiting: list[tuple[Call, Operation[Reply]]] = []
@@ -169,8 +169,8 @@ class Peer:
                 self._begun = self.model.clock
                 work = self._average_with_one_of(neighbors, self._ask(neighbors[0]))
                 self._averaging = self.node.spawn(work, f"worker {self.rank} averaging")
-        elif self._meeting is not None and self.model.clock - self._begun >= PATIENCE:
-            self._meeting.cancel()
+        elif self._meet_call is not None and self.model.clock - self._begun >= GIVE_UP_STEPS:
+            self._meet_call.cancel()
 
     async def join(self) -> int | None:
         """Begin as a copy of a neighbor, at its clock; None if nobody is there."""
@@ -203,15 +203,15 @@ class Peer:
         for _, promise in self._waiting:
             promise.fail(self._refusal())
         self._waiting.clear()
-        patience = max(LEAVE_SECONDS, LEAVE_STEPS * self._step[1])
+        seconds = max(LEAVE_SECONDS, LEAVE_STEPS * self._step[1])
         settling = self.node.spawn(self.settled(), f"worker {self.rank} leaving")
-        if await self.node.first(settling, timeout=patience) is None and self._meeting is not None:
-            self._meeting.cancel()
+        if await self.node.first(settling, timeout=seconds) is None and self._meet_call is not None:
+            self._meet_call.cancel()
             assert self._averaging is not None
             await self._averaging
         if self._met:
             self._all_settled = self.node.promise(f"those who have averaged with worker {self.rank} to settle")
-            await self.node.first(self._all_settled, timeout=patience)
+            await self.node.first(self._all_settled, timeout=seconds)
             for rank in list(self._met):
                 self._end(rank, stands=False)
 
@@ -246,7 +246,7 @@ class Peer:
         self._number += 1
         number, sent, mean = [self._incarnation, self._number], self.model.params, _room(self.model.params)
         self.turn.asking = neighbor
-        self._meeting = self._call(neighbor, "meet", sent, into=_tensors(mean), number=number)
+        self._meet_call = self._call(neighbor, "meet", sent, into=_tensors(mean), number=number)
         return _Question(neighbor, number, sent, mean)
 
     async def _average_with_one_of(self, neighbors: Sequence[int], first: _Question) -> None:
@@ -258,10 +258,10 @@ class Peer:
     async def _is_answered(self, question: _Question) -> bool:
         """Average with whoever was asked, if it will."""
         neighbor, number, sent, mean = question
-        assert self._meeting is not None
+        assert self._meet_call is not None
         came = False
         try:
-            await self._meeting
+            await self._meet_call
             came = True
         except Busy:
             self.refused += 1
@@ -273,7 +273,7 @@ class Peer:
             self._through.add(neighbor)
         except RemoteError:
             self._away.add(neighbor)
-        self._meeting = None
+        self._meet_call = None
         if came:
             self._replace(sent, mean)
             self.averaged += 1

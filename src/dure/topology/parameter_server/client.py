@@ -277,31 +277,6 @@ class ServerClient:
 
         return start
 
-    async def stage(self, update: torch.Tensor) -> int:
-        """Stage `update` at the shards for a coordinator's commands (`vectors`); its number there.
-
-        Raises `Refused` if a shard refuses it (NaN, a past incarnation); the others may have it then.
-        """
-        self.sender.seq += 1
-        parts, shards = self.servers.parts(update), self.servers.shards
-        call, mine, timeout = self.node.call, self.sender.last, self.calls.timeout
-
-        def start(shard: int) -> Operation[Reply]:
-            return call(shards[shard], "stage", *parts[shard], timeout=timeout, **mine)
-
-        await self.calls.every(start)
-        return self.sender.seq
-
-    async def fetch(self, into: torch.Tensor, name: str) -> None:
-        """The shards' vector called `name` (`vectors`), received into `into`. Raises `Refused` if there is none."""
-        parts, shards, timing_only = self.servers.parts(into), self.servers.shards, self.servers.timing_only
-
-        def start(shard: int) -> Operation[Reply]:
-            destination = () if timing_only else parts[shard]
-            return self.node.call(shards[shard], "fetch", into=destination, timeout=self.calls.timeout, name=name)
-
-        await self.calls.every(start)
-
     async def status(self) -> list[Mapping[str, Any]]:
         """The counters of every shard."""
         call, shards = self.node.call, self.servers.shards

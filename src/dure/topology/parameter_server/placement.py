@@ -5,7 +5,7 @@
     keys      |layer 0|layer 1|   |layer 2|layer 3|        whole layers, as many to each; each has a 64-bit key
     hybrid    |a third of layer 2|layer 1|   ...           large layers cut evenly, small ones whole
 
-A server's time grows with the elements it holds, so what counts is the fullest shard (`imbalance`). Li et al.,
+A server's time grows with the elements it holds, so the fullest shard decides the time of a step. Li et al.,
 "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, and many after them place whole
 layers; one layer that holds three quarters of a model then makes all other servers idle. `keys` is how ps-lite,
 that paper's library, cuts its keys; `hybrid` is the rule of MXNet's distributed key-value store (Chen et al.,
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dure.core.ranges import FlatSlice, Ranges, equal_ranges, size
+from dure.core.ranges import FlatSlice, Ranges, equal_ranges
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import BOUND, SPLITS, Split
 
@@ -122,9 +122,3 @@ def _joined(ranges: Ranges) -> Ranges:
         else:
             joined.append((start, stop))
     return joined
-
-
-def imbalance(shards: Sequence[Ranges]) -> float:
-    """The fullest shard over the mean one: 1 is ideal, the number of shards the worst."""
-    sizes = [size(ranges) for ranges in shards]
-    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.core.node import Call, CodecWork, Node, Reply, TensorSpec, taking
+from dure.core.node import Call, CodecWork, Ghost, Node, Reply, TensorSpec, taking
 from dure.core.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, Method, listed, maybe, nullable
 from dure.core.state import State
 from dure.errors import Refused
@@ -52,7 +52,8 @@ class Shard:
 
     `values` is the slice at version 0 (copied). `ranges` are the ranges of the flat parameters that it holds; a
     tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
-    (`optim.restrict`). `timing_only` (then `values` is a `Ghost`) moves sizes and versions and computes nothing.
+    (`optim.restrict`). In a timing-only run `values` is a `Ghost`: the shard moves sizes and versions, and computes
+    nothing.
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` change each gradient
     before it is applied (`corrections`). With a `coder`, an update is pushed as its message. With a `vote`, members of
     a group are put to the vote in place of `reduce`: `follow` gives a worker at version `has` the message of the vote
@@ -92,7 +93,6 @@ class Shard:
         *,
         ranges: Ranges | None = None,
         segments: Sequence[GroupRange] = (),
-        timing_only: bool = False,
         log: bool = False,
         corrections: Corrections | None = None,
         coder: Coder | None = None,
@@ -100,6 +100,7 @@ class Shard:
     ) -> None:
         self.node = node
         sizes = [values.numel()] if ranges is None else [stop - start for start, stop in ranges]
+        timing_only = isinstance(values, Ghost)
         optimizer = None if timing_only else FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
         rule = Rule(optimizer, corrections, coder, vote)
         self.versions = Versions(node, values, sizes)

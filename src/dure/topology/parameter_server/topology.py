@@ -45,7 +45,6 @@ class ServerTopology(Topology):
         else:
             values = torch.cat([initial[start:stop] for start, stop in ranges]) if ranges else initial[:0].clone()
         more: dict[str, Any] = {
-            "timing_only": plan.timing_only,
             "log": log,
             "corrections": Corrections.of(plan.method.corrections),
         }

@@ -319,7 +319,7 @@ class SharedShard:
         self.node = node
         self.segment = segment
         self.path = path
-        self.ledger = SequenceTracker()
+        self.sequences = SequenceTracker()
         self.closed = 0
         self.weight = 0.0
         self.total: torch.Tensor | None = None
@@ -381,7 +381,7 @@ class SharedShard:
         return Reply({"version": self.segment.version, **counts}, (self.values.clone(),))
 
     def _contribute(self, call: Call) -> Reply:
-        self.ledger.check(call.fields["worker"], call.fields["incarnation"])
+        self.sequences.check(call.fields["worker"], call.fields["incarnation"])
         weight, (given,) = float(call.fields["weight"]), call.tensors
         self.weight += weight
         if not isinstance(given, Ghost):
@@ -409,7 +409,7 @@ class SharedShard:
         self.total, self.weight = None, 0.0
 
     def _leave(self, call: Call) -> Reply:
-        self.ledger.fence(call.fields["worker"], call.fields["incarnation"] + 1)
+        self.sequences.fence(call.fields["worker"], call.fields["incarnation"] + 1)
         return Reply()
 
     def _status(self, call: Call) -> Reply:
@@ -425,7 +425,7 @@ class SharedShard:
     def state(self) -> State:
         """What a checkpoint keeps, while no worker writes; a copy."""
         tensors = {} if self.total is None else {"total": self.total.clone()}
-        plain = {"closed": self.closed, "weight": self.weight, "ledger": self.ledger.state()}
+        plain = {"closed": self.closed, "weight": self.weight, "ledger": self.sequences.state()}
         return self.segment.state() | State(tensors, plain)
 
     def restore(self, state: State) -> None:
@@ -434,4 +434,4 @@ class SharedShard:
         tensors, plain = state.tensors, state.plain
         self.total = tensors["total"].clone() if "total" in tensors else None
         self.closed, self.weight = int(plain["closed"]), float(plain["weight"])
-        self.ledger.restore(plain["ledger"])
+        self.sequences.restore(plain["ledger"])

@@ -163,7 +163,7 @@ def check(play):
     assert torch.cat([shard.values for shard in play.shards]).equal(place)
     assert play.coordinator.kept["losses"] == losses
     assert all(shard.version == STEPS for shard in play.shards)
-    assert all(shard.vectors.num_staged == 0 for shard in play.shards), "a sum was neither added nor dropped"
+    assert all(not shard.vectors._staged for shard in play.shards), "a sum was neither added nor dropped"
     assert set(play.ended) == set(play.roles), "somebody was not sent home"
 
 

@@ -10,6 +10,7 @@ from dure.core.node import Address
 from dure.core.ranges import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.batch.vector_client import VectorClient
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.placement import split
@@ -33,6 +34,7 @@ class Bench:
         self.addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
         self.node = self.world.node("worker 0")
         self.client = ServerClient(self.node, 0, ServerLayout(self.addresses, self.ranges))
+        self.vectors = VectorClient(self.client)
 
     def order(self, *commands):
         async def ask():
@@ -43,11 +45,11 @@ class Bench:
         return [sum(part) for part in zip(*parts, strict=True)]
 
     def stage(self, vector):
-        return self.world.run(self.client.stage(vector))
+        return self.world.run(self.vectors.stage(vector))
 
     def __getitem__(self, name):
         values = torch.empty(NUMEL, dtype=torch.float64)
-        self.world.run(self.client.fetch(values, name))
+        self.world.run(self.vectors.fetch(values, name))
         return values
 
 
@@ -110,7 +112,7 @@ def test_what_was_staged_is_added_or_dropped_once(bench):
     assert (first, second, third) == (1, 2, 3)
     bench.order(("accumulate", "z", 0, 0, first), ("accumulate", "z", 0, 0, second), ("drop", 0, 0, third))
     assert bench["z"].equal(X + Y)
-    assert all(shard.vectors.num_staged == 0 for shard in bench.shards)
+    assert all(not shard.vectors._staged for shard in bench.shards)
     with pytest.raises(Refused, match="worker 0 has staged nothing under 3 in life 0"):
         bench.order(("accumulate", "z", 0, 0, third))
 
@@ -131,7 +133,7 @@ def test_lives_of_a_worker_are_told_apart(bench):
 def test_what_a_past_life_has_staged_is_forgotten(bench):
     bench.stage(X)
     bench.order(("fence", 0, 1))
-    assert all(shard.vectors.num_staged == 0 for shard in bench.shards)
+    assert all(not shard.vectors._staged for shard in bench.shards)
 
 
 def test_what_was_used_or_forgotten_leaves_its_memory_to_others(bench):

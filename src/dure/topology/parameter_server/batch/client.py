@@ -1,4 +1,4 @@
-"""What a replica uses of its coordinator: portions to evaluate, the point to do it at, and somewhere to put the sum."""
+"""A worker's calls to its coordinator: it asks for portions, fetches the point to evaluate, and stages the sum."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from dure.core.node import EndOfWork, Reply, Suspend
 from dure.errors import CallTimeout, DivergedError, Evicted, Refused
 from dure.topology.parameter_server.batch.coordinator import COORDINATOR
+from dure.topology.parameter_server.batch.vector_client import VectorClient
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EvaluatingWorker(Protocol):
-    """What is used of the worker."""
+    """The attributes of a worker that a `PortionClient` uses."""
 
     rank: int
     node: Node
@@ -35,7 +36,7 @@ class EvaluatingWorker(Protocol):
 
 
 class Portion(NamedTuple):
-    """The samples of a portion, and what its random layers draw from: the same for everybody."""
+    """The samples of a portion, and the seed of its random layers: the same at every worker."""
 
     indices: torch.Tensor
     draw: int
@@ -72,16 +73,16 @@ class Sums:
 
 
 class PortionClient:
-    """A worker's side of the coordinator. What it has not reported is lost with it, and done again by others."""
+    """A worker's calls to the coordinator. If the worker fails, other workers repeat the portions not yet reported."""
 
     def __init__(self, server: ServerClient, batches: Batches) -> None:
         self.batches = batches
-        self._server = server
+        self._vectors = VectorClient(server)
         self._report: dict[str, Any] | None = None
         self._at = 0
 
     async def ask(self, worker: EvaluatingWorker) -> Assignment:
-        """The next portions; `worker.params` are the point to evaluate them at, fetched once per evaluation.
+        """The next portions. `worker.params` then holds the point to evaluate them at, fetched once per evaluation.
 
         Raises `EndOfWork`, and `Suspend` for a checkpoint.
         """
@@ -102,7 +103,7 @@ class PortionClient:
 
     async def _ask(self, worker: EvaluatingWorker) -> Reply:
         report, self._report = self._report, None
-        incarnation = self._server.sender.incarnation
+        incarnation = self._vectors.sender.incarnation
         fields: dict[str, Any] = {"worker": worker.rank, "incarnation": incarnation, "report": report}
         due = worker.suspends()
         while True:
@@ -110,10 +111,10 @@ class PortionClient:
                 return await worker.node.call(COORDINATOR, "ask", due=due, **fields)
 
     async def _fetch(self, worker: EvaluatingWorker, assignment: Assignment) -> bool:
-        """The point; False if it is gone, because others have done the rest meanwhile."""
+        """Fetch the point. False if the shards have freed it, because other workers have finished the evaluation."""
         started = worker.node.now()
         try:
-            await self._server.fetch(worker.params, assignment.point)
+            await self._vectors.fetch(worker.params, assignment.point)
         except Refused:
             return False
         worker.meter.add("communicate", started, worker.node.now(), "fetch")
@@ -121,17 +122,17 @@ class PortionClient:
         return True
 
     async def push(self, worker: EvaluatingWorker, assignment: Assignment, sums: Sums) -> None:
-        """Leave the sums of an assignment with the shards, to be reported with the next `ask`."""
+        """Stage the sums of an assignment at the shards. The next `ask` reports them."""
         started = worker.node.now()
         losses, seq = sums.losses, None
         if not sums.finite:
             losses = []
         else:
             try:
-                seq = await self._server.stage(sums.vector)
+                seq = await self._vectors.stage(sums.vector)
             except Evicted:
                 raise
-            except Refused:  # a part of it is no number, though the loss is one; the other shards have theirs
-                losses, seq = [], self._server.sender.seq
+            except Refused:  # a shard's part holds NaN though the loss is finite; other shards have staged theirs
+                losses, seq = [], self._vectors.sender.seq
         worker.meter.add("communicate", started, worker.node.now(), "push")
         self._report = {"evaluation": assignment.evaluation, "run": assignment.run, "seq": seq, "losses": losses}

@@ -16,7 +16,7 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2.
 A sum counts if none of its portions has been counted before, so each portion counts once, on all shards alike, however
 often it was evaluated. Sums for an earlier point never count. A worker that dies takes only what it has not
 reported with it: others do that again. One that stands still is waited for only at a checkpoint and at the end, and
-there not for long (`patience`).
+there not for long (`Limits.evict_seconds`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Coordinator:
         self._present: dict[int, int] = {}
         self._fenced: dict[int, int] = {}
         self._outstanding: list[Operation[Reply]] = []
-        self._patience = ProgressMonitor(node.now, limits.evict_seconds)
+        self._progress = ProgressMonitor(node.now, limits.evict_seconds)
         self._due = self._past_the_first = False
         self._resumed: Operation[None] | None = None
         self._told: set[int] = set()
@@ -183,7 +183,7 @@ class Coordinator:
         if incarnation < self._fenced.get(worker, 0):
             raise Evicted(f"worker {worker} is not in under incarnation {incarnation}: join first.")
         self._present[worker] = incarnation
-        self._patience.step(worker)
+        self._progress.step(worker)
         if fields["report"] is not None and self._reports.get(worker) != (incarnation, fields["report"]):
             self._reports[worker] = (incarnation, fields["report"])
             self._take(worker, incarnation, **fields["report"])
@@ -243,10 +243,10 @@ class Coordinator:
             missing = [worker for worker in sorted(self.clock.live) if worker not in self._told]
             if not missing:
                 return
-            for worker in self._patience.late(missing):
+            for worker in self._progress.late(missing):
                 self._remove(worker)
                 self.clock.evict(worker)
-            await self.node.sleep(self._patience.wait(missing) or 0.01, background=True)
+            await self.node.sleep(self._progress.wait(missing) or 0.01, background=True)
 
     # ---- checkpoints
 
@@ -287,5 +287,5 @@ class Coordinator:
         run = self.portions.give(worker, self.node.now())
         if run is None:
             return None
-        self._patience.begin(worker)
+        self._progress.begin(worker)
         return {**self._task, "run": run}

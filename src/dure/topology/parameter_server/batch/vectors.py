@@ -95,11 +95,6 @@ class Vectors:
         """The vector called `name`; not to be written to."""
         return self._buffer(name).tensor
 
-    @property
-    def num_staged(self) -> int:
-        """What workers have staged and no command has used."""
-        return len(self._staged)
-
     # ---- the service
 
     def _stage(self, call: Call) -> Reply:

@@ -40,7 +40,7 @@ class Retuning(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """`method` with `remedies`; in all that is not said here it is the method."""
+    """A `method` with `remedies`. Every attribute without a definition here is the method's."""
 
     method: Any
     remedies: tuple[Correction | Retuning, ...]
@@ -50,7 +50,7 @@ class Corrected:
         return replace(traits_of(self.method), topologies=("ps",))
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
-        """The method's rule, before the remedies."""
+        """Return the method's rule, without the remedies."""
         return server_rule_of(self.method, optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -59,8 +59,8 @@ class Corrected:
         return getattr(self.method, name)
 
 
-def remedied(method: Any, remedy: Correction | Retuning) -> Any:
-    """`method` with one more remedy. Raises `StrategyError` where it has nothing to cure."""
+def with_remedy(method: Any, remedy: Correction | Retuning) -> Any:
+    """Join one more remedy to `method`. Raises `StrategyError` if no gradient of the method is stale."""
     inner, remedies = parts(method)
     if type(remedy) in map(type, remedies):
         raise StrategyError(f"{_name(remedy)} is joined twice to {_name(inner)}: once is enough.")
@@ -70,17 +70,17 @@ def remedied(method: Any, remedy: Correction | Retuning) -> Any:
 
 
 def parts(method: Any) -> tuple[Any, tuple[Correction | Retuning, ...]]:
-    """The method itself, and what is joined to it."""
+    """Split `method` into the method itself and the remedies joined to it."""
     return (method.method, method.remedies) if isinstance(method, Corrected) else (method, ())
 
 
 def corrections(method: Any) -> tuple[Correction, ...]:
-    """What the shards do to each gradient."""
+    """Return the remedies that correct each gradient at the shards, in the order of joining."""
     return tuple(remedy for remedy in parts(method)[1] if isinstance(remedy, Correction))
 
 
 def compares(method: Any) -> bool:
-    """Whether the shards must know what each worker has read."""
+    """Whether the shards must keep the version that each worker has pulled."""
     return any(correction.compares for correction in corrections(method))
 
 
