@@ -34,8 +34,9 @@ class Kernel(Loop):
 
     def at(self, time: float, callback: Callback) -> None:
         """Call `callback` at virtual `time` (seconds)."""
-        if time not in self._first:
-            self._first[time] = callback
+        first = self._first
+        if time not in first:
+            first[time] = callback
             heappush(self._times, time)
             return
         more = self._more.get(time)
@@ -76,23 +77,24 @@ class Kernel(Loop):
                 ready.popleft()()
             if not times:
                 break
-            time = times[0]
+            time = heappop(times)
             callback = first[time]
             if callback is None and not any(more.get(time, ())):
-                del first[heappop(times)]
+                del first[time]
                 more.pop(time, None)
                 continue
             if external and external[0][0] <= time:
+                heappush(times, time)
                 events += 1
                 self.next_external_event()
                 continue
-            self.now = heappop(times)
+            self.now = time
             if callback is not None:
                 events += 1
                 callback()
+            if time in more:  # what is ready now can add callbacks to this time
                 while ready:
                     ready.popleft()()
-            if time in more:
                 events += self._run_more(more[time])
                 del more[time]
             del first[time]
