@@ -1,7 +1,7 @@
-"""When do replicas agree? One file per method, one line per member; the class describes the rest (`core.catalogue`).
+"""Synchronization methods: one file per method, one line per member; the class has the rest (`core.catalogue`).
 
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
-(`base.Sync`). To add one: a file here, a line in `CATALOGUE`, a page in `docs/methods`.
+(`base.Sync`). `docs/add-a-method.md` says how to add one.
 
 Methods that wait for no worker have stale gradients. `REMEDIES` join them by `+` (`corrected`).
 """

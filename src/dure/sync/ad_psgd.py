@@ -1,4 +1,4 @@
-"""AD-PSGD: nobody in the middle; average with one neighbor at a time, and never stop for it.
+"""AD-PSGD: workers average with one neighbor at a time, beside their gradients and without a server.
 
 Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018.
 
@@ -9,7 +9,7 @@ Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradien
 | in the paper                    | here                                                               |
 |---------------------------------|--------------------------------------------------------------------|
 | W_k, doubly stochastic          | an exchange of two models (`topology.gossip`); the graph is the topology's |
-| no deadlock, bipartite graph    | any graph: who is busy lets lower ranks wait and sends higher ones on |
+| no deadlock, bipartite graph    | any graph: a busy worker lets lower ranks wait and sends higher ranks on |
 | averaging thread                | an averaging begins with every gradient, unless the last is still under way or |
 |                                 | a neighbor has begun one since the last gradient                    |
 | gradient step                   | one of the worker's optimizer, whose state is never averaged        |
@@ -17,8 +17,8 @@ Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradien
 
 An update moves the mean by lr / K: K updates are about one step of BSP. One worker alone is serial SGD.
 
-A slow worker delays nobody; its neighbors average with a model that lags. A dead one is left out, and the graph is knit
-together around it; one that is paused is left alone until it is heard of again. A newcomer begins as a copy of a
+A slow worker delays no other; its neighbors average with a model that lags. If a worker fails, the graph leaves it out
+and connects its neighbors. A paused worker is not asked until it answers again. A newcomer begins as a copy of a
 neighbor. A worker that has done its steps averages no more; the others go on.
 """
 
@@ -52,8 +52,8 @@ class ADPSGD:
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.begin_step()
-            await worker.node.sleep(0.0)  # a turn for what others ask and answer
+            await worker.node.sleep(0.0)  # lets pending questions and answers of neighbors run
             worker.peer.average()
             gradient = await worker.gradient()
-            worker.params = worker.params.clone()  # what is on its way to others stays what it was
+            worker.params = worker.params.clone()  # messages that are being sent must not change
             worker.step(gradient)

@@ -23,9 +23,9 @@ Guarantee", AAAI 2016; SVRG is of Johnson and Zhang, NeurIPS 2013.
 | no lock, lock on write, on both | `lock`                                                                        |
 | eta                           | the job's rate                                                                  |
 
-With one worker it is SVRG. A slow worker delays the others by one portion or one step at each barrier, as it takes
-fewer of them. One that dies while F is made takes the portions that it has done with it, and F is, for that one
-epoch, the mean over the others.
+With one worker it is SVRG. A slow worker takes fewer portions and steps, and delays the others by one of them at each
+barrier. If a worker fails while F is computed, its portions are missing: for that epoch F is the mean over the other
+samples.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AsySVRG:
             await worker.server.arrive()
 
     async def full_gradient(self, worker: Worker, phase: int) -> None:
-        """This worker's part of F at w_t, given to the mean."""
+        """Compute this worker's part of F at w_t, and contribute it to the mean."""
         snapshot, samples = worker.memory.vector("snapshot"), worker.samples
         total, kept = worker.keep("total"), worker.kept_plain
         if kept.get("phase") != phase:
@@ -115,7 +115,7 @@ class AsySVRG:
         kept["phase"] = None
 
     async def inner_loop(self, worker: Worker) -> None:
-        """Updates of u, until all workers together have made as many as belong to an epoch."""
+        """Update u until all workers together have made the updates of an epoch."""
         memory, limit = worker.memory, round(self.inner * worker.samples)
         snapshot, mean = memory.vector("snapshot"), memory.vector("mean")
         while True:

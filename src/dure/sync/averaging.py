@@ -115,7 +115,7 @@ class Averaging:
 
     @property
     def algorithm(self) -> LocalSGD:
-        """The algorithm on these parameters. Each value checks its own, also where another one is chosen."""
+        """The algorithm with these parameters. Values that are not chosen check their parameters too."""
         schedules: dict[str, Schedule] = {
             "fixed": FixedPeriod(),
             "decay": DecayingPeriod(self.factor, self.interval),

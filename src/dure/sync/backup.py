@@ -1,4 +1,4 @@
-"""Synchronous SGD with backup workers: start a few more than are needed, and go on without the slowest.
+"""Synchronous SGD with backup workers: a step needs all but the slowest workers' gradients.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, algorithms 3 and 4.
 
@@ -17,8 +17,9 @@ Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 
 | tag t                        | the version that the gradient was computed on; the others are never counted |
 | samples from the whole set   | `sampling`: a split that the user chooses goes first                |
 
-One slow worker, or b of them, cost nothing but their own gradients. With ``backups=0`` it is BSP. A worker that dies or
-stands still is one backup fewer until it is missed; then N is one smaller. A newcomer begins at the newest version.
+Up to b slow workers cost nothing but their own gradients. With ``backups=0`` the method is BSP. A failed or paused
+worker takes the place of one backup until it is evicted; then N is one smaller. A newcomer begins at the newest
+version.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Backup:
 
     @property
     def _fewest(self) -> int:
-        """Workers that it makes sense with."""
+        """The least number of workers."""
         return (self.backups or 0) + 1
 
     def adapted(self) -> Traits:

@@ -128,14 +128,14 @@ def traits_of(method: Any) -> Traits:
 
 def server_rule_of(method: Any, optimizer: OptimizerSpec | None = None) -> ServerRule:
     """Return what servers do with the updates of a method, given the job's optimizer (none: any would do)."""
-    from dure.job.optimizer import OptimizerSpec  # imports torch, and the command reads traits without it
+    from dure.job.optimizer import OptimizerSpec  # imports torch, which the command line does not need to read traits
 
     given = optimizer or OptimizerSpec()
     return method.server_rule(given) if isinstance(method, Served) else ServerRule(given)
 
 
 def servers_have_own_rule(method: Any) -> bool:
-    """Whether the servers of a method step by no rate of the job, as those of BMUF and EASGD."""
+    """Whether the servers of a method use no learning rate of the job (BMUF, EASGD)."""
     from dure.job.optimizer import OptimizerSpec
 
     one, other = (server_rule_of(method, OptimizerSpec(lr=lr)).optimizer for lr in (0.25, 0.5))
@@ -143,7 +143,7 @@ def servers_have_own_rule(method: Any) -> bool:
 
 
 class Sync(Protocol):
-    """When replicas agree. A method may also be `Served`, `Adapted` or `Periodic`."""
+    """A synchronization method. It may also be `Served`, `Adapted` or `Periodic`."""
 
     traits: ClassVar[Traits]
 

@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: the change of the mean model over a block of steps is a gradient, with momentum.
+"""Blockwise model-update filtering: the mean model steps, with momentum, by its mean change over a block of steps.
 
 Chen, Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-Block Parallel
 Optimization and Blockwise Model-Update Filtering", ICASSP 2016; overlap and fragments as in Douillard et al.,
@@ -19,7 +19,7 @@ Optimization and Blockwise Model-Update Filtering", ICASSP 2016; overlap and fra
 | CBM, NBM              | `nesterov`: false, true                                                           |
 | the final model       | W, without lookahead                                                              |
 | streaming: fragments  | the parameters are cut into `fragments`, each sent at its own time (`sync/fragments.py`) |
-| streaming: overlap    | a mean is taken in `overlap` steps later; the steps made meanwhile stay           |
+| streaming: overlap    | a mean is applied `overlap` steps later; the steps made meanwhile stay            |
 | parameter server      | it holds W and Delta; workers push Wg - w_k and compute the look-ahead themselves |
 
 ``momentum=0, zeta=1`` is model averaging; with one worker and ``zeta=0.5`` it is Lookahead.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Sent(NamedTuple):
-    """A fragment under way: the `mean` of the range `cut` of all models, taken in at clock `due`."""
+    """A fragment under way: the `mean` of the range `cut` of all models, applied at clock `due`."""
 
     due: int
     cut: slice
@@ -127,7 +127,7 @@ class BMUF:
             await self.over_collective(worker)
 
     def enter(self, worker: Worker) -> None:
-        """Begin a block, or go on in the one of a checkpoint."""
+        """Begin a block, or continue the block of a checkpoint."""
         began = worker.clock - worker.clock % self.period
         if worker.kept_plain.get("began") != began:  # the start, or a server's model that has changed since
             worker.kept_plain["began"] = began
@@ -150,7 +150,7 @@ class BMUF:
                 await self.block_at_servers(worker)
 
     async def block_at_servers(self, worker: Worker) -> None:
-        """The servers step to W by the mean of Wg - w_k. The change of W gives the look-ahead."""
+        """Push Wg - w_k; the servers step to the next W by the mean. The change of W gives the look-ahead."""
         model, start = worker.keep("model"), worker.keep("start")
         await worker.server.push(start - worker.params, stats={"clock": worker.clock})
         await worker.server.next_version()
@@ -166,7 +166,7 @@ class BMUF:
 
     @property
     def streams(self) -> Fragments:
-        """The fragments, and when each is sent."""
+        """The fragments and their times."""
         return Fragments(self.fragments, self.period, self.overlap)
 
     async def over_collective(self, worker: Worker) -> None:
@@ -184,7 +184,7 @@ class BMUF:
             await self.finish(worker, unsent, under_way)
 
     async def exchange(self, worker: Worker, cuts: list[slice], under_way: deque[_Sent]) -> None:
-        """Take in the means that are due, and send the fragments that are due."""
+        """Apply the means that are due, and send the fragments that are due."""
         while under_way and under_way[0].due <= worker.clock:
             await self.take_in(worker, under_way.popleft())
         for cut in cuts:
@@ -196,14 +196,14 @@ class BMUF:
             await worker.group.mean_buffers()
 
     def send(self, worker: Worker, cut: slice, clock: int, values: Tensor) -> _Sent:
-        """Start on the mean of a fragment of `values`."""
+        """Start the mean of a fragment of `values`."""
         if self.overlap:
             part(worker.keep("sent"), cut).copy_(part(values, cut))
         mean = worker.group.mean(part(values, cut), since=part(worker.keep("start"), cut))
         return _Sent(clock + self.overlap, cut, mean)
 
     async def take_in(self, worker: Worker, sent: _Sent) -> None:
-        """Make the block step of a fragment; then w_k <- Wg, and the steps that this worker made since it sent."""
+        """Make the block step of a fragment; then set w_k to Wg plus the change of w_k since the fragment was sent."""
         started = worker.node.now()
         mean = await sent.mean
         worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
@@ -214,7 +214,7 @@ class BMUF:
         params.copy_(start + (params - worker.keep("sent")[sent.cut]) if self.overlap else start)
 
     def block_step(self, model: Tensor, start: Tensor, delta: Tensor, mean: Tensor) -> None:
-        """Step from W (`model`) and Wg (`start`) to the next ones, by the `mean` of all w_k."""
+        """Step from W (`model`) and Wg (`start`) to their next values, by the `mean` of all w_k."""
         before = model.clone()
         model.copy_(start.lerp(mean, self.zeta))
         if not self.nesterov:
@@ -225,7 +225,7 @@ class BMUF:
             start.add_(delta, alpha=self.momentum)
 
     async def finish(self, worker: Worker, unsent: list[slice], under_way: deque[_Sent]) -> None:
-        """Take in all that was sent, send the rest, and deliver W."""
+        """Apply the means under way, average the fragments that are not sent yet, and deliver W."""
         while under_way:
             await self.take_in(worker, under_way.popleft())
         for cut in unsent:

@@ -1,4 +1,4 @@
-"""Bulk synchronous parallel: every step, everybody's mean gradient, everywhere.
+"""Bulk synchronous parallel: every step applies the mean gradient of all workers.
 
 Valiant, "A Bridging Model for Parallel Computation", CACM 1990; as synchronous SGD in Chen et al.,
 "Revisiting Distributed Synchronous SGD", 2016.
@@ -11,7 +11,7 @@ Valiant, "A Bridging Model for Parallel Computation", CACM 1990; as synchronous 
 | in the paper            | here                                                             |
 |-------------------------|------------------------------------------------------------------|
 | superstep and barrier   | the group's mean gradient (collectives); the clock's group (server) |
-| divisor                 | the batch sizes of those who contributed: it shrinks with a death |
+| divisor                 | the batch sizes of the contributors: it shrinks if a worker fails |
 
 K workers with batches of B equal one worker with a batch of K B.
 """
@@ -48,7 +48,7 @@ class BSP:
 
     async def work(self, worker: Worker) -> None:
         if not worker.over_servers:
-            while True:  # over a hybrid, too, where rows come from servers and go to them underneath
+            while True:  # also over hybrid, whose sessions exchange rows with servers
                 worker.step(await worker.mean_gradient())
         await worker.server.next_version(lend=True)
         while True:

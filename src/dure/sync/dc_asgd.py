@@ -1,4 +1,4 @@
-"""DC-ASGD: a stale gradient, corrected for how far the model has moved meanwhile.
+"""DC-ASGD: corrects a stale gradient for the change of the model since it was read.
 
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
@@ -9,7 +9,7 @@ Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation"
         DC-ASGD-c             lambda_t = lambda
         DC-ASGD-a             MS <- rho MS + (1 - rho) g (.) g;     lambda_t = lambda0 / sqrt(MS + eps)
 
-The gradient at w is g + H (w - w_bak) to first order; lambda g (.) g is a guess at H's diagonal that costs nothing.
+The gradient at w is g + H (w - w_bak) to first order; lambda g (.) g estimates the diagonal of H at no cost.
 
 | in the paper           | here                                                                         |
 |------------------------|------------------------------------------------------------------------------|
@@ -19,8 +19,8 @@ The gradient at w is g + H (w - w_bak) to first order; lambda g (.) g is a guess
 | MS                     | one per worker, as in the authors' code, or one (`squares="shared"`)         |
 |                        | `clip`: no element of the correction exceeds that of g (not in the paper)    |
 
-With one worker, or when nobody else was applied meanwhile, w = w_bak and it is SGD. A worker that is five times slower
-is corrected over a way five times as long, where the first order may be far off: that is what `clip` is for.
+With one worker, or if no other update was applied meanwhile, w = w_bak and the method is SGD. For a worker that is five
+times slower, the model moves five times as far, and the first order may be far off: `clip` limits the correction.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DCASGD:
         gradient.add_(correction)
 
     def curvature(self, update: Update) -> torch.Tensor:
-        """lambda_t (.) g (.) g, the guess at the Hessian's diagonal; the caller's own."""
+        """Return lambda_t (.) g (.) g, the guess at the diagonal of the Hessian; the caller may write to it."""
         square = update.gradient * update.gradient
         if self.mode == "constant":
             return square.mul_(self.lambda_)

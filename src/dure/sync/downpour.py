@@ -1,4 +1,4 @@
-"""Downpour SGD: push and pull on one's own schedule, wait for nobody.
+"""Downpour SGD: each worker pushes and pulls on its own schedule, and waits for no other.
 
 Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.1.
 
@@ -25,8 +25,8 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.
 The staleness of a push is counted from the last fetch before its last gradient. The end of the work is checked before
 a fetch, so that each fetch has a gradient that uses it.
 
-One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays nobody; its gradients are stale. One that
-dies is not missed, and another goes on with the warm start; a newcomer makes all its steps.
+One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays no other; its gradients are stale. If a
+worker fails, the others go on; another worker continues its warm start. A newcomer makes all its steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dure.sync.worker import Worker
 
 RELEASED = 1
-"""The version of `OneFirst` on which all may start."""
+"""The version of `OneFirst` from which all workers are admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Downpour:
                 await worker.server.push(worker.keep("accrued"), base=worker.kept_plain.get("base"))
 
     async def warm_up(self, worker: Worker) -> None:
-        """Alone, if it is this worker's turn; otherwise until whose turn it is has done it."""
+        """Make the steps of the warm start while this worker is admitted alone; otherwise wait until they are done."""
         while worker.progress < self.warm_start:
             if await worker.server.admission() == RELEASED:
                 return
@@ -130,7 +130,7 @@ class Downpour:
         await worker.server.announce()
 
     async def exchange(self, worker: Worker) -> None:
-        """Push what was computed on what the last push brought back."""
+        """Push each gradient, computed at the parameters that the last push returned."""
         if not worker.kept_plain.get("fetched"):
             await worker.server.pull(lend=True)
             worker.kept_plain["fetched"] = True
@@ -142,7 +142,7 @@ class Downpour:
                 await self.push(worker, gradient, overlap=False)
 
     def due(self, worker: Worker) -> bool:
-        """Whether a push follows the gradient of the step that has just ended, number `worker.clock - 1`."""
+        """Whether a push follows the gradient of the last step, number `worker.clock - 1`."""
         return (worker.clock - 1) % self.n_push == 0
 
     async def step(self, worker: Worker, *, overlap: bool) -> None:

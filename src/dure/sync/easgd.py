@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: every worker goes its own way, on a spring that ties it to a center.
+"""Elastic averaging SGD: each worker trains its own model; a spring pulls the model and a center together.
 
 Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD", NeurIPS 2015, algorithms 1 and 2.
 
@@ -16,15 +16,15 @@ Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD", NeurIPS 2
 | tau, p                       | `period`, the number of workers                                         |
 | alpha = eta rho              | `elasticity`; beta / p if left out, with the paper's beta = 0.9          |
 | delta                        | `momentum` of EAMSGD, in Nesterov's form                                |
-| center, asynchronous         | over servers: shards that add up what they are given                    |
+| center, asynchronous         | over servers: the shards add up the forces that workers push            |
 | center, synchronous          | over collectives: kept at every worker, all at time t on the right side |
 | x - eta g                    | a step of the job's optimizer; give it no momentum of its own            |
 
 The result is the center. Without gradients z plus the sum of all x never changes.
 
-A slow worker meets the center less often, and over servers nobody waits for it. A worker that dies leaves the center as
-it is; one that was paused comes back on its spring; a newcomer starts at the center, at rest. An update that is sent
-twice counts once. Over collectives everybody waits, and a death ends the run.
+A slow worker exchanges less often with the center; over servers no other worker waits for it. If a worker fails, the
+center stays as it is. After a pause the spring pulls the worker back; a newcomer starts at the center, at rest. An
+update that is sent twice counts once. Over collectives all workers wait, and a failure ends the run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from dure.sync.worker import Worker
 
 BETA = 0.9
-"""How far the center goes towards the mean of the workers, where nothing else is asked for."""
+"""The default of elasticity times workers: the share of its distance to their mean that the center moves."""
 
 CENTER = "center"
-"""What a worker keeps the center under, over collectives."""
+"""The name under which a worker keeps the center, over collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class EAMSGD:
 
 
 async def exchange(worker: Worker, period: int, elasticity: float | None) -> torch.Tensor | None:
-    """Pull the center with the force `elasticity` (x - z), which is to be given way to; None between two meetings."""
+    """Move the center by the force `elasticity` (x - z), and return the force; None between two exchanges."""
     if not worker.over_servers and CENTER not in worker.kept:
         worker.keep(CENTER).copy_(worker.params)
     if worker.clock % period:
@@ -145,14 +145,14 @@ async def exchange(worker: Worker, period: int, elasticity: float | None) -> tor
     center = worker.keep(CENTER)
     force = (worker.params - center) * alpha
     started = worker.node.now()
-    center += await worker.group.mean(force, share=1.0)  # their sum: at every worker the same
+    center += await worker.group.mean(force, share=1.0)  # the sum, equal at every worker
     worker.give()
     worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
     return force
 
 
 def give_way(worker: Worker, force: torch.Tensor | None) -> None:
-    """Go towards the center by as much as it has come."""
+    """Move the model toward the center by the force that moved the center."""
     if force is not None:
         worker.params -= force
 

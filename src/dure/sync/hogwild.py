@@ -1,4 +1,4 @@
-"""Hogwild! and HogBatch: write to the model in shared memory, and ask nobody.
+"""Hogwild! and HogBatch: workers write to one model in shared memory, without locks.
 
 Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NeurIPS 2011;
 Sallinen et al., "High Performance Parallel Stochastic Gradient Descent in Shared Memory", IPDPS 2016.
@@ -22,9 +22,9 @@ Sallinen et al., "High Performance Parallel Stochastic Gradient Descent in Share
 | component-wise atomic add | `shared:mode=atomic`; `racy` (default) may lose one of two simultaneous adds |
 | SGD                      | the job's optimizer, whose state is each worker's own, as in PyTorch's example |
 
-A slow worker makes fewer updates, and staler ones; nobody waits. A worker that dies loses at most one update, or a
-part of one, and leaves no lock behind. HogBatch workers write out of step: worker k's first batch is k modulo `batch`
-shorter.
+A slow worker makes fewer and staler updates; no worker waits. If a worker fails, at most one update is lost, in whole
+or in part, and no lock stays held. HogBatch workers write at different steps: the first batch of worker k is k modulo
+`batch` mini-batches shorter.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HogBatch:
 
 
 def _accrue(worker: Worker, gradient: torch.Tensor) -> None:
-    """Add to what this worker has not written yet: declared state, a sparse sum by its indices and values."""
+    """Add a gradient to the sum that is not written yet. It is kept; a sparse sum by its indices and values."""
     count = worker.kept_plain.get("accrued", 0)
     worker.kept_plain["accrued"] = count + 1
     if isinstance(gradient, Ghost) or not gradient.is_sparse:
@@ -149,7 +149,7 @@ def _accrue(worker: Worker, gradient: torch.Tensor) -> None:
 
 
 def _accrued(worker: Worker) -> tuple[torch.Tensor, int]:
-    """What is not written yet, and of how many mini-batches."""
+    """Return the sum that is not written yet, and the number of its mini-batches."""
     count = worker.kept_plain["accrued"]
     return _sparse(worker) if "touched" in worker.kept else worker.keep("accrued"), count
 
@@ -171,7 +171,7 @@ def _check_decay(decay: float) -> None:
 
 
 def _decay(worker: Worker, decay: float) -> None:
-    """The rate of a step that begins: once for each pass that is over by then."""
+    """Set the learning rate of the next step: times `decay` for each completed pass."""
     if decay < 1:
         factor = decay ** int(worker.epoch)
         rate = worker.optimizer.spec.lr if worker.rates is None else worker.rates(worker.clock)

@@ -1,11 +1,11 @@
-"""K-async and K-batch-async SGD: an update needs K gradients of whatever version, and nobody starts over.
+"""K-async and K-batch-async SGD: an update needs K gradients of any versions; no worker starts over.
 
 Dutta, Joshi, Ghosh, Dube, Nagpurkar, "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
 Distributed SGD", AISTATS 2018.
 
     for j = 0, 1, 2, ...                              at the server, with P workers
         K-async:        wait until K workers have pushed a gradient; those K wait for the update
-        K-batch-async:  wait until K gradients have been pushed; whoever pushes goes on at the newest w at once
+        K-batch-async:  wait until K gradients have been pushed; a worker goes on at the newest w after each push
         w_j+1  <- w_j - (lr / K) sum of the K gradients
         the other workers go on with what they compute, at the older w that they have
 
@@ -15,10 +15,10 @@ Distributed SGD", AISTATS 2018.
 | w - (lr / K) sum           | the job's optimizer on the mean of the K                               |
 | staleness, in updates      | unbounded; by K-batch-async (P - 1) / K on average                     |
 
-Nothing is thrown away: a slow worker's gradients come late, and count. ``k=1`` is asynchronous SGD; k-async with
+No gradient is dropped: those of a slow worker come late, and count. ``k=1`` is asynchronous SGD; k-async with
 K = P is BSP. K-batch-async is the n-softsync of Zhang, Gupta, Lian, Liu (2016) with K = P / n; their rate by staleness
-is ``+staleness-lr``. A dead worker is not waited for; when fewer than K workers are left, K-async updates with what
-all of them give, and the last group of K-batch-async is as large as it is.
+is ``+staleness-lr``. The server does not wait for a failed worker. If fewer than K workers are left, an update of
+K-async takes the gradients of all of them; the last group of K-batch-async may be smaller than K.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KAsync:
 
     @property
     def _fewest(self) -> int:
-        """Workers that it makes sense with."""
+        """The least number of workers."""
         return self.k or 1
 
     def adapted(self) -> Traits:
@@ -76,7 +76,7 @@ class KAsync:
         return replace(self.traits, fewest=self._fewest)
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` of them."""
+        """K, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.k is None else self.k
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -120,7 +120,7 @@ class KBatchAsync:
             raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for asynchronous SGD.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` of them."""
+        """K, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.k is None else self.k
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

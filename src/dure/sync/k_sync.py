@@ -1,4 +1,4 @@
-"""K-sync and K-batch-sync SGD: an update needs K gradients of the newest version, and the rest start over.
+"""K-sync and K-batch-sync SGD: an update needs K gradients of the newest version; the other workers start over.
 
 Dutta, Joshi, Ghosh, Dube, Nagpurkar, "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
 Distributed SGD", AISTATS 2018.
@@ -12,15 +12,15 @@ Distributed SGD", AISTATS 2018.
 | in the paper               | here                                                                   |
 |----------------------------|------------------------------------------------------------------------|
 | K of P                     | `k`; all but one live worker in twenty (or but one) if left out        |
-| stop and start over        | word from the clock (`Worker.gradient_unless_aborted`); on processes, refusal |
+| stop and start over        | abort by the clock (`Worker.gradient_unless_aborted`); on processes, refusal |
 | w - (lr / K) sum           | the job's optimizer on the mean of the K                               |
 
 No gradient is stale. With exponential times of mean 1 an update takes H_P - H_(P-K) by K-sync, K / P by K-batch-sync.
 ``k-sync:k=P`` is BSP; k-batch-sync with K = P is not, unless all are equally fast. Slow workers are left out of
-K-sync's updates, so samples are drawn from the whole set. When fewer than K workers are left, K-sync updates with what
-all of them give; K-batch-sync goes on with several of each.
+K-sync's updates, so samples are drawn from the whole set. If fewer than K workers are left, an update of K-sync takes
+the gradients of all of them; K-batch-sync takes several of each.
 
-A process can't stop a gradient half-way: it finishes it, and is refused before a byte of it is sent.
+A process cannot stop a gradient halfway: it finishes the gradient, which is refused before its bytes are sent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class KSync:
 
     @property
     def _fewest(self) -> int:
-        """Workers that it makes sense with."""
+        """The least number of workers."""
         return self.k or 1
 
     def adapted(self) -> Traits:
@@ -77,7 +77,7 @@ class KSync:
         return replace(self.traits, fewest=self._fewest)
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` of them."""
+        """K, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.k is None else self.k
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -122,7 +122,7 @@ class KBatchSync:
             raise ValueError(f"k counts mini-batches and must be >= 1, got {self.k}. Use 1 for the first that comes.")
 
     def quorum(self, workers: int) -> int:
-        """K, with `workers` of them."""
+        """K, the gradients of an update, with `workers` live ones."""
         return most(workers) if self.k is None else self.k
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

@@ -1,4 +1,4 @@
-"""Sandblaster L-BFGS: a coordinator commands vectors on shards, replicas evaluate small portions of a large batch.
+"""Sandblaster L-BFGS: a coordinator commands vectors on shards; workers evaluate small portions of a large batch.
 
 Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2 and algorithm 7.2;
 Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5.
@@ -28,8 +28,8 @@ Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5.
 | line search                           | `search`: strong Wolfe, backtracking or exact                     |
 | the whole batch                       | all samples, or `batch` of them; both gradients of y are of the same batch |
 
-The job's optimizer and its rate play no part. A run has as many mini-batches to spend as with any other method,
-`steps` times the workers, and ends before the evaluation that would begin beyond.
+The job's optimizer and its rate are not used. A run has as many mini-batches as with any other method, `steps` times
+the workers. It ends before an evaluation that would begin after the last of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dure.topology.parameter_server.batch.coordinator import Command, Coordinator
 
 EPSILON = 1e-10
-"""A pair is kept if s'y is more than this times |s| |y|: if the function curves upwards there."""
+"""A pair is kept if s'y exceeds this factor times |s| |y|, that is, if the function is convex along s."""
 
 LONGEST = 1e6
 """The longest first trial of a line search."""
@@ -136,16 +136,16 @@ class LBFGS:
             if trial is not None:
                 await self.accept(lead, pairs, trial)
                 if kept["decrease"] <= 0 and not (lead.batches.change or lead.timing_only):
-                    return  # as low as the numbers can tell
+                    return  # the loss cannot decrease further in floating point
             elif pairs:
-                pairs.clear()  # what was remembered misleads: begin anew, with steepest descent
+                pairs.clear()  # no step was found along this direction: start again with steepest descent
             elif not lead.batches.change:
                 return
             else:
                 kept["iteration"] += 1
 
     async def direction(self, lead: Coordinator, pairs: list[dict[str, Any]]) -> float:
-        """The two loops: p = -H g; returns g'p. A command waits for the dot product before it, so they go together."""
+        """Compute p = -H g by the two loops; return g'p. Commands between two dot products are sent in one message."""
         a = []
         then: list[Command] = [("copy", "p", "g")]
         for pair in reversed(pairs):
@@ -161,7 +161,7 @@ class LBFGS:
         return slope
 
     async def line(self, lead: Coordinator, slope: float) -> Trial | None:
-        """The step along p; x and h are then the new point and its gradient."""
+        """Search a step along p. Afterwards x and h are the new point and its gradient."""
 
         async def attempt(step: float) -> Trial:
             go: Command = ("combine", "x", 1.0, "w", step, "p")
@@ -177,7 +177,7 @@ class LBFGS:
         return found
 
     def first_step(self, kept: dict[str, Any], slope: float) -> float:
-        """1 where curvature is known; else what made the last decrease, or at first a move of length 1."""
+        """Return the first trial: 1 if pairs are kept; else by the last decrease, or at most a move of length 1."""
         if kept["pairs"]:
             return 1.0
         if kept.get("decrease", 0.0) > 0:
@@ -185,7 +185,7 @@ class LBFGS:
         return min(1.0, 1.0 / math.sqrt(-slope))
 
     async def accept(self, lead: Coordinator, pairs: list[dict[str, Any]], trial: Trial) -> None:
-        """Remember s and y, and go on from x."""
+        """Keep the pair (s, y), and make x the model."""
         kept = lead.kept
         if self.m:
             await self.remember(lead, pairs)

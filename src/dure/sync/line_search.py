@@ -1,4 +1,4 @@
-"""How far to go in a direction: searches along a line that is known only where it has been tried.
+"""Line searches: each finds a step t along a direction, and evaluates the function at each trial.
 
     phi(t) = f(w + t p)          a trial gives t, phi(t) and phi'(t); at the start, phi'(0) < 0
 
@@ -6,10 +6,10 @@
 |----------------|-------------------------------------------------------------------|---------------------|
 | `backtracking` | phi(t) <= phi(0) + SUFFICIENT t phi'(0), trying ever shorter steps | algorithm 3.1       |
 | `wolfe`        | that, and |phi'(t)| <= CURVATURE |phi'(0)|                        | algorithms 3.5, 3.6 |
-| `exact`        | |phi'(t)| <= FLAT |phi'(0)|: the lowest place, by secants of phi' |                     |
+| `exact`        | |phi'(t)| <= FLAT |phi'(0)|: the minimum, by secants of phi'      |                     |
 
-Each returns the trial that it accepts, which is always the last one made, or None if it finds none. A trial whose loss
-is infinite counts as a step too long.
+Each search returns the accepted trial, which is always the last one made, or None. A trial with an infinite loss counts
+as too long a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRIALS = 25
 
 
 class Trial(NamedTuple):
-    """A point on the line: how far, how high, how steep."""
+    """A point on the line: its step, loss and slope."""
 
     step: float
     loss: float
@@ -37,7 +37,7 @@ Try = Callable[[float], Awaitable[Trial]]
 
 
 async def wolfe(attempt: Try, start: Trial, first: float) -> Trial | None:
-    """The strong Wolfe conditions, beginning with a step of `first`."""
+    """Search a step that meets the strong Wolfe conditions, from a first trial at `first`."""
     low, step = start, first
     for count in range(TRIALS):
         trial = await attempt(step)
@@ -52,7 +52,7 @@ async def wolfe(attempt: Try, start: Trial, first: float) -> Trial | None:
 
 
 async def _zoom(attempt: Try, start: Trial, low: Trial, high: Trial, trials: int) -> Trial | None:
-    """Between `low`, the lowest trial so far, and `high` there is a place that will do."""
+    """Search between `low`, the lowest trial so far, and `high`; an acceptable step lies between them."""
     last = high
     for _ in range(trials):
         step = _between(low, high)
@@ -73,7 +73,7 @@ async def _zoom(attempt: Try, start: Trial, low: Trial, high: Trial, trials: int
 
 
 async def backtracking(attempt: Try, start: Trial, first: float) -> Trial | None:
-    """Ever shorter steps, each where the parabola through what is known is lowest, within a tenth and a half."""
+    """Shorten the step to the minimum of the parabola through the trials, within 0.1 to 0.5 of the last step."""
     step = first
     for _ in range(TRIALS):
         trial = await attempt(step)
@@ -86,8 +86,8 @@ async def backtracking(attempt: Try, start: Trial, first: float) -> Trial | None
 
 
 async def exact(attempt: Try, start: Trial, first: float) -> Trial | None:
-    """Where the slope vanishes; of a quadratic, the second trial. Secants; halves where they lead astray or crawl."""
-    low, high, step = start, math.inf, first  # it falls at `low`, and no longer at `high`
+    """Search a zero of the slope by secants, and by bisection where they fail. A quadratic takes two trials."""
+    low, high, step = start, math.inf, first  # the slope is negative at `low`, but not at `high`
     last = trial = start
     for count in range(TRIALS):
         trial = await attempt(step)
@@ -111,7 +111,7 @@ async def exact(attempt: Try, start: Trial, first: float) -> Trial | None:
 
 
 def _lower(trial: Trial, start: Trial) -> bool:
-    """Sufficient decrease."""
+    """Whether a trial meets the condition of sufficient decrease."""
     return trial.loss <= start.loss + SUFFICIENT * trial.step * start.slope
 
 
@@ -120,7 +120,7 @@ def _flat(trial: Trial, start: Trial) -> bool:
 
 
 def _between(low: Trial, high: Trial) -> float:
-    """Where the cubic through both is lowest, not too near to either; the middle where there is no such place."""
+    """Return the minimum of the cubic through both trials, not too near to either; the middle if it has none."""
     a, b = low, high
     middle = 0.5 * (a.step + b.step)
     if not (math.isfinite(b.loss) and math.isfinite(b.slope)):

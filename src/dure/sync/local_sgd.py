@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalSGD:
-    """The algorithm on values: `period` is the first one, `state` says what becomes of the optimizers' state."""
+    """The algorithm on values: `period` is the first one; `state` is "keep", "average" or "reset" (the optimizer's)."""
 
     period: int
     schedule: Schedule
@@ -51,7 +51,7 @@ class LocalSGD:
                 await self.average(worker, last=not self.pace.lockstep)
 
     def enter(self, worker: Worker) -> None:
-        """Begin where the other workers are, or where this worker was before a restart."""
+        """Begin at the round of the other workers, or at the round of this worker before a restart."""
         kept = worker.kept_plain
         rounds = self.after(worker.stats) if worker.stats else Rounds(**kept.get("rhythm", {"period": self.period}))
         if kept.get("rhythm") != rounds.plain or worker.clock == kept["began"]:

@@ -1,4 +1,4 @@
-"""Momentum compensation: asynchrony is momentum already, so the optimizer needs less of its own.
+"""Momentum compensation: reduces the optimizer's momentum by the momentum that asynchrony adds.
 
 Mitliagkas, Zhang, Hadjis and Re, "Asynchrony Begets Momentum, with an Application to Deep Learning", Allerton 2016.
 
@@ -18,7 +18,7 @@ so the optimizer's own momentum becomes
 | then a grid over mu_L    | `target` is the knob                                                         |
 
 One worker keeps its momentum. The formula assumes workers of equal speed: one that is slower for good contributes
-fewer updates, so K counts it for too much and mu_L is a little low. K stays what it was when a worker dies.
+fewer updates, so K counts it for too much and mu_L is a little low. K does not change when a worker fails.
 """
 
 from __future__ import annotations

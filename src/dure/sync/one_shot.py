@@ -1,4 +1,4 @@
-"""One-shot averaging (SimuParallelSGD): everybody alone to the end, then the mean.
+"""One-shot averaging (SimuParallelSGD): workers train alone to the end, then average their models once.
 
 Zinkevich, Weimer, Smola, Li, "Parallelized Stochastic Gradient Descent", NeurIPS 2010, algorithm 3.
 
@@ -13,8 +13,8 @@ Zinkevich, Weimer, Smola, Li, "Parallelized Stochastic Gradient Descent", NeurIP
 | constant rate, one example    | the job's optimizer and mini-batches; nothing of its state is shared |
 | v = (1/k) sum of w_k          | weighted by batch size, where workers differ                        |
 
-It is `averaging` with a period of the whole run. One slow worker delays the end, and nothing else. Over servers one
-that has died is left out of the mean; one that comes late begins at the beginning, and the others wait for it.
+It is `averaging` with a period of the whole run. A slow worker delays only the end. Over servers, a failed worker is
+left out of the mean; a late worker makes all its steps, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OneShot:
 
     async def work(self, worker: Worker) -> None:
         if worker.stats:
-            return  # the others have met, without this one
+            return  # the other workers have averaged without this one
         try:
             while True:
                 worker.step(await worker.gradient())

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: the fast may lead the slow, but not by much.
+"""Stale synchronous parallel: a worker may lead the slowest one by at most `bound` clocks.
 
 Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
@@ -17,10 +17,10 @@ Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Param
 | a read from the servers    | ``form=snapshot``, the default: a pull at every clock             |
 | additive updates           | snapshot: each g is one update of the server, of rate lr          |
 
-A read holds every update of clock c - bound - 1 and earlier, and each of one's own exactly once. K workers move the
-model K times per clock: ``bound=0`` is BSP with K times the learning rate; ``bound=inf`` never waits (ASP).
-A worker that is five times slower for good slows everybody to its rate once the lead is used up. One that dies
-is taken off the clock, one that stands still after a while; a newcomer enters at the slowest clock.
+A read holds every update of clock c - bound - 1 and earlier, and each of the worker's own exactly once. K workers move
+the model K times per clock: ``bound=0`` is BSP with K times the learning rate; ``bound=inf`` never waits (ASP).
+A worker that is always five times slower slows all others to its rate once their lead is used up. A failed worker
+leaves the clock at once, a paused one after a while; a newcomer enters at the slowest clock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Zhang, Gupta, Lian and Liu, "Staleness-Aware Async-SGD for Distributed Deep Lear
 
 A gradient one version old counts in full, as one that is fresh. On a parabola of curvature a, lr a < 1 is then stable
 for every constant delay. A worker that is five times slower pushes gradients about five times as stale, which count
-a fifth: its data are heard less, which matters where workers hold different data.
+a fifth: its data count less, which biases the model if workers hold different data.
 """
 
 from __future__ import annotations

@@ -171,27 +171,27 @@ class Worker:
 
     @property
     def server(self) -> ServerSession:
-        """Pulls and pushes, where the run has servers or a clock; `over_servers` says whether."""
+        """The session with servers or a clock: pulls and pushes. `over_servers`: whether the run has one."""
         return _present(self.sessions.server, "servers")
 
     @property
     def group(self) -> GroupSession:
-        """Means over all workers, where they are a group."""
+        """The session with the group of all workers: means."""
         return _present(self.sessions.group, "a group of workers")
 
     @property
     def peer(self) -> Peer:
-        """Averaging with neighbors, where the run gossips."""
+        """The session with the neighbors in gossip: averagings."""
         return _present(self.sessions.peer, "neighbors")
 
     @property
     def memory(self) -> MemorySession:
-        """Reads and writes of the model, where it lies in shared memory."""
+        """The session with the model in shared memory: reads and writes."""
         return _present(self.sessions.memory, "shared memory")
 
     @property
     def work_queue(self) -> PortionClient:
-        """Portions of a batch, where a coordinator hands them out."""
+        """The session with a coordinator: portions of a batch."""
         return _present(self.sessions.work_queue, "a coordinator")
 
     @property
@@ -206,13 +206,13 @@ class Worker:
 
     @property
     def share(self) -> float:
-        """This worker's part of all workers' batch."""
+        """The share of this worker in the batch of all workers."""
         return self.source.batch_size / self.total_weight
 
     # ---- gradients
 
     async def begin_step(self) -> None:
-        """Pass the step boundary, where the work may end or be suspended. What follows is part of the next step.
+        """Pass the step boundary, where the work may end or be suspended, and begin the next step.
 
         `gradient` passes the boundary itself. A method that does something before its gradient calls this first.
         """
@@ -220,7 +220,7 @@ class Worker:
         self.step_begun = True
 
     async def stop_if_due(self) -> None:
-        """Pass a boundary before work that is no step: the work may end or be suspended here, and nowhere within."""
+        """Pass a boundary before work that is no step: the work may end or be suspended here, but not within it."""
         await self.boundary.stop(self)
 
     def suspends(self) -> bool:
@@ -229,7 +229,7 @@ class Worker:
         return suspend is not None and suspend(self)
 
     async def gradient(self) -> torch.Tensor:
-        """The mean gradient of this worker's next mini-batch at `params`; flat, the caller's own."""
+        """Compute the mean gradient of the next mini-batch at `params`: flat, and the caller may write to it."""
         await self.boundary.stop(self)
         started = self.node.now()
         gradient = await self.source.gradient(self)
@@ -237,10 +237,10 @@ class Worker:
         return self._done(gradient)
 
     async def gradient_unless_aborted(self) -> torch.Tensor | None:
-        """As `gradient`, but None as soon as the clock closes the version that the gradient is computed on.
+        """Compute a gradient as `gradient` does; None if the clock closes the version that it is computed on.
 
-        The mini-batch is then used up, and counts as a step. On processes, where a gradient cannot be stopped, it is
-        finished, and refused when it is offered (`push`).
+        The mini-batch then counts as a step. A process cannot stop a gradient: it finishes the gradient, and its push
+        is refused.
         """
         await self.boundary.stop(self)
         started = self.node.now()
@@ -257,7 +257,7 @@ class Worker:
         return self._done(gradient)
 
     async def mean_gradient(self) -> torch.Tensor:
-        """As `gradient`, averaged over the group's workers, weighted by their batch sizes."""
+        """Compute a gradient as `gradient` does, and average it over the group, weighted by batch sizes."""
         await self.boundary.stop(self)
         if self.sessions.rows is not None:
             return self._done(await self.sessions.rows.mean_gradient(cast(DataSource, self.source).next(self)))
@@ -278,15 +278,15 @@ class Worker:
         return cast(DataSource, self.source).epoch
 
     async def gradient_again(self, values: torch.Tensor) -> torch.Tensor:
-        """The gradient of the last mini-batch at `values`, with the same random draws. It is no step."""
+        """Compute the gradient of the last mini-batch at `values`, with the same random draws. It is no step."""
         return await self._aside(cast(DataSource, self.source).gradient_again(self, values))
 
     async def gradient_at(self, values: torch.Tensor, indices: torch.Tensor, *, draw: int) -> torch.Tensor:
-        """The mean gradient at `values` over the samples `indices` of the whole data. It is no step."""
+        """Compute the mean gradient at `values` over the samples `indices` of the whole data. It is no step."""
         return await self._aside(cast(DataSource, self.source).gradient_at(self, values, indices, draw=draw))
 
     async def evaluate(self, indices: torch.Tensor, *, draw: int) -> Gradient:
-        """The mean gradient at `params` over the samples `indices`, as a step of this worker.
+        """Compute the mean gradient at `params` over the samples `indices`, as a step of this worker.
 
         The coordinator decides when the work ends. The caller checks the loss.
         """
@@ -310,7 +310,7 @@ class Worker:
             if self.refusals.in_a_row:
                 self.refusals.in_a_row, self.pausing = 0, False
             return gradient.values
-        self.given += 1  # it is in no update
+        self.given += 1  # the refused gradient is in no update
         self.pausing = True
         return self.refusals.refuse(self, gradient, shared=shared)
 
@@ -404,7 +404,7 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """The share of the run that is over for this worker, from 0 to 1, by its steps or its seconds."""
+        """The completed share of the run at this worker, from 0 to 1, by its steps or its seconds."""
         steps, seconds = self.boundary.steps, self.boundary.seconds
         if steps is None and seconds is None:
             raise UsageError("this loop does not say when it ends, so no share of it can be told: leave that out.")
@@ -412,12 +412,12 @@ class Worker:
 
     @property
     def steps_left(self) -> float:
-        """The mini-batches that this worker has yet to do; infinite if its steps do not end the run."""
+        """The number of mini-batches left for this worker; infinite if its steps do not end the run."""
         steps = self.boundary.steps
         return math.inf if steps is None else steps - self.clock
 
     def set_clock(self, clock: int) -> None:
-        """Set the clock to that of all workers, which is ahead by steps of the others."""
+        """Set the clock to that of all workers, which is ahead if other workers made steps without this one."""
         skipped, self.clock = clock - self.clock, clock
         self.joined_at += skipped
         self.given += skipped
