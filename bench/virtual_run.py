@@ -7,6 +7,9 @@ drawn with MNIST's shapes, compute times are log-normal (sigma 0.3). A run does 
 collective, optimizer, network, admission, counters; it is evaluated once, at its end. The loop has one module per
 worker and only makes gradients: per worker it picks a batch from the same data, `zero_grad(set_to_none=True)`,
 forward, `cross_entropy`, `backward`; nobody steps. "ready" is the same loop over batches that lie ready.
+
+`work_share` is the part of a run's CPU seconds that is spent on drawing data, computing gradients and applying updates:
+the rest is the cost of simulating. It comes from one more run of each strategy, whose calls of these are timed.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dure.job.data.dataset import Data
+from dure.job.gradients import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
-from dure.job.optimizer import OptimizerSpec
+from dure.job.optimizer import FlatOptimizer, OptimizerSpec
+from dure.job.source import JobSource
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
@@ -107,6 +112,39 @@ def seconds_of(contestants: dict[str, Callable[[], None]], repeats: int) -> dict
     return seconds
 
 
+WORK = ((JobSource, "next"), (GradientEngine, "evaluate"), (GradientEngine, "one"), (FlatOptimizer, "apply"))
+"""The calls that draw data, compute gradients and apply updates."""
+
+
+def work_share(run: Callable[[], None]) -> float:
+    """The part of a run's CPU seconds that its calls of `WORK` take."""
+    spent, depth = 0.0, 0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal spent, depth
+            depth += 1
+            started = time.process_time()
+            result = function(*arguments, **named)
+            depth -= 1
+            if not depth:  # `one` can call `evaluate`
+                spent += time.process_time() - started
+            return result
+
+        return call
+
+    plain = [getattr(owner, name) for owner, name in WORK]
+    try:
+        for (owner, name), function in zip(WORK, plain, strict=True):
+            setattr(owner, name, timed(function))
+        started = time.process_time()
+        run()
+        return spent / (time.process_time() - started)
+    finally:
+        for (owner, name), function in zip(WORK, plain, strict=True):
+            setattr(owner, name, function)
+
+
 def measure(strategies: Sequence[str], workers: int, steps: int, repeats: int) -> dict[str, Any]:
     job = make_job()
     contestants = {strategy: make_run(job, strategy, workers, steps) for strategy in strategies}
@@ -126,6 +164,7 @@ def measure(strategies: Sequence[str], workers: int, steps: int, repeats: int) -
             name: round(workers * steps / statistics.median(each)) for name, each in seconds.items()
         },
         "ratio_to_loop": {name: ratio(name, "loop") for name in strategies},
+        "work_share": {name: round(work_share(contestants[name]), 2) for name in strategies},
         "ratio_to_loop_ready": {name: ratio(name, "loop, ready") for name in strategies},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
