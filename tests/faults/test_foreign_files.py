@@ -11,6 +11,7 @@ from support.real_runs import Trial, configured
 
 import dure
 from dure.cli.main import main
+from dure.core.state import State
 from dure.errors import DureError
 from dure.report import read_run
 from dure.run import checkpoint
@@ -115,7 +116,7 @@ def test_numbers_that_json_cannot_hold_are_read(runs):
 def test_a_manifest_that_is_none_leaves_the_older_checkpoint(tmp_path, content):
     for step in (1, 2):
         draft = checkpoint.begin(tmp_path, step)
-        checkpoint.write_part(draft, "run", checkpoint.Part({}, {"history": []}))
+        checkpoint.write_part(draft, "run", State({}, {"history": []}))
         checkpoint.commit(tmp_path, step)
     (tmp_path / "step-2" / "manifest.json").write_bytes(content)
     read = checkpoint.load(tmp_path)
@@ -128,7 +129,7 @@ def test_a_manifest_that_is_none_leaves_the_older_checkpoint(tmp_path, content):
 def test_a_pipe_in_a_checkpoint_leaves_the_older_one(tmp_path, name):
     for step in (1, 2):
         draft = checkpoint.begin(tmp_path, step)
-        checkpoint.write_part(draft, "run", checkpoint.Part({}, {"history": []}))
+        checkpoint.write_part(draft, "run", State({}, {"history": []}))
         checkpoint.commit(tmp_path, step)
     (tmp_path / "step-2" / name).unlink()
     os.mkfifo(tmp_path / "step-2" / name)

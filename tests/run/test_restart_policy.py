@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import Killer, Notes, Trial, configured
 
+from dure.core.state import State
 from dure.errors import DureError
 from dure.run import checkpoint, restart_policy
 from dure.run.callbacks import Callbacks
@@ -27,7 +28,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(restart_policy, "BACK_OFF_SECONDS", 0.05)
 
 
-def applied_of(part: checkpoint.Part) -> list[tuple[int, int, int]]:
+def applied_of(part: State) -> list[tuple[int, int, int]]:
     return [tuple(entry) for entry in part.plain["log"]]
 
 
