@@ -64,7 +64,7 @@ def test_keys_are_random_long_and_shown_nowhere():
     assert len(one.key) == 32
     assert Credentials.of(other.plain()) == other
     start = LaunchSpec.of(
-        name="worker 0", run="run", incarnation=0, driver=["127.0.0.1", 1], credentials=one.plain(), terms={}
+        name="worker 0", run="run", incarnation=0, driver=["127.0.0.1", 1], credentials=one.plain(), fault_settings={}
     )
     for shown in (repr(one), str(one), repr(start)):
         assert one.key.hex() not in shown
