@@ -235,4 +235,4 @@ def test_a_coded_group_refuses_what_no_encoder_made(stranger, codec):
 
 
 def gathers(codec):
-    return make(codec, "codec").way == "gather"
+    return make(codec, "codec").exchange == "all_gather"
