@@ -217,7 +217,7 @@ class FlatOptimizer:
         return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
 
     def state(self) -> State:
-        """What a checkpoint keeps: the optimizer's vectors (not copies) and the number of its steps."""
+        """The state that a checkpoint keeps: the optimizer's vectors (not copies) and the number of its steps."""
         return State(dict(self.vectors), {"steps": self.steps})
 
     def restore(self, state: State) -> None:
@@ -279,7 +279,7 @@ class RangesOptimizer:
             at += stop - start
 
     def state(self) -> State:
-        """What a checkpoint keeps, with the place of a range before the names of its vectors."""
+        """The state that a checkpoint keeps, with the place of a range before the names of its vectors."""
         states = [part.state() for _, _, part in self._parts]
         tensors = {name: each for i, s in enumerate(states) for name, each in with_prefix(f"{i}.", s.tensors).items()}
         return State(tensors, {"parts": [state.plain for state in states]})

@@ -76,7 +76,7 @@ class FaultSettings:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What a process gets at its start: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
+    """The start values of a process: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
 
     `credentials` are the run's, as plain values. They come through a pipe: no argument or environment variable has
     them. `heartbeat` is a result of `LivenessMonitor.admit`; a process without it sends no heartbeats.

@@ -217,7 +217,7 @@ class Topology:
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> Any:
         """What server `number` holds, as a service. `log` keeps what it has applied."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no servers")
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
         """Give a worker what it has of this topology, beside its sessions with servers and group."""

@@ -248,7 +248,7 @@ class RowShard:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps between two steps; a copy."""
+        """The state that a checkpoint keeps between two steps; a copy."""
         counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
         state = State({"values": self.values}, counts) | self._optimizer.state().under("whole", "optimizer")
         for number, rule in enumerate(self._rules):

@@ -254,7 +254,7 @@ class Updater:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps. The tensors are no copies."""
+        """The state that a checkpoint keeps. The tensors are no copies."""
         optimizer = State() if self.rule.optimizer is None else self.rule.optimizer.state()
         state = optimizer.under("optimizer")
         for name, part in self.rule.voting.items():

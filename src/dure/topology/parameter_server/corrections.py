@@ -145,7 +145,7 @@ class Corrections:
     # ---- checkpoints
 
     def state(self, saved: Collection[int]) -> State:
-        """What a checkpoint keeps besides the versions in `saved`. The tensors are no copies.
+        """The state that a checkpoint keeps besides the versions in `saved`. The tensors are no copies.
 
         A timing-only run has no tensors.
         """

@@ -287,7 +287,7 @@ class Shard:
     # ---- checkpoints
 
     def state(self, keep: Sequence[int] | None = None) -> State:
-        """What a checkpoint keeps, while no update is being applied. The tensors are no copies.
+        """The state that a checkpoint keeps, while no update is being applied. The tensors are no copies.
 
         The versions before the newest are those in `keep`, or all.
         """

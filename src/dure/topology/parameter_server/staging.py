@@ -183,7 +183,7 @@ class StagingArea:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps. The tensors are no copies; a timing-only run has none."""
+        """The state that a checkpoint keeps. The tensors are no copies; a timing-only run has none."""
         tensors = {
             f"staged.{worker}.{seq}": update.buffer.tensor
             for (worker, seq), update in self._staged.items()

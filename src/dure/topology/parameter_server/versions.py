@@ -104,7 +104,7 @@ class Versions:
         return sorted(version for version in self._kept if only is None or version in only)
 
     def state(self, kept: Sequence[int]) -> State:
-        """What a checkpoint keeps, with the versions in `kept`. The tensors are no copies.
+        """The state that a checkpoint keeps, with the versions in `kept`. The tensors are no copies.
 
         A timing-only run has no tensors.
         """

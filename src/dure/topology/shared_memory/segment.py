@@ -208,7 +208,7 @@ class Segment:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps, while no worker writes; a copy."""
+        """The state that a checkpoint keeps, while no worker writes; a copy."""
         tensors = {} if isinstance(self.values, Ghost) else {"values": self.values, **self.vectors}
         return State(tensors, {"claims": self.claims.tolist(), "rows": self.rows.tolist()}).cloned()
 
@@ -423,7 +423,7 @@ class SharedShard:
     # ---- checkpoints
 
     def state(self) -> State:
-        """What a checkpoint keeps, while no worker writes; a copy."""
+        """The state that a checkpoint keeps, while no worker writes; a copy."""
         tensors = {} if self.total is None else {"total": self.total.clone()}
         plain = {"closed": self.closed, "weight": self.weight, "ledger": self.sequences.state()}
         return self.segment.state() | State(tensors, plain)
