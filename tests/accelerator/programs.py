@@ -447,6 +447,27 @@ def running_statistics_on_a_side_stream(fault):
 
 
 @program
+def autocast_and_a_gradient_scaler():
+    """The scale starts so high that steps are skipped."""
+
+    def train(device: str) -> Tensor:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 10)).to(device)
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler(device, init_scale=2.0**20)
+        x, y = torch.randn(64, 20).to(device), (torch.arange(64) % 10).to(device)
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.float16):
+                loss = nn.functional.cross_entropy(net(x).float(), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([torch.tensor([scaler.get_scale()]), *(p.detach().cpu().flatten() for p in net.parameters())])
+
+    return train(DEVICE), train("cpu")
+
+
+@program
 def parameters_in_one_flat_buffer(fault):
     """`param.data = view` aliases the buffer; the fault assigns a copy."""
     layer = nn.Linear(4, 2, bias=False).to(DEVICE)
