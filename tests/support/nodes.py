@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -120,6 +121,9 @@ class TestNode:
         address = Address(self.name, name)
         self.world.services[address] = service
         return address
+
+    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(tensor.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Instant:
 
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.loop, label)
+
+    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(tensor.shape)

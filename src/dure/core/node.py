@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -325,6 +326,13 @@ class Node(Protocol):
     def rng(self) -> np.random.Generator: ...
 
     def borrows(self, peer: str, nbytes: int) -> bool: ...
+
+    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        """While open, operations on a device run beside those of the caller's stream, after those so far.
+
+        They may read `values`; their results are for messages.
+        """
+        ...
 
     @property
     def incarnation(self) -> int:

@@ -44,6 +44,10 @@ class State:
         """A copy that shares no memory with this state."""
         return State({name: tensor.clone() for name, tensor in self.tensors.items()}, copy.deepcopy(self.plain))
 
+    def to(self, device: torch.device) -> State:
+        """This state with its tensors on `device`. Tensors that are there already are not copied."""
+        return State({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.plain)
+
 
 def with_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """`named` with `prefix` before each name."""

@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
 
 class InitialModel:
-    """Initial values of a job's model, drawn from `seed`. In a timing-only run a `Ghost` stands for each vector."""
+    """Initial values of a job's model, drawn from `seed`, on `device`.
 
-    def __init__(self, job: Job, seed: int, *, timing_only: bool = False) -> None:
+    The values are drawn on the CPU, so that they are equal on every device. In a timing-only run a `Ghost` stands for
+    each vector.
+    """
+
+    def __init__(self, job: Job, seed: int, *, timing_only: bool = False, device: str = "cpu") -> None:
         self._job = job
         self._seed = seed
         self._timing_only = timing_only
+        self._device = device
 
     @cached_property
     def replica(self) -> Replica:
         """A replica with the initial values."""
-        return Replica(self._job.build(self._seed))
+        return Replica(self._job.build(self._seed).to(self._device))
 
     @property
     def params(self) -> Any:

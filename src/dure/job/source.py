@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dure.job.data.structure import moved
 from dure.job.gradient import Gradient, GradientWork
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.job.data.split import BatchSampler
+    from dure.job.data.structure import Batch
     from dure.job.gradient_source import Requester
     from dure.job.job import Job
 
@@ -67,7 +69,7 @@ class JobSource:
         """
         inputs = targets = None
         if self.sampler is not None:
-            inputs, targets = self.job.train.batch(indices, (self.seed, 0, draw))
+            inputs, targets = self._batch(indices, (self.seed, 0, draw), values)
         work = GradientWork(
             rank=-1,
             step=draw,
@@ -79,6 +81,14 @@ class JobSource:
             buffers=requester.buffers,
         )
         return requester.node.compute(work)
+
+    def _batch(self, indices: torch.Tensor, draw: Sequence[int], values: torch.Tensor) -> tuple[Batch, Batch]:
+        """The samples `indices`, on the device of the parameters `values`."""
+        inputs, targets = self.job.train.batch(indices, draw)
+        device = values.device
+        if device.type == "cpu":
+            return inputs, targets
+        return moved(inputs, device), moved(targets, device)
 
     def state(self) -> dict[str, Any]:
         return {} if self.sampler is None else dict(self.sampler.state())
@@ -92,7 +102,7 @@ class JobSource:
         inputs = targets = None
         if self.sampler is not None:
             draw = self.seed, 1 + requester.rank, requester.clock
-            inputs, targets = self.job.train.batch(self.sampler.next(), draw)
+            inputs, targets = self._batch(self.sampler.next(), draw, requester.params)
         self._last = GradientWork(
             rank=requester.rank,
             step=requester.clock,

@@ -85,7 +85,7 @@ def write_part(draft: Path, name: str, part: State) -> None:
     """
 
     def write() -> None:
-        tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in part.tensors.items()}
         save_file(tensors, draft / f"{name}.safetensors")
         _flush(draft / f"{name}.safetensors")
         _write_text(draft / f"{name}.json", json.dumps(part.plain, sort_keys=True))

@@ -29,6 +29,7 @@ from dure.errors import CheckpointError, DureError, Refused
 from dure.job.gradients import GradientEngine
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
+from dure.run.devices import CPU
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.work_through import work_through
@@ -109,11 +110,22 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     identity = Identity(spec.run, spec.name, int(rank), spec.incarnation)
     config = setup.config
     # One worker per process: its gradients are computed one at a time.
-    gradient_engine = GradientEngine(setup.job, exact=True) if kind == "worker" else None
-    if gradient_engine is not None:
+    gradient_engine: GradientEngine | None = None
+    if kind == "worker":
+        setup = setup.for_worker(int(rank))
+        if setup.device != CPU:
+            torch.accelerator.set_device_index(setup.device)
+        gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
         setup.configure(gradient_engine)
     credentials = Credentials.of(spec.credentials)
-    node = ProcessNode(identity, credentials, seed=config.seeded, trace=config.trace, gradient_engine=gradient_engine)
+    node = ProcessNode(
+        identity,
+        credentials,
+        seed=config.seeded,
+        trace=config.trace,
+        gradient_engine=gradient_engine,
+        device="cpu" if gradient_engine is None else gradient_engine.replica.device,
+    )
     node.loop.check = check
     node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
     port = node.wire.listen(spec.interface)

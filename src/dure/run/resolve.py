@@ -14,9 +14,12 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
+from dure.run.devices import CPU, devices_of
+from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name
+from dure.runtime.launch.rendezvous import place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import server_rule_of, traits_of
 
@@ -42,7 +45,11 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
-    setup = Setup(config, job, strategy, workers, sizes, steps, every, absent)
+    here = place() if is_started_outside(config.on) else None
+    local_rank = None if here is None else here.local_rank
+    devices = devices_of(config.device, workers, virtual=config.virtual, local_rank=local_rank)
+    device = devices[0] if config.virtual else CPU
+    setup = Setup(config, job, strategy, workers, sizes, steps, every, absent, devices, device)
     _check(setup, cluster)
     return setup, cluster
 
@@ -52,7 +59,8 @@ def rebuild(values: Mapping[str, Any]) -> Setup:
     config, strategy = TrainConfig.of(values["config"]), Strategy.of(**values["strategy"])
     workers, sizes = values["workers"], tuple(values["batch_sizes"])
     job = _build_job(config, strategy, workers)
-    return Setup(config, job, strategy, workers, sizes, values["steps"], values["eval_every"])
+    steps, every, devices = values["steps"], values["eval_every"], tuple(values["devices"])
+    return Setup(config, job, strategy, workers, sizes, steps, every, devices=devices)
 
 
 def _build_job(config: TrainConfig, strategy: Strategy, workers: int, given: Job | None = None) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel
 from dure.run.delivery import Delivery
+from dure.run.devices import CPU
 from dure.run.server_side import ServerSide
 from dure.run.worker_data import WorkerData
 from dure.runtime.memory import MappedMemory
@@ -37,7 +38,8 @@ class Setup:
     """A job under a strategy, for `workers` ranks, of which the `absent` ones join later.
 
     `batch_sizes` holds the mini-batch size of each worker. `steps` are mini-batches per worker, `eval_every` the
-    mini-batches between evaluations.
+    mini-batches between evaluations. `devices` holds the device of each worker's replica, all on the CPU if empty;
+    `device` is that of the replicas in this process.
     """
 
     config: TrainConfig
@@ -48,6 +50,8 @@ class Setup:
     steps: int
     eval_every: int
     absent: frozenset[int] = frozenset()
+    devices: tuple[str, ...] = ()
+    device: str = CPU
 
     # ---- the method
 
@@ -156,7 +160,7 @@ class Setup:
     @cached_property
     def model(self) -> InitialModel:
         """The model as the run starts with it."""
-        return InitialModel(self.job, self.config.seeded, timing_only=self.config.timing_only)
+        return InitialModel(self.job, self.config.seeded, timing_only=self.config.timing_only, device=self.device)
 
     @property
     def replica(self) -> Replica:
@@ -189,6 +193,11 @@ class Setup:
 
     # ---- preparation
 
+    def for_worker(self, rank: int) -> Setup:
+        """This set-up in the process of worker `rank`, whose replica is on a device of its own."""
+        device = self.devices[rank] if self.devices else CPU
+        return self if device == self.device else replace(self, device=device)
+
     def plain(self) -> dict[str, Any]:
         """The set-up of a real run as values that JSON has, for `resolve.rebuild` in another of its processes."""
         resolved = {"workers": self.workers, "batch_sizes": self.batch_sizes, "steps": self.steps}
@@ -197,6 +206,7 @@ class Setup:
             "strategy": self.strategy.text(),
             **resolved,
             "eval_every": self.eval_every,
+            "devices": self.devices,
         }
 
     @property

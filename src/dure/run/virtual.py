@@ -94,7 +94,9 @@ class VirtualRun:
         self.cluster = cluster
         self.callbacks = callbacks
         config = setup.config
-        self.gradient_engine = None if config.timing_only else GradientEngine(setup.job, exact=config.exact)
+        self.gradient_engine = (
+            None if config.timing_only else GradientEngine(setup.job, exact=config.exact, device=setup.device)
+        )
         if self.gradient_engine is not None:
             setup.configure(self.gradient_engine)
         self.evaluator = None if config.timing_only else Evaluator(setup.job, config.eval_samples)

@@ -45,6 +45,8 @@ def _state_of_codec(worker: Worker) -> State:
 
 def restore(worker: Worker, state: State) -> None:
     """Set a worker to the state of a checkpoint."""
+    if not isinstance(worker.params, Ghost):
+        state = state.to(worker.params.device)
     tensors, plain = state.tensors, state.plain
     if not isinstance(worker.params, Ghost):
         if tensors["params"].shape != worker.params.shape:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dure.errors import UsageError
@@ -66,6 +67,11 @@ def mapped(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return {key: function(each) for key, each in batch.items()}
     return tuple(function(each) for each in batch)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to an accelerator, through pinned memory: the host does not wait."""
+    return mapped(lambda each: each.pin_memory().to(device, non_blocking=True), batch)
 
 
 def joined(function: Callable[[list[Tensor]], Tensor], batches: Sequence[Batch]) -> Batch:

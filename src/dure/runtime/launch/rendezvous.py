@@ -48,7 +48,7 @@ class RankEnvironment:
     """The place of this process among those that were started together. `master` is None in a world of one.
 
     `restarts`: how often the elastic agent has restarted all of them under the same `launch`. `local_size`: processes
-    on this machine, as far as known.
+    on this machine, as far as known, and `local_rank` the number of this one among them.
     """
 
     rank: int = 0
@@ -57,6 +57,7 @@ class RankEnvironment:
     restarts: int = 0
     launch: str = ""
     local_size: int = 1
+    local_rank: int = 0
 
     @property
     def interface(self) -> str:
@@ -89,7 +90,8 @@ def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     master = environ["MASTER_ADDR"] if world_size > 1 else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     local_size = int(environ.get("LOCAL_WORLD_SIZE") or world_size)
-    return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size)
+    local_rank = int(environ.get("LOCAL_RANK") or rank)
+    return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size, local_rank)
 
 
 def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -28,12 +28,17 @@ class ProcessLoop(Loop):
         self.wire: Wire
         self.waiting = False
         self.check: Callable[[], None] = nothing
+        self._polled: list[Callable[[], bool]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
         self._sequence += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
+
+    def poll(self, callback: Callable[[], bool]) -> None:
+        """Call `callback` in each round from now on, for as long as it returns True. The loop does not sleep then."""
+        self._polled.append(callback)
 
     def yield_once(self) -> Operation[None]:
         """Yield once: resolves after all ready tasks and the transport have run. For busy-waiting code."""
@@ -55,8 +60,11 @@ class ProcessLoop(Loop):
         if self._timers:
             longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
         self.waiting = True
-        self.wire.poll(0.0 if self.ready else longest)
+        self.wire.poll(0.0 if self.ready or self._polled else longest)
         self.waiting = False
+        if self._polled:
+            polled, self._polled = self._polled, []
+            self._polled += [callback for callback in polled if callback()]
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()

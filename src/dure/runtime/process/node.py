@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -30,6 +32,7 @@ from dure.errors import DureError, Refused, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.process.connector import Connector
 from dure.runtime.process.dispatcher import Dispatcher
+from dure.runtime.process.lane import lane_of
 from dure.runtime.process.loop import ProcessLoop
 from dure.runtime.wire import Credentials, Identity, Loss, Request, Respond, Wire, WireLimits
 
@@ -52,7 +55,8 @@ class ProcessNode:
     """The `Node` of real time: this process, for its roles and services.
 
     `directory` maps the names of the other nodes to their addresses. `on_lost` is called for every connection that
-    ended. All nodes of a run have the same `credentials`.
+    ended. All nodes of a run have the same `credentials`. Tensors of calls may lie on `device`, and those of incoming
+    calls do.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ProcessNode:
         trace: bool = False,
         limits: WireLimits | None = None,
         gradient_engine: GradientEngine | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.loop = ProcessLoop()
         self.identity = identity
@@ -79,6 +84,7 @@ class ProcessNode:
         self.collectives: Callable[[Sequence[int]], Group] | None = None
         self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
         self.loop.wire = self.wire
+        self.lane = lane_of(device, self.loop)
         self.dispatcher = Dispatcher(self.name, self.loop, self.services)
         self._connector = Connector(self.name, self.loop, self.directory)
         self._outbox = Outbox(self)
@@ -133,15 +139,23 @@ class ProcessNode:
             else:
                 operation.resolve(answer)
 
-        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
+        def send(
+            tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, done: Callable[[Any], None]
+        ) -> None:
+            request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
 
-        def start(error: RemoteError | None) -> None:
-            if error is not None:
-                operation.fail(error)
-            elif not operation.done:
-                operation.on_cancel = self.wire.call(service.node, request, done).cancel
+            def start(error: RemoteError | None) -> None:
+                if error is not None:
+                    operation.fail(error)
+                elif not operation.done:
+                    operation.on_cancel = self.wire.call(service.node, request, done).cancel
 
-        self._connector.when_connected(service.node, start)
+            self._connector.when_connected(service.node, start)
+
+        if self.lane is None:
+            send(tensors, into, done)
+        else:
+            self.lane.carry(operation, service.node, tensors, into, send, done)
         return operation
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
@@ -188,7 +202,10 @@ class ProcessNode:
         return self.wire.room_like(tensor)
 
     def borrows(self, peer: str, nbytes: int) -> bool:
-        return self.wire.borrows(peer, nbytes)
+        return self.lane is None and self.wire.borrows(peer, nbytes)
+
+    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.lane is None else self.lane.beside(*values)
 
 
 class Hosting:
@@ -219,7 +236,12 @@ class Hosting:
         except Exception as error:  # noqa: BLE001  (a defect of the check: logged, and answered)
             respond(self._node.dispatcher.failed(service, call, error))
             return
-        self._node.dispatcher.handle(service, call, respond, isolated=True)
+        lane, dispatcher = self._node.lane, self._node.dispatcher
+        if lane is None:
+            dispatcher.handle(service, call, respond, isolated=True)
+        else:
+            call = replace(call, tensors=lane.received(call.tensors))
+            dispatcher.handle(service, call, lane.answering(call, respond), isolated=True)
 
     def lost(self, loss: Loss) -> None:
         node = self._node

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from operator import itemgetter
@@ -157,6 +158,9 @@ class VirtualNode:
 
     def borrows(self, peer: str, nbytes: int) -> bool:
         return True
+
+    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
         return self.runtime.mail(self.name, peer, tag).send(tensor)

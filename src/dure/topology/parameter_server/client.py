@@ -301,9 +301,10 @@ class ServerClient:
 
     async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """Messages of `update`, by shard. Encoded once for all attempts, as a residual changes here."""
-        slices = (gather(update, ranges) for ranges in self.servers.ranges)
         await self.node.compute(taking(*(CodecWork("encode", coder.numel) for coder in self.coders)))
-        return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
+        with self.node.beside(update):
+            slices = (gather(update, ranges) for ranges in self.servers.ranges)
+            return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 
     async def _withdraw(self) -> None:
         """Withdraw the last update from shards that have staged it, since another one has refused it."""

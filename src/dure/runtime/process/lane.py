@@ -1,0 +1,234 @@
+"""The lane of a device replica: its messages pass through pinned memory, on streams beside the computation.
+
+    call    caller's stream: gradient ──event──┐
+            side stream:                 waits ┴─ encodes ─ copies to pinned memory ──event──┐
+            loop:                                                       asks for the event ──┴─ the wire sends
+    reply   the wire receives into pinned memory ─┐
+            arrival stream:                       └─ copies to the device ──event──┐
+            caller's stream:                                                 waits ┴─ next forward
+
+No step waits for the whole device, and the host waits for no copy. Memory that a side stream uses is recorded there
+(`record_stream`), so that the allocator does not hand it out again too early. A buffer of pinned memory returns to the
+pool once its event has come and the wire does not need it any more. If all buffers of a peer are in use, the next
+message to it waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.core.node import Call, Operation, Reply
+from dure.runtime.process.pinned import PinnedPool, aligned_nbytes, cut
+
+if TYPE_CHECKING:
+    from dure.errors import RemoteError
+    from dure.runtime.process.loop import ProcessLoop
+
+Tensors = Sequence[torch.Tensor]
+Done = Callable[["Reply | RemoteError"], None]
+Send = Callable[[Tensors, Tensors | None, Done], None]
+"""Starts a call with its tensors, and with memory for those of its reply; both are on the host."""
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A message on its way to the wire, in the queue of its `key`.
+
+    `computed`: on the caller's stream, `tensors` hold their values and `into`, the memory for a reply, is free.
+    `copied`: on the side stream, `tensors` are in pinned memory. `leave` gives the message to the wire.
+    """
+
+    key: str
+    tensors: Tensors
+    into: Tensors
+    computed: torch.Event
+    leave: Callable[[_Message], None]
+    copied: torch.Event | None = None
+    outgoing: torch.Tensor | None = None
+    incoming: torch.Tensor | None = None
+
+
+class Lane:
+    """The transfers of one replica between its `device` and the wire of its process, whose loop is `loop`."""
+
+    def __init__(self, device: torch.device, loop: ProcessLoop) -> None:
+        self.device = device
+        self.pool = PinnedPool()
+        self._loop = loop
+        self._side = torch.Stream(device)
+        self._arrival = torch.Stream(device)
+        self._queues: dict[str, deque[_Message]] = {}
+
+    # ---- streams
+
+    @contextmanager
+    def beside(self, *values: torch.Tensor) -> Iterator[None]:
+        """While open, put operations on the side stream, after those in the caller's stream so far.
+
+        They may read `values`. Results are for messages alone, which are copied on the same stream.
+        """
+        computed = self._here().record_event()
+        with self._side:
+            self._side.wait_event(computed)
+            for each in values:
+                each.record_stream(self._side)
+            yield
+
+    def _here(self) -> torch.Stream:
+        """The caller's stream."""
+        return torch.accelerator.current_stream(self.device)
+
+    # ---- messages
+
+    def carry(
+        self, operation: Operation[Reply], peer: str, tensors: Tensors, into: Tensors | None, send: Send, done: Done
+    ) -> None:
+        """Make a call of `peer` by `send`, with tensors and `into` on the device or on the host.
+
+        `done` gets the answer. On the caller's stream, `into` holds the tensors of the reply then. Calls of one peer
+        leave in their order.
+        """
+        key = f"calls of {peer}"
+        if not (_on_device(tensors) or _on_device(into or ()) or self._queues.get(key)):
+            send(tensors, into, done)
+            return
+
+        def leave(message: _Message) -> None:
+            if operation.done:  # it was cancelled
+                return
+            room = into if message.incoming is None else cut(message.incoming, message.into)
+            send(_pinned(message), room, lambda answer: done(self._arrived(message, answer)))
+
+        message = _Message(key, tensors, into or (), self._here().record_event(), leave)
+        operation.when_done(lambda: self._release(message))
+        self._enqueue(message)
+
+    def answering(self, call: Call, respond: Done) -> Done:
+        """As `respond`, for replies whose tensors may be on the device."""
+
+        def answer(reply: Reply | RemoteError) -> None:
+            if isinstance(reply, Reply) and _on_device(reply.tensors):
+                self._answer(call.caller, reply, respond)
+            else:
+                respond(reply)
+
+        return answer
+
+    def _answer(self, caller: str, reply: Reply, respond: Done) -> None:
+        """Answer a call of `caller`; the tensors of the reply are copied to pinned memory first."""
+
+        def leave(message: _Message) -> None:
+            reply.release()
+            respond(Reply(reply.fields, _pinned(message), release=lambda: self._release(message)))
+
+        self._enqueue(_Message(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
+
+    def received(self, tensors: Tensors) -> Tensors:
+        """The tensors of a call of another process, on the device. Their memory on the host is free afterwards."""
+        return [tensor.to(self.device) for tensor in tensors]
+
+    def _enqueue(self, message: _Message) -> None:
+        queue = self._queues.setdefault(message.key, deque())
+        queue.append(message)
+        self._start_copies(queue)
+        if len(queue) == 1:
+            self._loop.poll(lambda: self._give_to_wire(queue))
+
+    def _start_copies(self, queue: deque[_Message]) -> None:
+        """Start to copy the waiting messages to pinned memory, as many as there are buffers for."""
+        for message in queue:
+            if message.copied is None:
+                if not self._take_buffers(message):
+                    return
+                self._start_copy(message)
+
+    def _take_buffers(self, message: _Message) -> bool:
+        """Take the pinned memory of a message and its reply; False if it is in use."""
+        outgoing, incoming = aligned_nbytes(message.tensors), aligned_nbytes(message.into)
+        if outgoing:
+            message.outgoing = self.pool.take(message.key, outgoing)
+            if message.outgoing is None:
+                return False
+        if incoming:
+            message.incoming = self.pool.take(f"replies to {message.key}", incoming)
+            if message.incoming is None:
+                self._return(message)
+                return False
+        return True
+
+    def _start_copy(self, message: _Message) -> None:
+        with self._side:
+            self._side.wait_event(message.computed)
+            for pinned, tensor in zip(_pinned(message), message.tensors, strict=True):
+                pinned.copy_(tensor.reshape(-1), non_blocking=True)
+                if not tensor.is_cpu:
+                    tensor.record_stream(self._side)
+        message.copied = self._side.record_event()
+
+    def _give_to_wire(self, queue: deque[_Message]) -> bool:
+        """Give the messages that have been copied to the wire, in their order; whether others wait."""
+        while queue and queue[0].copied is not None and queue[0].copied.query():
+            message = queue.popleft()
+            message.leave(message)
+        return bool(queue)
+
+    def _arrived(self, message: _Message, answer: Reply | RemoteError) -> Reply | RemoteError:
+        """Start to copy the tensors of a reply to the device. The caller's stream waits for them, the host does not."""
+        buffer = message.incoming
+        if buffer is None or not isinstance(answer, Reply):
+            return answer
+        message.incoming = None
+        with self._arrival:
+            self._arrival.wait_event(message.computed)
+            for tensor, pinned in zip(message.into, cut(buffer, message.into), strict=True):
+                tensor.view(-1).copy_(pinned, non_blocking=True)
+                if not tensor.is_cpu:
+                    tensor.record_stream(self._arrival)
+        copied = self._arrival.record_event()
+        self._here().wait_event(copied)
+        self._loop.poll(lambda: not (copied.query() and self._free(message, buffer)))
+        return Reply(answer.fields, message.into)
+
+    def _free(self, message: _Message, buffer: torch.Tensor) -> bool:
+        """Return the memory of a reply that has been copied."""
+        self.pool.give_back(f"replies to {message.key}", buffer)
+        self._start_copies(self._queues[message.key])
+        return True
+
+    def _release(self, message: _Message) -> None:
+        """Return the memory of a message that the wire does not need any more."""
+        self._return(message)
+        self._start_copies(self._queues[message.key])
+
+    def _return(self, message: _Message) -> None:
+        if message.outgoing is not None:
+            self.pool.give_back(message.key, message.outgoing)
+            message.outgoing = None
+        if message.incoming is not None:
+            self.pool.give_back(f"replies to {message.key}", message.incoming)
+            message.incoming = None
+
+
+def _on_device(tensors: Tensors) -> bool:
+    return any(not tensor.is_cpu for tensor in tensors)
+
+
+def _pinned(message: _Message) -> list[torch.Tensor]:
+    """The tensors of a message in pinned memory."""
+    if message.outgoing is None:
+        return list(message.tensors)  # without elements
+    return cut(message.outgoing, message.tensors)
+
+
+def lane_of(device: torch.device | str, loop: ProcessLoop) -> Lane | None:
+    """The lane of a replica on `device`; None on the CPU, where the wire reads and writes tensors themselves."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    return Lane(device, loop)
