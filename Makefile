@@ -2,6 +2,7 @@
 # make test   everything that must hold
 # make soak   tests that take minutes
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
+# make test-gpu   the checks of docs/gpu.md that need a GPU and measure no speed
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +10,7 @@ STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test soak quick lint format demo bench accelerator clean
+.PHONY: setup test soak quick lint format demo bench accelerator test-gpu clean
 
 setup: $(STAMP)
 
@@ -61,6 +62,10 @@ demo: setup
 # the tests of tests/accelerator build it, too
 accelerator: setup
 	$(BIN)/python tests/accelerator/build.py
+
+# without a CUDA device each check is skipped with the reason
+test-gpu: setup
+	$(BIN)/python bench/gpu/all_checks.py correctness
 
 bench: setup
 	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -1,0 +1,135 @@
+"""How often the host waits for the device while it encodes a message and makes a step (check 3).
+
+    python bench/gpu/synchronizations.py [--json FILE]
+    python bench/gpu/synchronizations.py --device standin --table
+
+CUDA reports each synchronizing operation (`torch.cuda.set_sync_debug_mode`); the report has its place in the code. The
+stand-in counts its own, so that `--device standin` needs no GPU; the tables of `docs/gpu.md` have its counts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from _check import ROOT, Finding, Setting, main, target
+from _ranks import on_ranks
+from _training import WithAttach
+
+from dure.codec.coder import SliceLayout
+from dure.run.strategy import make
+
+CODECS = (
+    *("fp32", "fp16", "bf16", "int8", "1bit", "sign", "sign:scaled=true+ef", "sign+momentum", "ternary"),
+    *("ternary:coding=planes", "it-sign", "strom:threshold=2", "top-k:share=0.01"),
+)
+TWICE = ("strom", "top-k")
+"""Codecs whose messages have a length that only the device knows: the host asks once more."""
+
+OVER_NCCL = ("bsp", "averaging:period=1")
+STRATEGIES = (
+    *OVER_NCCL,
+    "bsp collective:algorithm=ring",
+    "bsp ps",
+    "ssp:bound=3 ps",
+    "downpour",
+    "averaging:period=1 ps",
+)
+NUMEL = 1 << 14
+WARM_UP, MEASURED = 3, 4
+SYNCHRONIZING = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def places() -> Iterator[Counter[str]]:
+    """Counts the synchronizations of the body, by place where it is known."""
+    found: Counter[str] = Counter()
+    if target.device_type() != "cuda":
+        before = torch.standin.synchronizations()
+        yield found
+        if count := torch.standin.synchronizations() - before:
+            found["stand-in"] = count
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found.update(f"{_short(each.filename)}:{each.lineno}" for each in caught if SYNCHRONIZING in str(each.message))
+
+
+def _short(path: str) -> str:
+    return str(Path(path).relative_to(ROOT)) if path.startswith(str(ROOT)) else path
+
+
+def most(text: str) -> int:
+    """How many synchronizations a message of a codec may have."""
+    return 2 if text.startswith(TWICE) else 1
+
+
+def encoding(text: str) -> Iterator[Counter[str]]:
+    """The synchronizations of each message after the first ones."""
+    coder = make(text, "codec").coder(SliceLayout.plain(NUMEL))
+    draw = torch.Generator().manual_seed(0)
+    for message in range(WARM_UP + MEASURED):
+        values = torch.randn(NUMEL, generator=draw).to(target.of_rank(0))
+        with places() as found:
+            coder.encode(values)
+        if message >= WARM_UP:
+            yield found
+
+
+def steps(rank: int, setting: Setting, strategies: Sequence[str]) -> dict[str, list[Counter[str]]]:
+    """The synchronizations of each step after the first ones, backward included, by strategy."""
+    return {strategy: list(_steps(WithAttach(rank, setting, strategy))) for strategy in strategies}
+
+
+def _steps(arm: WithAttach) -> Iterator[Counter[str]]:
+    for number in range(WARM_UP + MEASURED):
+        with places() as found:
+            arm.step()
+        if number >= WARM_UP:
+            yield found
+    arm.replica.close()
+
+
+def by_strategy(setting: Setting) -> dict[str, list[Counter[str]]]:
+    over_nccl = not target.absent(2)
+    strategies = STRATEGIES if over_nccl else [each for each in STRATEGIES if each not in OVER_NCCL]
+    found: dict[str, list[Counter[str]]] = on_ranks(steps, setting, strategies, group=over_nccl)[0]
+    return found
+
+
+def check(setting: Setting) -> Iterator[Finding]:
+    for text in CODECS:
+        yield _finding(f"encoding a message by {text}", list(encoding(text)), most(text))
+    for strategy, found in by_strategy(setting).items():
+        yield _finding(f"a step of {strategy}, backward included", found, 1)
+
+
+def _finding(what: str, found: Sequence[Counter[str]], bar: int) -> Finding:
+    count = max(each.total() for each in found)
+    where = f" ({', '.join(sorted(found[-1]))})" if count else ""
+    return Finding(f"synchronizations in {what}", f"{count}{where}", f"at most {bar}", count <= bar)
+
+
+def table(setting: Setting) -> Iterator[str]:
+    """Two tables in Markdown: by codec and by strategy."""
+    yield from ("| codec | waits of a message | at most |", "|---|---|---|")
+    for text in CODECS:
+        yield f"| `{text}` | {max(each.total() for each in encoding(text))} | {most(text)} |"
+    yield from ("", "| strategy | waits of a step |", "|---|---|")
+    for strategy, found in by_strategy(setting).items():
+        yield f"| `{strategy}` | {max(each.total() for each in found)} |"
+
+
+CHECKS = {3: check}
+
+if __name__ == "__main__":
+    main(__doc__, CHECKS, table)
