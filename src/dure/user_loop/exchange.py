@@ -53,7 +53,7 @@ class Exchange:
         self._replica = replica
         self._share = share
         self._failed = failed
-        self._agreement = Agreement(group, replica.device)
+        self._agreement = Agreement(group)
         self._overlap = Overlap(replica)
         self._said: Operation[torch.Tensor] | None = None
         self.going: bool | None = None
@@ -90,7 +90,7 @@ class Exchange:
 
     async def faulty_ranks(self) -> list[int]:
         """The ranks whose own gradients were not finite in the last exchange, where `examines`; all ranks call this."""
-        mine = torch.tensor([float(self._faulty)], device=self._replica.device)
+        mine = torch.tensor([float(self._faulty)])
         said = await self._group.all_gather(mine)
         return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
 

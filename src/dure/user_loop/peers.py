@@ -60,9 +60,13 @@ class LoopCollectives:
         self._node = node
         self._replica = replica
         by_engine = topology.algorithm == "engine"
-        self._engine = Engine(node, rendezvous) if by_engine else SentCollectives(node, rendezvous, replica, topology)
+        self._engine = (
+            Engine(node, rendezvous, replica.device)
+            if by_engine
+            else SentCollectives(node, rendezvous, replica, topology)
+        )
         self._delivers = traits_of(strategy.sync).delivers
-        self._agreement = Agreement(self._engine.group, replica.device)
+        self._agreement = Agreement(self._engine.group)
         self._source: LoopSource | None = None
 
     async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:

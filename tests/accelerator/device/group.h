@@ -17,8 +17,12 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class GroupWork final : public c10d::Work {
  public:
-  GroupWork(c10d::OpType type, StreamId stream, Tensors outputs, bool host_waits)
-      : Work(-1, type), clock_(clock_of(stream)), outputs_(std::move(outputs)), host_waits_(host_waits) {
+  GroupWork(c10d::OpType type, StreamId stream, Tensors outputs, WorkPtr transfer, bool host_waits)
+      : Work(-1, type),
+        clock_(clock_of(stream)),
+        outputs_(std::move(outputs)),
+        transfer_(std::move(transfer)),
+        host_waits_(host_waits) {
     c10::Device device(kDevice, 0);
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{device});
@@ -34,7 +38,8 @@ class GroupWork final : public c10d::Work {
     wait_for(current_stream(), clock_);
     if (host_waits_) standin::synchronize(clock_);
   }
-  bool isCompleted() override { return query(clock_, queries_); }
+  // Does not wait for the other ranks: who asks may give up on a frozen one.
+  bool isCompleted() override { return transfer_->isCompleted() && query(clock_, queries_); }
   bool isSuccess() const override { return true; }
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
@@ -42,6 +47,7 @@ class GroupWork final : public c10d::Work {
  private:
   Clock clock_;
   Tensors outputs_;
+  WorkPtr transfer_;
   bool host_waits_;
   int queries_ = 0;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -146,7 +152,7 @@ class Group final : public c10d::Backend {
                           for (size_t i = 0; i < out.size(); ++i)
                             late[i].copy_(divisor == 1 ? out[i] : out[i].div_(divisor));
                         }});
-    return c10::make_intrusive<GroupWork>(type, stream_, outputs, type == c10d::OpType::BARRIER);
+    return c10::make_intrusive<GroupWork>(type, stream_, outputs, work, type == c10d::OpType::BARRIER);
   }
 
   Tensors host_copies(Operation& operation, const Tensors& tensors, bool write) {

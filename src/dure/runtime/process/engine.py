@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from dure.runtime.process.alone import AloneGroup
+from dure.runtime.process.backends import backends_of, place_of
 from dure.runtime.process.group import TIMEOUT, ProcessGroup
 
 if TYPE_CHECKING:
@@ -20,24 +22,28 @@ if TYPE_CHECKING:
 class Engine:
     """The process group of all ranks in `rendezvous`, separate from the user's own process group if there is one.
 
+    Tensors on `device` travel by the device's backend, those of control by Gloo, whichever the user's group has.
     `group` is the `Group` that methods use; `alone` is true in a world of one rank.
     """
 
-    def __init__(self, node: ProcessNode, rendezvous: Rendezvous) -> None:
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, device: torch.device) -> None:
         self.alone = rendezvous.place.world_size == 1
         self.group: ProcessGroup | AloneGroup = AloneGroup(node)
         self._engine: dist.ProcessGroup | None = None
         self._is_mine = False
+        self._device = device
         self._connections: dict[int, str] = {}
         if self.alone:
             return
-        before = _sockets()
         world = range(rendezvous.place.world_size)
-        if dist.is_initialized():
-            self._engine = dist.new_group(timeout=TIMEOUT)
+        given = dist.get_backend_config() if dist.is_initialized() else None
+        backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
+        before = _sockets()
+        if given is not None:
+            self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
         else:
             store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
-            dist.init_process_group(store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
+            dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
             self._is_mine = True
         self._connections = dict(_sockets().items() - before.items())
         self.group = ProcessGroup(node, world, self._engine)
@@ -47,14 +53,24 @@ class Engine:
 
         After a failure (`failed`), an operation of the engine may wait for a frozen rank. The engine would wait for
         that operation, here or at the end of the process. Its connections are broken first, which ends the operation.
+        An error of the destruction is then no news, and would hide the failure. A second call does nothing.
         """
-        if failed:
-            self._break_connections()
-        if self._is_mine:
-            dist.destroy_process_group()
-        elif self._engine is not None:
-            dist.destroy_process_group(self._engine)
+        is_mine, engine = self._is_mine, self._engine
         self._is_mine, self._engine = False, None
+        if not is_mine and engine is None:
+            return
+        if failed:
+            self._abort(engine)
+            self._break_connections()
+        with suppress(RuntimeError) if failed else nullcontext():
+            dist.destroy_process_group(engine)
+
+    def _abort(self, engine: dist.ProcessGroup | None) -> None:
+        """End the operations of the device's backend, if it can: NCCL has other ways than sockets between devices."""
+        group = engine or dist.group.WORLD
+        if self._device.type != "cpu" and group is not None:
+            with suppress(RuntimeError):  # only NCCL can
+                group._get_backend(self._device).abort()
 
     def _break_connections(self) -> None:
         for descriptor, _ in self._connections.items() & _sockets().items():

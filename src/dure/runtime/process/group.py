@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,20 +27,27 @@ TIMEOUT = timedelta(days=10)
 LOOK = timedelta(seconds=1)
 """Time between two checks for frozen ranks while a rank waits."""
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
+"""Seconds between two questions to a device whether an operation has ended: at first, and after a long wait."""
+
 
 class EngineOperation(Operation[Any]):
     """An operation of the engine in progress. `await` blocks in the engine, while the wire's helper thread runs.
 
     Afterwards other tasks and the wire run once: a role that only awaits the engine would otherwise never let them run.
+    Where tensors are `on_device`, the stream that is current at the `await` waits for the results.
     """
 
-    __slots__ = ("_finish", "_node", "_works")
+    __slots__ = ("_finish", "_node", "_on_device", "_works")
 
-    def __init__(self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> None:
+    def __init__(
+        self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any], *, on_device: bool
+    ) -> None:
         super().__init__(node.loop, label)
         self._node = node
         self._works = works
         self._finish = finish
+        self._on_device = on_device
 
     def __await__(self) -> Generator[Operation[Any], None, Any]:
         if not self.done:
@@ -47,7 +55,7 @@ class EngineOperation(Operation[Any]):
             try:
                 with self._node.wire.in_background():
                     for work in self._works:
-                        self._wait(work)
+                        (self._wait_on_device if self._on_device else self._wait)(work)
             except RuntimeError as error:
                 self.fail(_lost(self._node.name, self.label, error))
             except PeerLost as error:
@@ -72,6 +80,20 @@ class EngineOperation(Operation[Any]):
                     raise
             self._node.loop.check()
 
+    def _wait_on_device(self, work: Any) -> None:
+        """Wait as `_wait` does, and let the current stream wait for the results.
+
+        A wait with a time limit would not do: NCCL aborts the communicator at the limit.
+        """
+        pause, look = SHORTEST_PAUSE, time.monotonic() + LOOK.total_seconds()
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if time.monotonic() >= look:
+                self._node.loop.check()
+                look = time.monotonic() + LOOK.total_seconds()
+        work.wait()
+
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
     said = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
@@ -84,7 +106,11 @@ def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
 
 
 class ProcessGroup:
-    """A group of processes, as seen by one member."""
+    """A group of processes, as seen by one member.
+
+    Tensors on a device travel by the device's backend of `engine`, tensors on the CPU by Gloo. Control (barriers,
+    agreement, statistics) is on the CPU, so that no step copies it to the device and back.
+    """
 
     def __init__(self, node: ProcessNode, ranks: Sequence[int], engine: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
@@ -97,28 +123,31 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         self._count("all_reduce", tensor)
-        return self._start("the others' all_reduce", [self._reduce(tensor)], lambda: tensor)
+        return self._start("the others' all_reduce", [self._reduce(tensor)], lambda: tensor, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
         self._count("all_gather", tensor)
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         work = dist.all_gather(parts, tensor, group=self._engine, async_op=True)
-        return self._start("the others' all_gather", [work], lambda: parts)
+        return self._start("the others' all_gather", [work], lambda: parts, tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         """Reduce by an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
         self._count("all_reduce", tensor)
         total = tensor.clone()
         start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
-        return self._start("the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone())
+        return self._start(
+            "the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone(), total
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         self._count("broadcast", tensor)
         work = dist.broadcast(tensor, src=root, group=self._engine, async_op=True)
-        return self._start("the root's broadcast", [work], lambda: tensor)
+        return self._start("the root's broadcast", [work], lambda: tensor, tensor)
 
     def barrier(self) -> Operation[None]:
-        return self._start("the others at a barrier", [self._reduce(torch.zeros(1))], lambda: None)
+        met = torch.zeros(1)
+        return self._start("the others at a barrier", [self._reduce(met)], lambda: None, met)
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """Compute the mean gradient; its slices are all-reduced during backward. Valid until the next call."""
@@ -140,13 +169,15 @@ class ProcessGroup:
             self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
             return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
 
-        return self._start("the group's mean gradient", works, finish)
+        return self._start("the group's mean gradient", works, finish, gradient.values)
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._engine, async_op=True)
 
-    def _start(self, label: str, works: Sequence[Any], finish: Callable[[], Any]) -> EngineOperation:
-        return EngineOperation(self._node, label, works, finish)
+    def _start(
+        self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
+    ) -> EngineOperation:
+        return EngineOperation(self._node, label, works, finish, on_device=tensor.device.type != "cpu")
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         """Count the bytes of the engine's ring algorithm; the engine reports none."""

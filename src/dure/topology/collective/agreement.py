@@ -23,18 +23,17 @@ _INTENTIONS: tuple[Intention, ...] = ("step", "end", "evaluate", "skip")
 
 
 class Agreement:
-    """What the ranks of `group` are about to do, on tensors of `device`."""
+    """What the ranks of `group` are about to do. The counts are on the CPU, where they are read."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._device = device
 
     def start(self, mine: Intention, *, left_out: bool = False) -> Operation[torch.Tensor]:
         """Say what this rank is about to do, and whether it left out the exchanged step before; the counts of all."""
         said = torch.zeros(len(_INTENTIONS) + 1, dtype=torch.int32)
         said[_INTENTIONS.index(mine)] = 1
         said[-1] = left_out
-        return self._group.all_reduce(said.to(self._device))
+        return self._group.all_reduce(said)
 
 
 def going_on(counts: torch.Tensor) -> bool:

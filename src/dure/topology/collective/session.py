@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.core.node import Ghost
 from dure.topology.collective.agreement import Agreement, going_on
 from dure.topology.collective.compressed import CompressedGroup
 
@@ -66,21 +65,16 @@ class GroupSession:
         """Give `stats` to all members; `Worker.stats` then has those of each, in rank order."""
         worker = self._worker
         started = worker.node.now()
-        own = torch.tensor(list(stats.values()), dtype=torch.float64, device=self._device)
+        own = torch.tensor(list(stats.values()), dtype=torch.float64)
         rows = await self.members.all_gather(own)
         worker.stats = [dict(zip(stats, row.tolist(), strict=True)) for row in rows]
         worker.meter.add("wait", started, worker.node.now())
 
     async def all_go_on(self, late: bool) -> bool:
         """Whether all members go on: none of them is `late`."""
-        return going_on(await Agreement(self.members, self._device).start("end" if late else "step"))
+        return going_on(await Agreement(self.members).start("end" if late else "step"))
 
     async def ranks_at_fault(self, sound: bool) -> list[int]:
         """The ranks whose part of a gradient is not `sound`."""
         parts = await self.members.all_gather(torch.tensor([float(not sound)], dtype=torch.float64))
         return [rank for rank, each in zip(self.members.ranks, parts, strict=True) if each.item()]
-
-    @property
-    def _device(self) -> torch.device:
-        params = self._worker.params
-        return torch.device("cpu") if isinstance(params, Ghost) else params.device

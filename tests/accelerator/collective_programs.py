@@ -1,0 +1,165 @@
+"""`dure.attach` over collectives at two ranks, on the stand-in device and on the CPU.
+
+    python -m accelerator.collective_programs [CASE ...]      one line of JSON per case: name, what each rank gave
+
+A rank runs a case on the CPU and on the device. It reports differences of parameters and buffers, the bytes sent on
+both, and how often the host waited for the device in each step. The ranks are forks of this process, which has loaded
+the device and not used it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import dure
+
+DEVICE = "standin"
+STEPS = 6
+CASES: dict[str, Callable[[], Any]] = {}
+
+
+def case(function):
+    """List a case: a function that each of the two ranks calls. It returns values that JSON has."""
+    CASES[function.__name__] = function
+    return function
+
+
+# --- a model and a loop ---
+
+
+class Net(nn.Module):
+    """With running statistics, a frozen parameter, a constant, and a parameter outside of the first slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ["RANK"]))  # rank 0's values reach the others
+        self.first, self.norm, self.last = nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Linear(20, 5)
+        self.frozen = nn.Parameter(torch.randn(12), requires_grad=False)
+        self.register_buffer("mask", torch.rand(20) > 0.3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x * self.frozen))) * self.mask)
+
+
+def batches(device: str, steps: int = STEPS):
+    generator = torch.Generator().manual_seed(7 + int(os.environ["RANK"]))
+    for _ in range(steps):
+        x, y = torch.randn(8, 12, generator=generator), torch.randint(5, (8,), generator=generator)
+        yield x.to(device), y.to(device)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def synchronizations(device: str) -> int:
+    return torch.standin.synchronizations() if device == DEVICE else 0
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str):
+    sync, *topology = strategy.split()
+    return dure.attach(model, optimizer, sync=sync, topology=topology[0] if topology else None)
+
+
+def train(device: str, strategy: str, *, stream: torch.Stream | None = None) -> dict[str, Any]:
+    model = Net().to(device)
+    optimizer = sgd(model)
+    waits, losses = [], []
+    with ExitStack() as inside:
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream())
+            inside.enter_context(stream)
+        replica = inside.enter_context(attach(model, optimizer, strategy))
+        for x, y in batches(device):
+            before = synchronizations(device)
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            replica.step()
+            waits.append(synchronizations(device) - before)
+            losses.append(loss.detach())
+        with replica.evaluation():
+            seen = model.first.weight.detach().clone()
+        members = replica._worker.sessions.members
+        replica.close()
+        values = [tensor.detach().double().cpu().flatten() for tensor in (*model.state_dict().values(), seen, *losses)]
+    return {"values": torch.cat(values), "bytes": members.bytes_sent if members else 0, "waits": waits}
+
+
+def compare(on_cpu: dict[str, Any], on_device: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "moved": difference(on_cpu["values"], torch.zeros_like(on_cpu["values"])),
+        "difference": difference(on_cpu["values"], on_device["values"]),
+        "bytes": [on_cpu["bytes"], on_device["bytes"]],
+        "waits": on_device["waits"],
+        "digest": on_cpu["values"].sum().item(),
+    }
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest one; infinite where a value is NaN."""
+    far = (one - other).abs().max().item()
+    return far if far == far else float("inf")
+
+
+STRATEGIES = ["bsp", "one-shot", "averaging:period=2", "bmuf:period=2", "diloco:period=2", "diloco:period=2,overlap=1", "bmuf:period=2,fragments=2", "easgd:period=2 collective", "eamsgd:period=2 collective"]
+
+
+@case
+def methods():
+    return {text: compare(train("cpu", text), train(DEVICE, text)) for text in STRATEGIES}
+
+
+# --- two ranks ---
+
+
+def on_two_ranks(work: Callable[[], Any]) -> list[Any]:
+    """What each rank gave, or the text of its error."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    children = [_rank(rank, port, work) for rank in range(2)]
+    given = []
+    for child, reading in children:
+        with os.fdopen(reading) as pipe:
+            given.append(json.loads(pipe.read() or '"no answer"'))
+        os.waitpid(child, 0)
+    return given
+
+
+def _rank(rank: int, port: int, work: Callable[[], Any]) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            result = work()
+        except BaseException:  # noqa: BLE001
+            result = traceback.format_exc()
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(json.dumps(result))
+        os._exit(0)
+    os.close(writing)
+    return child, reading
+
+
+def main(names: list[str]) -> None:
+    from accelerator import standin
+
+    standin.register()
+    for name in names or CASES:
+        print(json.dumps([name, *on_two_ranks(CASES[name])]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
