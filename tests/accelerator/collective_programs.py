@@ -1,10 +1,10 @@
-"""`dure.attach` over collectives at two ranks, on the stand-in device and on the CPU.
+"""`dure.attach` over collectives at two ranks, on the device under test and on the CPU.
 
-    python -m accelerator.collective_programs [CASE ...]      one line of JSON per case: name, what each rank gave
+    python -m accelerator.collective_programs NAME ...      one line of JSON per name: name, what each rank gave
 
-A rank runs a case on the CPU and on the device. It reports differences of parameters and buffers, the bytes sent on
-both, and how often the host waited for the device in each step. The ranks are forks of this process, which has loaded
-the device and not used it.
+A name is that of a case below, or a strategy. A rank trains by a strategy on the CPU and on the device. It reports the
+difference of all values, the bytes sent on both, and how often the host waited for the device in each step. The ranks
+are forks of this process, which has loaded the device and not used it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from accelerator import target
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import dure
 
-DEVICE = "standin"
 STEPS = 6
 CASES: dict[str, Callable[[], Any]] = {}
 
@@ -63,8 +63,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def synchronizations(device: str) -> int:
-    return torch.standin.synchronizations() if device == DEVICE else 0
+def device() -> str:
+    return target.of_rank(int(os.environ["RANK"]))
+
+
+def synchronizations() -> int:
+    """How often the host has waited for the device, where it counts that."""
+    return torch.standin.synchronizations() if target.device_type() == "standin" else 0
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str):
@@ -82,18 +87,24 @@ def train(device: str, strategy: str, *, stream: torch.Stream | None = None) -> 
             inside.enter_context(stream)
         replica = inside.enter_context(attach(model, optimizer, strategy))
         for x, y in batches(device):
-            before = synchronizations(device)
+            before = synchronizations()
             loss = cross_entropy(model(x), y)
             loss.backward()
             replica.step()
-            waits.append(synchronizations(device) - before)
+            waits.append(synchronizations() - before)
             losses.append(loss.detach())
         with replica.evaluation():
             seen = model.first.weight.detach().clone()
-        members = replica._worker.sessions.members
         replica.close()
+        sent = bytes_sent(replica)
         values = [tensor.detach().double().cpu().flatten() for tensor in (*model.state_dict().values(), seen, *losses)]
-    return {"values": torch.cat(values), "bytes": members.bytes_sent if members else 0, "waits": waits}
+    return {"values": torch.cat(values), "bytes": sent, "waits": waits}
+
+
+def bytes_sent(replica) -> int:
+    """By the engine, as the group counts them, and by the wire."""
+    by_engine = getattr(replica._worker.sessions.members, "bytes_sent", 0)
+    return by_engine + sum(each.payload_nbytes_sent for each in replica._node.wire.traffic.values())
 
 
 def compare(on_cpu: dict[str, Any], on_device: dict[str, Any]) -> dict[str, Any]:
@@ -112,12 +123,8 @@ def difference(one: Tensor, other: Tensor) -> float:
     return far if far == far else float("inf")
 
 
-STRATEGIES = ["bsp", "one-shot", "averaging:period=2", "bmuf:period=2", "diloco:period=2", "diloco:period=2,overlap=1", "bmuf:period=2,fragments=2", "easgd:period=2 collective", "eamsgd:period=2 collective"]
-
-
-@case
-def methods():
-    return {text: compare(train("cpu", text), train(DEVICE, text)) for text in STRATEGIES}
+def both_ways(strategies: list[str]) -> list[dict[str, Any]]:
+    return [compare(train("cpu", text), train(device(), text)) for text in strategies]
 
 
 # --- two ranks ---
@@ -154,11 +161,16 @@ def _rank(rank: int, port: int, work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def main(names: list[str]) -> None:
-    from accelerator import standin
-
-    standin.register()
-    for name in names or CASES:
-        print(json.dumps([name, *on_two_ranks(CASES[name])]), flush=True)
+    target.prepare()
+    strategies = [name for name in names if name not in CASES]
+    if strategies:
+        first, second = on_two_ranks(lambda: both_ways(strategies))
+        for number, text in enumerate(strategies):
+            failed = isinstance(first, str) or isinstance(second, str)
+            print(json.dumps([text, first, second] if failed else [text, first[number], second[number]]), flush=True)
+    for name in names:
+        if name in CASES:
+            print(json.dumps([name, *on_two_ranks(CASES[name])]), flush=True)
 
 
 if __name__ == "__main__":

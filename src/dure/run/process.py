@@ -312,7 +312,7 @@ class WorkerProcess(RunProcess):
         reply = await self.register(where)
         if setup.topology.uses_engine:
             lead_engine(where[0])
-            node.collectives = _engine_groups(node, setup.workers, reply.fields["store"])
+            node.collectives = _engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
         self.worker = worker = build_worker(setup, node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
@@ -468,15 +468,25 @@ class WorkerProcess(RunProcess):
         self.worker.asking = False
 
 
-def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any]) -> Any:
-    """Join the engine's process group of all workers; what makes a `Group` of ranks."""
+def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device) -> Any:
+    """Join the engine's process group of all workers; what makes a `Group` of ranks.
+
+    Tensors on the `device` of this worker travel by the device's backend, others by Gloo.
+    """
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    from dure.runtime.process.backends import backends_of, place_of
     from dure.runtime.process.group import TIMEOUT, ProcessGroup
 
     prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected(store, workers))
-    dist.init_process_group("gloo", store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
+    places = []
+    if device.type != "cpu":  # workers may share one
+        prefix.set(f"device {node.rank}", place_of(device))
+        places = [prefix.get(f"device {rank}").decode() for rank in range(workers)]
+    dist.init_process_group(
+        backends_of(device, places), store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT
+    )
 
     def group(ranks: Sequence[int]) -> ProcessGroup:
         engine = None if len(ranks) == workers else dist.new_group(list(ranks))

@@ -99,7 +99,8 @@ def attach(
         undo.callback(mine.close)
         run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
         credentials = credentials_of(rendezvous, None if key_file is None else Path(key_file), integrity)
-        node = ProcessNode(Identity(run, f"worker {rendezvous.place.rank}", rendezvous.place.rank), credentials)
+        rank = rendezvous.place.rank
+        node = ProcessNode(Identity(run, f"worker {rank}", rank), credentials, device=replica.device)
         undo.callback(node.wire.close)
         monitor = RankMonitor(rendezvous, frozen_after)
         undo.callback(monitor.close)

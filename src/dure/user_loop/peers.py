@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.errors import UsageError
 from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.engine import Engine
@@ -29,18 +28,10 @@ if TYPE_CHECKING:
 
 
 class SentCollectives:
-    """The group of all ranks in `rendezvous`, by a collective written from sends; used in place of an `Engine`.
+    """The group of all ranks in `rendezvous`, by a collective written from sends; used in place of an `Engine`."""
 
-    Raises `UsageError` for a model that is not in main memory.
-    """
-
-    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, topology: Collective) -> None:
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, topology: Collective) -> None:
         size, interface = rendezvous.place.world_size, rendezvous.place.interface
-        if replica.device.type != "cpu":
-            raise UsageError(
-                f"the model is on {replica.device}, and {topology.algorithm} sends from main memory: attach a model on "
-                'the CPU, or use the engine\'s collectives (topology="collective").'
-            )
         self.alone = size == 1
         self.group: Group = AloneGroup(node)
         if not self.alone:
@@ -61,9 +52,7 @@ class LoopCollectives:
         self._replica = replica
         by_engine = topology.algorithm == "engine"
         self._engine = (
-            Engine(node, rendezvous, replica.device)
-            if by_engine
-            else SentCollectives(node, rendezvous, replica, topology)
+            Engine(node, rendezvous, replica.device) if by_engine else SentCollectives(node, rendezvous, topology)
         )
         self._delivers = traits_of(strategy.sync).delivers
         self._agreement = Agreement(self._engine.group)

@@ -83,7 +83,7 @@ class EngineOperation(Operation[Any]):
     def _wait_on_device(self, work: Any) -> None:
         """Wait as `_wait` does, and let the current stream wait for the results.
 
-        A wait with a time limit would not do: NCCL aborts the communicator at the limit.
+        A wait that ends by its time limit would not do: NCCL aborts the communicator then.
         """
         pause, look = SHORTEST_PAUSE, time.monotonic() + LOOK.total_seconds()
         while not work.is_completed():
@@ -92,7 +92,7 @@ class EngineOperation(Operation[Any]):
             if time.monotonic() >= look:
                 self._node.loop.check()
                 look = time.monotonic() + LOOK.total_seconds()
-        work.wait()
+        work.wait(LOOK)  # it has ended, so that this orders the stream alone
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:

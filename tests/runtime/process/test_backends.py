@@ -1,0 +1,32 @@
+"""The backends of a process group of ranks on devices; the choices without an existing group are in the doctest."""
+
+import pytest
+import torch
+
+from dure.errors import UsageError
+from dure.runtime.process.backends import backends_of, place_of
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("given", ["cpu:gloo,cuda:ucc", "cuda:ucc"])
+def test_the_choice_of_an_existing_group_is_kept_and_control_is_on_gloo(given):
+    assert backends_of(CUDA, ["a/cuda:0", "a/cuda:1"], given) == "cpu:gloo,cuda:ucc"
+
+
+def test_an_existing_group_without_the_device_gets_the_default_backend():
+    assert backends_of(CUDA, ["a/cuda:0", "a/cuda:1"], "cpu:gloo") == "cpu:gloo,cuda:nccl"
+
+
+def test_a_group_of_the_cpu_is_on_gloo_whatever_exists():
+    assert backends_of(torch.device("cpu"), ["cpu", "cpu"], "cuda:nccl") == "gloo"
+
+
+def test_ranks_on_different_types_of_device_are_refused():
+    with pytest.raises(UsageError, match=r"different types, cpu and cuda"):
+        backends_of(CUDA, ["a/cuda:0", place_of(torch.device("cpu"))])
+
+
+def test_a_device_without_a_known_backend_is_refused_with_the_call_that_names_one():
+    with pytest.raises(UsageError, match=r'init_process_group\("cpu:gloo,xla:<backend>"\)'):
+        backends_of(torch.device("xla:0"), ["a/xla:0", "a/xla:1"])
