@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dure.codec import bits, gaps
+from dure.codec import bits, gaps, top_k
 from dure.codec.coder import SliceLayout
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.one_bit import OneBit
@@ -108,6 +108,8 @@ def test_the_largest_are_found_and_of_equal_ones_the_first(numel, count, dtype):
     values = torch.randn(numel).mul(4).round().to(dtype)  # many are equal, zeros of both signs among them
     ranked = sorted(range(numel), key=lambda place: (-abs(values[place].item()), place))
     assert largest(values, count).tolist() == sorted(ranked[:count])
+    if count:
+        assert top_k._largest_by_operations(values.abs(), count).tolist() == sorted(ranked[:count])
 
 
 def test_packing_by_operations_is_packing():
@@ -117,4 +119,4 @@ def test_packing_by_operations_is_packing():
     assert torch.equal(bits._pack_by_operations(values >= 0), packed)
     assert torch.equal(bits._unpack_by_operations(packed, 1001), values >= 0)
     votes = [bits.pack_signs(torch.randn(1001)) for _ in range(5)]
-    assert torch.equal(bits._at_least_by_operations(votes, 3)[:125], bits.at_least(votes, 3)[:125])
+    assert torch.equal(bits._reaches(bits._count(votes), 3), bits.at_least(votes, 3))

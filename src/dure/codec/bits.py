@@ -1,12 +1,14 @@
 """Packing of booleans: element i of a vector is bit i % 8 (from the lowest) of byte i // 8; spare bits are 0.
 
 On the CPU, NumPy works in blocks that stay in the cache. On other devices, PyTorch's operations give the same bytes.
+There, only `look` makes the host wait for the device, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,9 +44,10 @@ def pack(values: torch.Tensor, compare: Sequence[np.ufunc], *, look: bool = Fals
     With `look`, raises `DivergedError` for NaN and infinity.
     """
     if values.device.type != "cpu":
-        if look:
+        by_operations = [_pack_by_operations(getattr(torch, each.__name__)(values, 0)) for each in compare]
+        if look:  # after all operations have been issued, since the host waits here
             require_finite(values)
-        return [_pack_by_operations(getattr(torch, each.__name__)(values, 0)) for each in compare]
+        return by_operations
     source = values.detach().numpy()
     packed = [np.empty(nbytes(source.size), np.uint8) for _ in compare]
     masks = np.empty(min(BLOCK, source.size), np.bool_)
@@ -80,10 +83,16 @@ def unpack(packed: torch.Tensor, numel: int) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
 
 
-def unpack_into(packed: torch.Tensor, out: torch.Tensor, low: float, high: float) -> None:
-    """Write `high` to each element of the flat `out` whose bit is set, and `low` to the others."""
+def unpack_into(packed: torch.Tensor, out: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor) -> None:
+    """Write `high` to each element of the flat `out` whose bit is set, and `low` to the others.
+
+    Both tensors are on one device. On other devices than the CPU, `low` and `high` may be tensors without dimensions.
+    """
+    if packed.device != out.device:
+        raise ValueError(f"bits on {packed.device} and elements on {out.device}: both must be on one device.")
     if packed.device.type != "cpu":
-        out.copy_(torch.where(_unpack_by_operations(packed, out.numel()), high, low))
+        out.copy_(low) if isinstance(low, torch.Tensor) else out.fill_(low)
+        out.masked_fill_(_unpack_by_operations(packed, out.numel()), high)
         return
     target = out.numpy()
     table = _table(float(low), float(high), target.dtype.str)
@@ -113,7 +122,7 @@ def at_least(messages: Sequence[torch.Tensor], threshold: int) -> torch.Tensor:
     """
     size = messages[0].numel()
     if messages[0].device.type != "cpu":
-        return _at_least_by_operations(messages, threshold)
+        return _reaches(_count(messages), threshold)
     words = (size + 7) // 8
     result = np.zeros(words, dtype=np.uint64)
     sources = [_words(message.numpy(), words) for message in messages]
@@ -124,6 +133,8 @@ def at_least(messages: Sequence[torch.Tensor], threshold: int) -> torch.Tensor:
 
 
 Words = NDArray[np.uint64]
+Plane = TypeVar("Plane", NDArray[np.uint64], torch.Tensor)
+"""Packed bits: words of 64 on the CPU, bytes on other devices."""
 
 
 def _words(packed: NDArray[np.uint8], words: int) -> Words:
@@ -134,16 +145,16 @@ def _words(packed: NDArray[np.uint8], words: int) -> Words:
     return padded.view(np.uint64)
 
 
-def _count(sources: Sequence[Words]) -> list[Words]:
+def _count(sources: Sequence[Plane]) -> list[Plane]:
     """The number of set bits at each position, as planes from the lowest to the highest.
 
     A full adder replaces three words of a plane by their sum in it and a carry in the next plane, until each plane has
     one word.
     """
-    planes: list[Words] = []
+    planes: list[Plane] = []
     level = list(sources)
     while level:
-        carries: list[Words] = []
+        carries: list[Plane] = []
         while len(level) > 2:
             a, b, c = level.pop(), level.pop(), level.pop()
             either = a ^ b
@@ -158,9 +169,9 @@ def _count(sources: Sequence[Words]) -> list[Words]:
     return planes
 
 
-def _reaches(planes: Sequence[Words], threshold: int) -> Words:
+def _reaches(planes: Sequence[Plane], threshold: int) -> Plane:
     """The positions at which the count in `planes` is at least `threshold`."""
-    none = np.zeros_like(planes[0])
+    none = planes[0] ^ planes[0]
     if threshold >> len(planes):
         return none
     above, equal = none, ~none
@@ -184,13 +195,6 @@ def _pack_by_operations(mask: torch.Tensor) -> torch.Tensor:
 
 def _unpack_by_operations(packed: torch.Tensor, numel: int) -> torch.Tensor:
     return ((packed.unsqueeze(1) >> _places(packed.device)) & 1).view(-1)[:numel].bool()
-
-
-def _at_least_by_operations(messages: Sequence[torch.Tensor], threshold: int) -> torch.Tensor:
-    numel = messages[0].numel() * 8
-    count = sum(_unpack_by_operations(message, numel).to(torch.int16) for message in messages)
-    assert isinstance(count, torch.Tensor)
-    return _pack_by_operations(count >= threshold)
 
 
 def _places(device: torch.device) -> torch.Tensor:

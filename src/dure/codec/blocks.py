@@ -1,17 +1,23 @@
 """Block-wise work on flat tensors: several operations on one block read it from memory once, then from the cache.
 
-On other devices than the CPU there is one block, since every operation there costs a launch.
+On other devices than the CPU there is one block, since every operation there costs a launch. The host waits for the
+device where it reads a number from it, so that a check reads one number. `to_host` checks with the copy that is needed
+anyhow, and `beside` copies to the device without waiting.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dure.errors import DivergedError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BLOCK = 1 << 17
 """Elements of a block: half of a second-level cache of 1 MiB, and a multiple of the 256 elements that share a scale."""
@@ -29,8 +35,10 @@ def blocks(values: torch.Tensor) -> Iterator[slice]:
 
 def is_finite(block: torch.Tensor) -> bool:
     """Whether no element is NaN or infinity. A finite sum proves it; only an infinite sum needs a second pass."""
+    if block.device.type != "cpu":
+        return math.isfinite(largest_magnitude(block).item())  # one read, also where a sum would overflow
     infinity = _INFINITY.get(block.dtype)
-    if infinity is not None and block.device.type == "cpu":  # sums of 16-bit floats are slow on a CPU
+    if infinity is not None:  # sums of 16-bit floats are slow on a CPU
         return bool((block.view(torch.int16).numpy() & infinity).max(initial=0) < infinity)
     return math.isfinite(block.sum().item()) or bool(torch.isfinite(block).all())
 
@@ -38,6 +46,35 @@ def is_finite(block: torch.Tensor) -> bool:
 def all_finite(values: torch.Tensor) -> bool:
     """Whether no element of a flat tensor is NaN or infinity."""
     return all(is_finite(values[where]) for where in blocks(values))
+
+
+def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a flat tensor, as a tensor without dimensions on its device; NaN if an element is."""
+    return torch.linalg.vector_norm(values, math.inf) if values.numel() else values.new_zeros(())
+
+
+def to_host(found: torch.Tensor, values: torch.Tensor) -> NDArray[Any]:
+    """Copy the integers `found`, computed from `values`, to the host.
+
+    Raises `DivergedError` for NaN and infinity. The result of this check is the last element of the copy, so that the
+    host waits for the device once. On the CPU, where coders check before they compute, gives a view of `found`.
+    """
+    if found.device.type == "cpu":
+        return found.numpy()
+    finite = torch.isfinite(largest_magnitude(values)).reshape(1)
+    copied: NDArray[Any] = torch.cat([found, finite.to(found.dtype)]).cpu().numpy()
+    if not copied[-1]:
+        raise not_finite()
+    return copied[:-1]
+
+
+def beside(array: NDArray[Any] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Copy an array or tensor of the host to the device of `like`; on the CPU, a view of it.
+
+    The host does not wait: it may change or drop `array` after the call, since that is no pinned memory.
+    """
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    return tensor.to(like.device, non_blocking=True)
 
 
 def scratch(numel: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

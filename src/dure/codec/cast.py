@@ -23,6 +23,8 @@ class CastCoder(DenseCoder):
         return self.numel * self.dtype.itemsize
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        if values.device.type != "cpu":
+            return self._encode_by_operations(values)
         cast = empty(self.numel, values, self.dtype)
         for where in blocks(values):
             cast[where] = values[where]
@@ -32,12 +34,19 @@ class CastCoder(DenseCoder):
                 cast[where] = values[where].clamp(-most, most)
         return cast.view(torch.uint8)
 
-    def _open(self, message: torch.Tensor) -> torch.Tensor:
-        self._check_length(message, self.most_bytes)
-        values = viewed(message, self.dtype)
-        if not all_finite(values):
+    def _encode_by_operations(self, values: torch.Tensor) -> torch.Tensor:
+        most = torch.finfo(self.dtype).max
+        within = values.clamp(-most, most) if torch.finfo(values.dtype).max > most else values
+        message = within.to(self.dtype, copy=True).view(torch.uint8)
+        require_finite(values)
+        return message
+
+    def _parts(self, message: torch.Tensor) -> torch.Tensor:
+        return viewed(message, self.dtype)
+
+    def _check(self, parts: torch.Tensor) -> None:
+        if not all_finite(parts):
             raise DamagedMessage("a value that is not finite.")
-        return values
 
     def _write(self, parts: torch.Tensor, where: slice, out: torch.Tensor) -> None:
         out.copy_(parts[where])

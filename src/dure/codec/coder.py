@@ -58,10 +58,11 @@ class SliceLayout(NamedTuple):
 
 
 class Coder(ABC):
-    """Encodes and decodes the `numel` elements of a slice.
+    """Encodes and decodes the `numel` elements of a slice, on the device of the values.
 
     `most_bytes` bounds the length of a message. Decoding raises `DamagedMessage` for a message that `encode` cannot
     give, and then writes nothing. `looks`: `_encode` itself refuses NaN and infinity, in a pass that it needs anyway.
+    On other devices than the CPU every `_encode` does so, since the host is to wait for the device once per message.
     """
 
     looks: ClassVar[bool] = False
@@ -79,12 +80,18 @@ class Coder(ABC):
         Raises `DivergedError` for NaN or infinity, since a receiver could not tell their message from an ordinary one.
         """
         values = values.contiguous()
-        if not self.looks:
+        if not self.looks and values.device.type == "cpu":
             require_finite(values)
         return self._encode(values)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
+        """Encode `values` and subtract from them the values of the message."""
+        message = self._encode(values)
+        self.accumulate(message, values, -1.0)
+        return message
 
     @abstractmethod
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
@@ -105,11 +112,11 @@ class Coder(ABC):
         return None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint keeps."""
+        """The tensors that a checkpoint keeps, on the CPU."""
         return {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  (most coders have no state)
-        """Continue from a `state`."""
+        """Continue from a `state`. Its tensors move to the device of the next values."""
 
     def _check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:
         most = least if most is None else most
@@ -122,9 +129,17 @@ class Coder(ABC):
 class DenseCoder(Coder):
     """A coder whose messages hold every element, so that each block can be decoded alone."""
 
+    @property
+    def least_bytes(self) -> int:
+        """The length of the shortest message."""
+        return self.most_bytes
+
     @abstractmethod
-    def _open(self, message: torch.Tensor) -> Any:
-        """Check a message and return its parts. Raises `DamagedMessage`."""
+    def _parts(self, message: torch.Tensor) -> Any:
+        """The parts of a message of a right length."""
+
+    def _check(self, parts: Any) -> None:
+        """Raise `DamagedMessage` for parts that `encode` cannot give."""
 
     @abstractmethod
     def _write(self, parts: Any, where: slice, out: torch.Tensor) -> None:
@@ -133,13 +148,26 @@ class DenseCoder(Coder):
     def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
         return blocks(out)
 
+    def _open(self, message: torch.Tensor, out: torch.Tensor) -> Any:
+        self._check_length(message, self.least_bytes, self.most_bytes)
+        parts = self._parts(message.to(out.device))
+        self._check(parts)
+        return parts
+
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        parts = self._open(message)
+        parts = self._open(message, out)
         for where in self._blocks(out):
             self._write(parts, where, out[where])
 
     def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
-        parts = self._open(message)
+        self._add(self._open(message, out), out, weight)
+
+    def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
+        message = self._encode(values)
+        self._add(self._parts(message), values, -1.0)  # a message of its own needs no check
+        return message
+
+    def _add(self, parts: Any, out: torch.Tensor, weight: float) -> None:
         most = max((where.stop - where.start for where in self._blocks(out)), default=0)
         scratch = out.new_empty(most)
         for where in self._blocks(out):

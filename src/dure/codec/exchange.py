@@ -53,7 +53,7 @@ class Owner:
         return combining(self.numel, count, votes=self._vote is not None)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint keeps."""
+        """The tensors that a checkpoint keeps, on the CPU."""
         kept = with_prefix("again ", self._again.state())
         return kept if self._vote is None else kept | with_prefix("vote ", self._vote.state())
 

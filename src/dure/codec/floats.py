@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dure.codec.base import Codec
-from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, require_in_float32, scratch, viewed
+from dure.codec.blocks import blocks, empty, is_finite, require_finite, require_in_float32, scratch, viewed
 from dure.codec.cast import CastCoder
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.core.cost import CodecCost
@@ -90,13 +90,14 @@ class _Int8Coder(DenseCoder):
         message[self.numel :] = scales.view(torch.uint8)
         return message
 
-    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The steps (int8) and scales (float32) of a message."""
-        self._check_length(message, self.most_bytes)
-        scales = viewed(message[self.numel :], torch.float32)
-        if not all_finite(scales) or bool((scales < 0).any()):
+        return message[: self.numel].view(torch.int8), viewed(message[self.numel :], torch.float32)
+
+    def _check(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        scales = parts[1]
+        if not bool(((scales >= 0) & (scales <= _MOST)).all()):
             raise DamagedMessage("a scale that is not finite, or negative.")
-        return message[: self.numel].view(torch.int8), scales
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
         steps, scales = parts
@@ -111,8 +112,8 @@ def _to_steps(values: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor) ->
     """Write the scale of each row of `values` (rows, 256) to `scale`, and the elements in units of it to `steps`."""
     largest = torch.abs(values, out=steps).amax(dim=1)
     torch.div(largest, 127, out=scale)
-    scale[(scale > _MOST_SCALE) & (largest <= _MOST)] = _MOST_SCALE
+    scale.masked_fill_((scale > _MOST_SCALE) & (largest <= _MOST), _MOST_SCALE)
     torch.div(values, scale[:, None], out=steps)
-    if not bool(scale.all()):
-        steps[scale == 0] = 0.0
+    if scale.device.type != "cpu" or not bool(scale.all()):
+        steps.masked_fill_((scale == 0)[:, None], 0.0)
     steps.round_().clamp_(-127, 127)

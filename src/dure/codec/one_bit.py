@@ -10,8 +10,9 @@ sum of a column is exact; only the differences within it are lost. The error is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -45,9 +46,9 @@ class OneBit(Codec):
 class _Piece(NamedTuple):
     """A block of the slice: complete columns of equal width, or (`width` 0) elements outside of columns.
 
-    It has at least one column, and no more than stay in the cache. `bit` is the index of its first element among all
-    elements of columns, `first` the index of its first column. For `width` 0, `first` is the index of its first element
-    among all elements outside of columns.
+    It has at least one column, and on the CPU no more than stay in the cache. `bit` is the index of its first element
+    among all elements of columns, `first` the index of its first column. For `width` 0, `first` is the index of its
+    first element among all elements outside of columns.
     """
 
     where: slice
@@ -74,27 +75,50 @@ class _TwoMeansCoder(DenseCoder):
 
     def __init__(self, layout: SliceLayout) -> None:
         super().__init__(layout.numel)
-        self._pieces = {piece.where.start: piece for piece in _pieces(layout)}
+        self._layout = layout
+        self._in_cache = {piece.where.start: piece for piece in _pieces(layout, BLOCK)}
         self._columns = sum(layout.is_column)
-        self._plain = sum(piece.numel for piece in self._pieces.values() if not piece.width)
-        self._most = max((piece.numel for piece in self._pieces.values()), default=0)
+        self._plain = sum(piece.numel for piece in self._in_cache.values() if not piece.width)
         self._packed = bits.nbytes(self.numel - self._plain)
 
     @property
     def most_bytes(self) -> int:
         return self._packed + 4 * (2 * self._columns + self._plain)
 
+    def _pieces(self, like: torch.Tensor) -> Mapping[int, _Piece]:
+        """The pieces by their first element, for the device of `like`."""
+        return self._in_cache if like.device.type == "cpu" else self._whole
+
+    @cached_property
+    def _whole(self) -> Mapping[int, _Piece]:
+        """The pieces for other devices than the CPU, as few as the layout allows."""
+        return {piece.where.start: piece for piece in _pieces(self._layout, self.numel)}
+
     def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
-        return (piece.where for piece in self._pieces.values())
+        return (piece.where for piece in self._pieces(out).values())
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        positive, floats = self._split(values, torch.float32)
+        if values.device.type != "cpu" and not all_finite(floats):
+            require_finite(values)
+            require_in_float32(values)
+            positive, floats = self._split(values, torch.float64)  # a sum overflowed in float32
+        return torch.cat([bits.pack_mask(positive), floats.view(torch.uint8)])
+
+    def _split(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether each element of a column is at least 0, and the floats of the message. Sums have the type `dtype`.
+
+        On the CPU, each piece is checked while it is in the cache. Elsewhere a mean of NaN and infinity tells of them.
+        """
+        on_cpu, pieces = values.device.type == "cpu", self._pieces(values)
         positive = empty(self.numel - self._plain, values, torch.bool)
         low, high = empty(self._columns, values, torch.float32), empty(self._columns, values, torch.float32)
         plain = empty(self._plain, values, torch.float32)
-        halves = empty(self._most, values, torch.float32)
-        for piece in self._pieces.values():
-            require_finite(values[piece.where])
-            require_in_float32(values[piece.where])
+        halves = empty(max((piece.numel for piece in pieces.values()), default=0), values, dtype)
+        for piece in pieces.values():
+            if on_cpu:
+                require_finite(values[piece.where])
+                require_in_float32(values[piece.where])
             block = values[piece.where].float()
             if not piece.width:
                 plain[piece.first : piece.first + block.numel()] = block
@@ -102,24 +126,23 @@ class _TwoMeansCoder(DenseCoder):
             mask = positive[piece.bit : piece.bit + block.numel()]
             bits.positive_into(block, mask)
             half = halves[: block.numel()]
-            means = _means(block, mask.view(-1, piece.width), half)
-            if not (all_finite(means[0]) and all_finite(means[1])):  # the sum overflowed in float32
+            means = _means(block.to(dtype), mask.view(-1, piece.width), half)
+            if on_cpu and not (all_finite(means[0]) and all_finite(means[1])):  # the sum overflowed in float32
                 means = _means(block.double(), mask.view(-1, piece.width), half.double())
             low[piece.columns], high[piece.columns] = means
-        floats = torch.cat([low, high, plain]).view(torch.uint8)
-        return torch.cat([bits.pack_mask(positive), floats])
+        return positive, torch.cat([low, high, plain])
 
-    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The packed bits and the floats of a message."""
-        self._check_length(message, self.most_bytes)
-        floats = viewed(message[self._packed :], torch.float32)
-        if not all_finite(floats):
+        return message[: self._packed], viewed(message[self._packed :], torch.float32)
+
+    def _check(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if not all_finite(parts[1]):
             raise DamagedMessage("a mean or a value that is not finite.")
-        return message[: self._packed], floats
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
         packed, floats = parts
-        piece, numel = self._pieces[where.start], out.numel()
+        piece, numel = self._pieces(out)[where.start], out.numel()
         if not piece.width:
             out.copy_(floats[2 * self._columns + piece.first :][:numel])
             return
@@ -135,14 +158,15 @@ class _TwoMeansCoder(DenseCoder):
         out.copy_(chosen.view(torch.float32))
 
 
-def _pieces(layout: SliceLayout) -> Iterator[_Piece]:
+def _pieces(layout: SliceLayout, most: int) -> Iterator[_Piece]:
+    """The pieces of a slice, of at most `most` elements where they have more than one column."""
     widths = [
         (stop - start) * column for (start, stop), column in zip(pairwise(layout.bounds), layout.is_column, strict=True)
     ]
     start = bit = columns = 0
     for end, width, following in zip(layout.bounds[1:], widths, [*widths[1:], -1], strict=False):
         numel = end - start
-        if width == following and numel + width <= BLOCK:
+        if width == following and numel + width <= most:
             continue
         yield _Piece(slice(start, end), width, bit, columns if width else start - bit)
         if width:
@@ -155,8 +179,9 @@ def _means(block: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple
     num_rows, width = mask.shape
     count = _count(mask)
     lengths = torch.full((num_rows,), width, device=block.device)
-    above = torch.segment_reduce(torch.clamp(block, min=0, out=half), "sum", lengths=lengths)
-    below = torch.segment_reduce(torch.clamp(block, max=0, out=half), "sum", lengths=lengths)
+    # `unsafe` leaves out a check of the lengths, for which the host would wait for the device.
+    above = torch.segment_reduce(torch.clamp(block, min=0, out=half), "sum", lengths=lengths, unsafe=True)
+    below = torch.segment_reduce(torch.clamp(block, max=0, out=half), "sum", lengths=lengths, unsafe=True)
     return below / (width - count).clamp(min=1), above / count.clamp(min=1)
 
 

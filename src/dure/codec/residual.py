@@ -1,4 +1,7 @@
-"""Coders with state: a residual (error feedback), or a moving average (momentum)."""
+"""Coders with state: a residual (error feedback), or a moving average (momentum).
+
+The state is on the device of the last values; a restored one comes from the CPU and moves with the next values.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,23 @@ class FeedbackCoder(Coder):
         return self.inner.most_bytes
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        self.residual = values.clone() if self.residual is None else self.residual.add_(values)
-        if not all_finite(self.residual):  # the sum of two finite numbers overflowed
-            most = torch.finfo(values.dtype).max
-            self.residual.clamp_(-most, most)
-        message = self.inner._encode(self.residual)
-        self.inner.accumulate(message, self.residual, -1.0)
+        total = self._with_residual(values)
+        message = self.inner._encode_and_subtract(total)
+        self.residual = total
         return message
+
+    def _with_residual(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` and the residual, within the range of their type; on the CPU in place of the residual."""
+        if self.residual is None:
+            return values.clone()
+        residual, most = self.residual.to(values.device), torch.finfo(values.dtype).max
+        if values.device.type != "cpu":
+            # The residual stays as it was until `inner`, which is the first to look, has found the sum finite.
+            return torch.where(values.isfinite(), (residual + values).clamp_(-most, most), values)
+        residual.add_(values)
+        if not all_finite(residual):  # the sum of two finite numbers overflowed
+            residual.clamp_(-most, most)
+        return residual
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         self.inner.decode(message, out)
@@ -41,7 +54,7 @@ class FeedbackCoder(Coder):
         self.inner.accumulate(message, out, weight)
 
     def state(self) -> dict[str, torch.Tensor]:
-        own = {} if self.residual is None else {"residual": self.residual}
+        own = {} if self.residual is None else {"residual": self.residual.cpu()}
         return own | self.inner.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -63,10 +76,12 @@ class MomentumCoder(Coder):
         return self.inner.most_bytes
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        if self.average is None:
-            self.average = torch.zeros_like(values)
-        self.average.lerp_(values, 1 - self.beta)
-        return self.inner._encode(self.average)
+        average = torch.zeros_like(values) if self.average is None else self.average.to(values.device)
+        # On the CPU, values have been found finite. Elsewhere `inner` looks, and the average stays until it has.
+        average = (average.lerp_ if values.device.type == "cpu" else average.lerp)(values, 1 - self.beta)
+        message = self.inner._encode(average)
+        self.average = average
+        return message
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         self.inner.decode(message, out)
@@ -81,7 +96,7 @@ class MomentumCoder(Coder):
         return self.inner.packed_signs(message)
 
     def state(self) -> dict[str, torch.Tensor]:
-        own = {} if self.average is None else {"average": self.average}
+        own = {} if self.average is None else {"average": self.average.cpu()}
         return own | self.inner.state()
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:

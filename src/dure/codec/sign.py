@@ -18,7 +18,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.blocks import require_finite, require_in_float32, viewed
+from dure.codec.blocks import beside, require_finite, require_in_float32, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.core.cost import CodecCost
@@ -72,21 +72,30 @@ class _SignCoder(DenseCoder):
         return bits.nbytes(self.numel) + _SCALE * self.scaled
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        if self.scaled:
+            scale = self._mean_magnitude(values)  # which refuses NaN and infinity
+            return torch.cat([bits.pack_signs(self._without_zeros(values)), scale.reshape(1).view(torch.uint8)])
         if self._random is None:
-            packed = bits.pack_signs(values, look=True)
-        else:
-            require_finite(values)  # before a sign is drawn
-            packed = bits.pack_signs(self._without_zeros(values))
-        if not self.scaled:
-            return packed
-        scale = values.abs().mean(dtype=torch.float32) if self.numel else values.new_zeros((), dtype=torch.float32)
-        if not scale.isfinite():  # the sum overflowed in float32; the mean may not
-            require_in_float32(values)
-            scale = values.abs().mean(dtype=torch.float64).float()
-        return torch.cat([packed, scale.reshape(1).view(torch.uint8)])
+            return bits.pack_signs(values, look=True)
+        require_finite(values)  # before a sign is drawn
+        return bits.pack_signs(self._without_zeros(values))
+
+    def _mean_magnitude(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.numel:
+            return values.new_zeros((), dtype=torch.float32)
+        mean = values.abs().mean(dtype=torch.float32)
+        if mean.isfinite():
+            return mean
+        require_finite(values)
+        require_in_float32(values)
+        return values.abs().mean(dtype=torch.float64).float()  # the sum overflowed in float32
 
     def _without_zeros(self, values: torch.Tensor) -> torch.Tensor:
-        drawn = torch.randint(2, (self.numel,), generator=self._random, dtype=torch.int8).to(values) - 0.5
+        """Replace zeros by random signs, if zeros are random. The CPU draws them, the same for every device."""
+        if self._random is None:
+            return values
+        drawn = torch.randint(2, (self.numel,), generator=self._random, dtype=torch.int8)
+        drawn = beside(drawn, values).to(values.dtype) - 0.5
         return torch.where(values == 0, drawn, values)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -94,29 +103,29 @@ class _SignCoder(DenseCoder):
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         if self._random is not None:
-            self._random.set_state(state["random"])
+            self._random.set_state(state["random"].cpu())
 
     def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
-        return None if self.scaled else self._checked(message)
+        return None if self.scaled else self._open(message, message)[0]
 
-    def _checked(self, message: torch.Tensor) -> torch.Tensor:
-        """The packed signs of a message. Raises `DamagedMessage`."""
-        self._check_length(message, self.most_bytes)
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed signs and, if `scaled`, their magnitude."""
         packed = message[: bits.nbytes(self.numel)]
-        if self.numel % 8 and int(packed[-1]) >> self.numel % 8:
-            raise DamagedMessage("a bit is set that belongs to no element.")
-        return packed
+        return packed, viewed(message[-_SCALE:], torch.float32)[0] if self.scaled else None
 
-    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The packed signs and their magnitude."""
-        return self._checked(message), self._scale(message) if self.scaled else 1.0
-
-    def _write(self, parts: tuple[torch.Tensor, float], where: slice, out: torch.Tensor) -> None:
+    def _check(self, parts: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         packed, scale = parts
-        bits.unpack_into(packed[where.start // 8 : bits.nbytes(where.stop)], out, -scale, scale)
+        read = [packed[-1:]] if self.numel % 8 else []
+        read += [] if scale is None else [scale.reshape(1).view(torch.uint8)]
+        if not read:
+            return
+        tail = torch.cat(read).cpu()
+        if self.numel % 8 and int(tail[0]) >> self.numel % 8:
+            raise DamagedMessage("a bit is set that belongs to no element.")
+        if scale is not None and not 0 <= (magnitude := tail[-_SCALE:].clone().view(torch.float32).item()) < math.inf:
+            raise DamagedMessage(f"a mean magnitude of {magnitude}; it is finite and not negative.")
 
-    def _scale(self, message: torch.Tensor) -> float:
-        scale = float(viewed(message[-_SCALE:], torch.float32).item())
-        if not 0 <= scale < math.inf:
-            raise DamagedMessage(f"a mean magnitude of {scale}; it is finite and not negative.")
-        return scale
+    def _write(self, parts: tuple[torch.Tensor, torch.Tensor | None], where: slice, out: torch.Tensor) -> None:
+        packed, scale = parts
+        low, high = (-1.0, 1.0) if scale is None else (-scale, scale)
+        bits.unpack_into(packed[where.start // 8 : bits.nbytes(where.stop)], out, low, high)

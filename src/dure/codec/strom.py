@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from dure.codec import bits, gaps
 from dure.codec.base import Codec, Exchange
-from dure.codec.blocks import BLOCK, blocks
+from dure.codec.blocks import BLOCK, beside, blocks, to_host
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _COUNT = 4  # bytes of the number of signs
 
@@ -78,11 +75,27 @@ class _ThresholdCoder(Coder):
         return _COUNT + bits.nbytes(self.numel) + gaps.most_bytes(self.numel, self.numel)
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        return self._message(values)[0]
+
+    def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
+        message, positions, signs = self._message(values)
+        values.index_add_(0, positions, self._steps(signs, positions.numel(), values), alpha=-1.0)
+        return message
+
+    def _message(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The message, and the positions and packed signs in it."""
         positions = beyond(values, self.threshold)
-        signs = bits.pack_signs(values[torch.from_numpy(positions).to(values.device)])
-        body = torch.from_numpy(gaps.encode(positions, self.numel, self.coding)).to(values.device)
-        count = torch.tensor([positions.size], dtype=torch.int32).view(torch.uint8)
-        return torch.cat([count.to(values.device), signs, body])
+        body = gaps.encode(to_host(positions, values), self.numel, self.coding)
+        signs = bits.pack_signs(values[positions])
+        count = np.array([positions.numel()], "<i4").view(np.uint8)
+        coded = beside(np.concatenate([count, body]), values)
+        return torch.cat([coded[:_COUNT], signs, coded[_COUNT:]]), positions, signs
+
+    def _steps(self, signs: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Plus or minus the threshold by each of `count` packed signs, of the type of `like`."""
+        steps = torch.empty(count, dtype=like.dtype, device=like.device)
+        bits.unpack_into(signs, steps, -self.threshold, self.threshold)
+        return steps
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         positions, steps = self._read(message, out)
@@ -96,23 +109,21 @@ class _ThresholdCoder(Coder):
     def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions of a message, and plus or minus the threshold for each. Raises `DamagedMessage`."""
         self._check_length(message, _COUNT + gaps.HEADER, self.most_bytes)
-        count = int(message[:_COUNT].clone().view(torch.int32).item())
+        read = message.cpu().numpy()
+        count = int(np.frombuffer(read[:_COUNT].tobytes(), "<i4")[0])
         begin = _COUNT + bits.nbytes(count)
         if not 0 <= count <= self.numel or message.numel() < begin:
             raise DamagedMessage(f"{count} signs in a message of {message.numel()} bytes.")
-        positions = gaps.decode(message[begin:].cpu().numpy(), self.numel, self.coding)
+        positions = gaps.decode(read[begin:], self.numel, self.coding)
         if positions.size != count:
             raise DamagedMessage(f"{count} signs for {positions.size} positions.")
-        steps = torch.empty(count, dtype=out.dtype, device=out.device)
-        bits.unpack_into(message[_COUNT:begin], steps, -self.threshold, self.threshold)
-        return torch.from_numpy(positions).to(out.device), steps
+        return beside(positions, out), self._steps(message[_COUNT:begin].to(out.device), count, out)
 
 
-def beyond(values: torch.Tensor, threshold: float) -> NDArray[np.int64]:
+def beyond(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """The ascending positions of the elements whose magnitude is at least `threshold`."""
     if values.device.type != "cpu":
-        found: NDArray[np.int64] = torch.nonzero(values.abs() >= threshold).view(-1).cpu().numpy()
-        return found
+        return torch.nonzero(values.abs() >= threshold).view(-1)  # the host waits for the number of positions
     source = values.detach().numpy()
     magnitudes = np.empty(min(BLOCK, source.size), source.dtype)
     parts = [np.empty(0, np.int64)]
@@ -120,4 +131,4 @@ def beyond(values: torch.Tensor, threshold: float) -> NDArray[np.int64]:
         block = source[where]
         large = np.abs(block, out=magnitudes[: block.size]) >= threshold
         parts.append(np.flatnonzero(large) + where.start)
-    return np.concatenate(parts)
+    return torch.from_numpy(np.concatenate(parts))

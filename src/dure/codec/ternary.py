@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
+from dure.codec.blocks import beside, to_host
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.core.cost import CodecCost
@@ -24,6 +25,7 @@ from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _HEADER = 8
+_COMPARE = (np.not_equal, np.greater)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,14 @@ class _PlanesCoder(DenseCoder):
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat(_planes(values))
 
-    def _open(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The packed planes: the elements that are not zero, and the elements above zero."""
-        self._check_length(message, self.most_bytes)
-        votes, above = message[: bits.nbytes(self.numel)], message[bits.nbytes(self.numel) :]
+        return message[: bits.nbytes(self.numel)], message[bits.nbytes(self.numel) :]
+
+    def _check(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        votes, above = parts
         if bool((above & ~votes).any()):
             raise DamagedMessage("an element that is zero and above zero.")
-        return votes, above
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
         votes, above = (part[where.start // 8 : bits.nbytes(where.stop)] for part in parts)
@@ -78,7 +81,14 @@ class _PlanesCoder(DenseCoder):
 
 def _planes(values: torch.Tensor) -> list[torch.Tensor]:
     """The packed planes of `values`: the elements that are not zero, and the elements above zero."""
-    return bits.pack(values, (np.not_equal, np.greater), look=True)
+    return bits.pack(values, _COMPARE, look=True)
+
+
+def _planes_on_host(values: torch.Tensor) -> list[NDArray[np.uint8]]:
+    """As `_planes`, on the host."""
+    if values.device.type == "cpu":
+        return [plane.numpy() for plane in _planes(values)]
+    return np.split(to_host(torch.cat(bits.pack(values, _COMPARE)), values), 2)
 
 
 class _EntropyCoder(DenseCoder):
@@ -94,25 +104,28 @@ class _EntropyCoder(DenseCoder):
     def most_bytes(self) -> int:
         return _HEADER + 2 * bits.nbytes(self.numel) + 64
 
+    @property
+    def least_bytes(self) -> int:
+        return _HEADER
+
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         import constriction
 
-        votes, above = (plane.cpu().numpy() for plane in _planes(values))
+        votes, above = _planes_on_host(values)
         symbols = _symbols(votes, above)[: self._num_symbols]
         zeros, positives = self._counts(symbols)
         head = np.array([zeros, positives], "<u4").view(np.uint8)
         if self.numel in (zeros, positives, self.numel - zeros - positives):
-            return torch.from_numpy(head).to(values.device)
+            return beside(head, values)
         coder = constriction.stream.queue.RangeEncoder()
         coder.encode(symbols, self._model(zeros, positives))
         coded = coder.get_compressed().astype("<u4").view(np.uint8)
-        return torch.from_numpy(np.concatenate([head, coded])).to(values.device)
+        return beside(np.concatenate([head, coded]), values)
 
-    def _open(self, message: torch.Tensor) -> NDArray[np.int32]:
-        """The symbols of a message."""
+    def _parts(self, message: torch.Tensor) -> NDArray[np.int32]:
+        """The symbols of a message. Raises `DamagedMessage`."""
         import constriction
 
-        self._check_length(message, _HEADER, self.most_bytes)
         array = message.cpu().numpy()
         zeros, positives = (int(count) for count in np.frombuffer(array[:_HEADER].tobytes(), "<u4"))
         negatives, coded = self.numel - zeros - positives, array[_HEADER:]
@@ -130,6 +143,9 @@ class _EntropyCoder(DenseCoder):
 
     def _write(self, parts: NDArray[np.int32], where: slice, out: torch.Tensor) -> None:
         symbols = parts[where.start // 4 : -(-where.stop // 4)]
+        if out.device.type != "cpu":
+            out.copy_(_signs_by_operations(beside(symbols.astype(np.uint8), out))[: out.numel()])
+            return
         signs = torch.from_numpy(np.take(_SIGNS, symbols, axis=0).reshape(-1))
         out.copy_(signs[: out.numel()])
 
@@ -155,6 +171,12 @@ class _EntropyCoder(DenseCoder):
 _DIGITS = np.arange(81)[:, None] // 3 ** np.arange(4) % 3
 _SIGNS = np.array([0, 1, -1], np.float32)[_DIGITS]
 """The four signs of each symbol: (81, 4)."""
+
+
+def _signs_by_operations(symbols: torch.Tensor) -> torch.Tensor:
+    """The signs of symbols on a device, to which only the symbols are copied."""
+    digits = symbols.unsqueeze(1) // 3 ** torch.arange(4, dtype=torch.uint8, device=symbols.device) % 3
+    return torch.where(digits == 2, -1, digits.to(torch.int8)).view(-1)
 
 
 def _symbols(votes: NDArray[np.uint8], above: NDArray[np.uint8]) -> NDArray[np.int32]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dure.codec import gaps
 from dure.codec.base import Codec, Exchange
-from dure.codec.blocks import require_in_float32
+from dure.codec.blocks import beside, require_in_float32, to_host
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.core.cost import CodecCost
@@ -63,46 +63,72 @@ class _LargestCoder(Coder):
         return _LENGTH + gaps.most_bytes(self.numel, self.count) + 4 * self.count
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        return self._message(values)[0]
+
+    def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
+        message, positions, sent = self._message(values)
+        values.index_add_(0, positions, sent.to(values.dtype), alpha=-1.0)
+        return message
+
+    def _message(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The message, and the positions and float32 values in it."""
         positions = largest(values, self.count)
-        where = torch.from_numpy(gaps.encode(positions, self.numel, "range")).to(values.device)
-        length = torch.tensor([where.numel()], dtype=torch.int32).view(torch.uint8).to(values.device)
-        sent = values[torch.from_numpy(positions).to(values.device)]
-        require_in_float32(sent)
-        return torch.cat([length, where, sent.float().view(torch.uint8)])
+        coded = gaps.encode(to_host(positions, values), self.numel, "range")
+        picked = values[positions]
+        require_in_float32(picked)
+        sent = picked.float()
+        length = np.array([coded.size], "<i4").view(np.uint8)
+        head = beside(np.concatenate([length, coded]), values)
+        return torch.cat([head, sent.view(torch.uint8)]), positions, sent
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        positions, sent = self._read(message)
+        positions, sent = self._read(message, out)
         out.zero_()
-        out[positions] = sent.to(out)
+        out[positions] = sent
 
     def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
-        positions, sent = self._read(message)
-        out.index_add_(0, positions, sent.to(out), alpha=weight)
+        positions, sent = self._read(message, out)
+        out.index_add_(0, positions, sent, alpha=weight)
 
-    def _read(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The positions and values of a message, like `out`. Raises `DamagedMessage`."""
         least = _LENGTH + gaps.HEADER + 4 * self.count
         self._check_length(message, least, self.most_bytes)
-        length = int(message[:_LENGTH].clone().view(torch.int32).item())
+        read = message.cpu().numpy()
+        length = int(np.frombuffer(read[:_LENGTH].tobytes(), "<i4")[0])
         if length != message.numel() - _LENGTH - 4 * self.count:
             raise DamagedMessage(f"{length} bytes of positions in a message of {message.numel()}.")
-        positions = gaps.decode(message[_LENGTH : _LENGTH + length].cpu().numpy(), self.numel, "range")
+        positions = gaps.decode(read[_LENGTH : _LENGTH + length], self.numel, "range")
         if positions.size != self.count:
             raise DamagedMessage(f"{positions.size} positions where {self.count} are sent.")
-        sent = message[_LENGTH + length :].clone().view(torch.float32)
-        if not torch.isfinite(sent).all():
+        sent = np.frombuffer(read[_LENGTH + length :].tobytes(), np.float32)
+        if not np.isfinite(sent).all():
             raise DamagedMessage("a value that is not finite.")
-        return torch.from_numpy(positions).to(message.device), sent
+        return beside(positions, out), message[_LENGTH + length :].clone().view(torch.float32).to(out)
 
 
-def largest(values: torch.Tensor, count: int) -> NDArray[np.int64]:
-    """The ascending positions of the `count` elements of largest magnitude; among equal ones, the first.
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The ascending positions of the `count` elements of largest magnitude; among equal ones, the first."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    if values.device.type != "cpu":
+        return _largest_by_operations(values.abs(), count)
+    return torch.from_numpy(_largest_by_partition(values, count))
 
-    Magnitudes have the order of their bit patterns, and NumPy partitions integers several times as fast as PyTorch
-    partitions floats.
+
+def _largest_by_operations(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
+    least = torch.topk(magnitudes, count, sorted=False).values.amin()
+    above, equal = magnitudes > least, magnitudes == least
+    chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))
+    # Position i is the first with i + 1 chosen elements up to it. `nonzero` would let the host wait for its size.
+    return torch.searchsorted(chosen.cumsum(0), torch.arange(1, count + 1, device=magnitudes.device))
+
+
+def _largest_by_partition(values: torch.Tensor, count: int) -> NDArray[np.int64]:
+    """Magnitudes have the order of their bit patterns.
+
+    NumPy partitions integers several times as fast as PyTorch partitions floats.
     """
-    if values.device.type != "cpu" or not count:
-        found: NDArray[np.int64] = torch.topk(values.abs(), count, sorted=False).indices.sort().values.cpu().numpy()
-        return found
     bits = values.abs().view(_INTEGERS[values.dtype.itemsize]).numpy()
     place = bits.size - count
     least = np.partition(bits, place)[place]

@@ -51,7 +51,7 @@ class Majority:
         return message
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint keeps."""
+        """The tensors that a checkpoint keeps, on the CPU."""
         return {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -101,9 +101,11 @@ class LogLikelihood:
         """As `Vote`."""
         voters = sorted(votes)
         total = torch.zeros(coder.numel, device=votes[voters[0]].device)
+        self._move_to(total.device)
         weights = [self.weight(voter) for voter in voters]
-        for begin in range(0, coder.numel, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        step = _BLOCK if total.device.type == "cpu" else max(coder.numel, 1)
+        for begin in range(0, coder.numel, step):
+            block = slice(begin, begin + step)
             for voter, weight in zip(voters, weights, strict=True):
                 total[block] += votes[voter][block] * (weight[block] if weight.dim() else weight)
         message = coder.verdict(total)
@@ -121,6 +123,12 @@ class LogLikelihood:
             return torch.ones(())  # no decision has changed yet
         p = ((self.wrong[voter] + 1) / (self.seen[voter] + 2)).clamp(self.least, 1 - self.least)
         return torch.log((1 - p) / p)
+
+    def _move_to(self, device: torch.device) -> None:
+        """Move what has an entry per coordinate to the device of the votes. Numbers per worker may stay on the CPU."""
+        self.decided = None if self.decided is None else self.decided.to(device)
+        for counts in (self.seen, self.wrong):
+            counts.update({voter: count.to(device) for voter, count in counts.items() if count.dim()})
 
     def _learn(self, votes: Votes, decided: torch.Tensor) -> None:
         """Count each worker's disagreements with the decision, at each coordinate."""
@@ -144,11 +152,11 @@ class LogLikelihood:
             counts[voter] = new if voter not in counts else counts[voter] * self.forget + new
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint keeps."""
+        """The tensors that a checkpoint keeps, on the CPU."""
         tensors = {f"rounds {voter}": torch.tensor(rounds) for voter, rounds in self.rounds.items()}
         for name, counts in (("seen", self.seen), ("wrong", self.wrong)):
-            tensors |= {f"{name} {voter}": count for voter, count in counts.items()}
-        return tensors if self.decided is None else tensors | {"decided": self.decided}
+            tensors |= {f"{name} {voter}": count.cpu() for voter, count in counts.items()}
+        return tensors if self.decided is None else tensors | {"decided": self.decided.cpu()}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a `state`."""
