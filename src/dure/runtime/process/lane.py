@@ -41,7 +41,8 @@ class _Message:
     """A message on its way to the wire, in the queue of its `key`.
 
     `computed`: on the caller's stream, `tensors` hold their values and `into`, the memory for a reply, is free.
-    `copied`: on the side stream, `tensors` are in pinned memory. `leave` gives the message to the wire.
+    `copied`: on the side stream, `tensors` are in pinned memory. A message without tensors is `ready` once it has
+    memory for its reply. `leave` gives the message to the wire.
     """
 
     key: str
@@ -49,9 +50,26 @@ class _Message:
     into: Tensors
     computed: torch.Event
     leave: Callable[[_Message], None]
+    ready: bool = False
     copied: torch.Event | None = None
     outgoing: torch.Tensor | None = None
     incoming: torch.Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the message has its buffers."""
+        return self.ready or self.copied is not None
+
+    def may_leave(self) -> bool:
+        """Whether its tensors are in pinned memory. Sets `ready`."""
+        self.ready = self.ready or (self.copied is not None and self.copied.query())
+        return self.ready
+
+
+class _Queue(deque[_Message]):
+    """Messages of one key that have not left yet. `polled`: the loop asks for the event of the first."""
+
+    polled = False
 
 
 class Lane:
@@ -63,7 +81,7 @@ class Lane:
         self._loop = loop
         self._side = torch.Stream(device)
         self._arrival = torch.Stream(device)
-        self._queues: dict[str, deque[_Message]] = {}
+        self._queues: dict[str, _Queue] = {}
 
     # ---- streams
 
@@ -101,6 +119,7 @@ class Lane:
 
         def leave(message: _Message) -> None:
             if operation.done:  # it was cancelled
+                self._release(message)
                 return
             room = into if message.incoming is None else cut(message.incoming, message.into)
             send(_pinned(message), room, lambda answer: done(self._arrived(message, answer)))
@@ -131,22 +150,28 @@ class Lane:
 
     def received(self, tensors: Tensors) -> Tensors:
         """The tensors of a call of another process, on the device. Their memory on the host is free afterwards."""
-        return [tensor.to(self.device) for tensor in tensors]
+        here = self._here()
+        with self._arrival:
+            found = [tensor.to(self.device) for tensor in tensors]  # the host waits for this stream alone
+        here.wait_event(self._arrival.record_event())
+        for tensor in found:
+            tensor.record_stream(here)
+        return found
 
     def _enqueue(self, message: _Message) -> None:
-        queue = self._queues.setdefault(message.key, deque())
-        queue.append(message)
-        self._start_copies(queue)
-        if len(queue) == 1:
-            self._loop.poll(lambda: self._give_to_wire(queue))
+        self._queues.setdefault(message.key, _Queue()).append(message)
+        self._advance(message.key)
 
-    def _start_copies(self, queue: deque[_Message]) -> None:
-        """Start to copy the waiting messages to pinned memory, as many as there are buffers for."""
+    def _advance(self, key: str) -> None:
+        """Start to copy the waiting messages of a key to pinned memory, as many as there are buffers for."""
+        queue = self._queues[key]
         for message in queue:
-            if message.copied is None:
+            if not message.begun:
                 if not self._take_buffers(message):
-                    return
+                    break
                 self._start_copy(message)
+        if not queue.polled and self._give_to_wire(queue):
+            self._loop.poll(lambda: self._give_to_wire(queue))
 
     def _take_buffers(self, message: _Message) -> bool:
         """Take the pinned memory of a message and its reply; False if it is in use."""
@@ -163,6 +188,9 @@ class Lane:
         return True
 
     def _start_copy(self, message: _Message) -> None:
+        if message.outgoing is None:
+            message.ready = True
+            return
         with self._side:
             self._side.wait_event(message.computed)
             for pinned, tensor in zip(_pinned(message), message.tensors, strict=True):
@@ -171,12 +199,14 @@ class Lane:
                     tensor.record_stream(self._side)
         message.copied = self._side.record_event()
 
-    def _give_to_wire(self, queue: deque[_Message]) -> bool:
-        """Give the messages that have been copied to the wire, in their order; whether others wait."""
-        while queue and queue[0].copied is not None and queue[0].copied.query():
+    def _give_to_wire(self, queue: _Queue) -> bool:
+        """Give the messages that have been copied to the wire, in their order; whether a copy is still under way."""
+        queue.polled = True  # a message that leaves may let others advance
+        while queue and queue[0].may_leave():
             message = queue.popleft()
             message.leave(message)
-        return bool(queue)
+        queue.polled = bool(queue) and queue[0].begun
+        return queue.polled
 
     def _arrived(self, message: _Message, answer: Reply | RemoteError) -> Reply | RemoteError:
         """Start to copy the tensors of a reply to the device. The caller's stream waits for them, the host does not."""
@@ -198,13 +228,13 @@ class Lane:
     def _free(self, message: _Message, buffer: torch.Tensor) -> bool:
         """Return the memory of a reply that has been copied."""
         self.pool.give_back(f"replies to {message.key}", buffer)
-        self._start_copies(self._queues[message.key])
+        self._advance(message.key)
         return True
 
     def _release(self, message: _Message) -> None:
         """Return the memory of a message that the wire does not need any more."""
         self._return(message)
-        self._start_copies(self._queues[message.key])
+        self._advance(message.key)
 
     def _return(self, message: _Message) -> None:
         if message.outgoing is not None:

@@ -1,0 +1,58 @@
+"""The lane of a device replica: correct programs pass, and each planted fault of synchronization is caught."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerator import target
+from accelerator.lane_programs import PROGRAMS
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]  # the first test compiles
+
+UNORDERED = r"raised: standin: .* and no event orders the two"
+
+CAUGHT = {
+    "event_left_out": UNORDERED,
+    "event_not_asked_for": r"wrong: \[nan",
+    "wait_on_another_stream": UNORDERED,
+    "memory_still_in_use": UNORDERED,
+    "record_stream_left_out": r"raised: standin: .* was freed while .* Call tensor.record_stream",
+    "returned_early": r"wrong: |raised: standin: .* was overwritten",
+    "returned_when_received": r"wrong: |raised: standin: .* was overwritten",
+    "beside_without_an_event": UNORDERED,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Outcomes of each program, by fault."""
+    if reason := target.absent():
+        pytest.skip(reason)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1] / "src"))),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "accelerator.lane_programs"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    return dict(map(json.loads, ran.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_lane_carries_messages(outcomes, name):
+    assert outcomes[name][""] == "right"
+
+
+FAULTS = [(name, fault) for name, (_, faults) in PROGRAMS.items() for fault in faults[1:]]
+
+
+@pytest.mark.skipif(target.device_type() != "standin", reason="only the stand-in catches each fault")
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_the_fault_is_caught(outcomes, name, fault):
+    assert re.match(CAUGHT[fault], outcomes[name][fault])
