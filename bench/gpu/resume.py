@@ -2,8 +2,9 @@
 
     python bench/gpu/resume.py [--json FILE]
 
-`dure train` runs 30 steps on the CPU; a second run takes 10 steps on the CPU, 10 on the device and 10 on the CPU. The
-parameters of both are compared, under methods and codecs with state.
+`dure train` runs 30 steps on the CPU. A second run ends after 10 steps on the CPU, 20 on the device and 30 on
+the CPU; each part is resumed from the last checkpoint of the one before. The parameters in the last checkpoints are
+compared, under methods and codecs with state.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def train(strategy: str, device: str, steps: int, *more: str) -> None:
     given = [JOB, "--strategy", strategy, "--workers", "2", "--optimizer", "momentum"] if strategy else []
     command = [sys.executable, "-m", "dure", "train", *given, "--device", device, "--steps", str(steps), *more]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--checkpoint-every", "10"], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*command, "--checkpoint-every", "4"], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
 
 
 def params(run: Path) -> torch.Tensor:
     """The parameters of worker 0 in the last checkpoint."""
-    last = max((run / "checkpoints").glob("*/worker 0.safetensors"), key=lambda path: path.stat().st_mtime)
+    last = max((run / "checkpoints").glob("*/worker-0.safetensors"), key=lambda path: path.stat().st_mtime)
     return load_file(last)["params"]
 
 

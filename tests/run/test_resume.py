@@ -160,10 +160,10 @@ def test_a_method_as_an_object_is_what_it_says(over_servers, tmp_path):
 
 @pytest.mark.parametrize("on", ["virtual", "local"])
 def test_what_is_of_this_start_alone_may_be_other(on, tmp_path):
-    """More steps, other checkpoints, a trace: the result is that of the longer run."""
+    """More steps, other checkpoints, a trace, a device: the result is that of the longer run."""
     whole = dure.train("digits-mlp", on=on, workers=2, steps=9, exact=on == "virtual")
     dure.train("digits-mlp", on=on, workers=2, out=tmp_path / "run", exact=on == "virtual", **OPTIONS)
-    new = {"steps": 9, "checkpoint_every": 3, "trace": True}
+    new = {"steps": 9, "checkpoint_every": 3, "trace": True, "device": "cpu"}
     run = dure.train("digits-mlp", resume=tmp_path / "run", **new)
     assert run.summary()["params_sha256"] == whole.summary()["params_sha256"]
     assert run.config["on"] == on

@@ -82,9 +82,9 @@ class Options:
     """Write trace.json, which Perfetto opens: who computed, sent and waited when. Needs --out."""
     tensorboard: bool = False
     """Write TensorBoard events. Needs --out."""
-    device: str = "cpu"
+    device: str | None = None
     """Device of the replicas: cpu, cuda (a device per worker, dealt out in turn), cuda:1 (all on this one), or auto: an
-    accelerator if there is one. Servers stay on the CPU; a virtual run is on one device."""
+    accelerator if there is one; cpu if left out. Servers stay on the CPU; a virtual run is on one device."""
     exact: bool = False
     """Evaluate gradients one at a time on one thread (virtual time)."""
     warn_after: Seconds | None = None
@@ -103,7 +103,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint))
-        check_form(self.device)
+        if self.device is not None:
+            check_form(self.device)
         if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
             raise UsageError(
                 f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."

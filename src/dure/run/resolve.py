@@ -47,7 +47,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     absent = cluster.absent if cluster is not None else frozenset()
     here = place() if is_started_outside(config.on) else None
     local_rank = None if here is None else here.local_rank
-    devices = devices_of(config.device, workers, virtual=config.virtual, local_rank=local_rank)
+    devices = devices_of(config.device or CPU, workers, virtual=config.virtual, local_rank=local_rank)
     device = devices[0] if config.virtual else CPU
     setup = Setup(config, job, strategy, workers, sizes, steps, every, absent, devices, device)
     _check(setup, cluster)

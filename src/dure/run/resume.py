@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "epochs",
     "seconds",
     "checkpoint_every",
+    "device",
     "data",
     "trace",
     "tensorboard",
@@ -34,7 +35,8 @@ MAY_CHANGE = (
     "integrity",
     "grace",
 )
-"""Options that a resumed run may change: its length, paths of this machine, optional files, time limits."""
+"""Options that a resumed run may change: its length, paths and devices of this machine, optional files, time
+limits."""
 
 
 def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
