@@ -33,7 +33,8 @@ class InitialModel:
     @cached_property
     def replica(self) -> Replica:
         """A replica with the initial values."""
-        return Replica(self._job.build(self._seed).to(self._device))
+        module = self._job.build(self._seed)
+        return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
 
     @property
     def params(self) -> Any:
