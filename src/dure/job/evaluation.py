@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.job.data.structure import Batch, called, tensors
+from dure.job.data.structure import Batch, called, moved, tensors
 from dure.job.replica import Replica
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ class Evaluator:
     virtual and in real time, are graded on the same samples.
     """
 
-    def __init__(self, job: Job, samples: int | None = None) -> None:
+    def __init__(self, job: Job, samples: int | None = None, *, device: str = "cpu") -> None:
         self._job = job
         with torch.random.fork_rng(devices=[]):
-            self._replica = Replica(job.model())
+            self._replica = Replica(job.model().to(device))
         self._replica.module.eval()
         self._data = job.graded
         self._rows = _choice(len(self._data), SAMPLES if samples is None and job.test is None else samples)
@@ -61,16 +62,32 @@ class Evaluator:
         self._replica.load(values)
         if buffers is not None:
             self._replica.load_buffers(buffers)
-        loss = right = 0.0
+        losses, accuracies = [], []
+        parts = torch.split(self._rows, self._batch)
         with torch.no_grad():
-            for number, rows in enumerate(torch.split(self._rows, self._batch)):
-                inputs, targets = self._data.batch(rows, (number * self._batch,))
+            for number, rows in enumerate(parts):
+                inputs, targets = (self._there(each) for each in self._data.batch(rows, (number * self._batch,)))
                 outputs = called(self._replica.module, inputs)
-                loss += float(self._job.loss(outputs, targets)) * len(rows)
+                losses.append(self._job.loss(outputs, targets))
                 if self._job.accuracy is not None:
-                    right += float(self._job.accuracy(outputs, targets)) * len(rows)
-        total = len(self._rows)
-        return Metrics(loss / total, right / total if self._job.accuracy is not None else None)
+                    accuracies.append(self._job.accuracy(outputs, targets))
+        accuracy = _mean(accuracies, parts) if self._job.accuracy is not None else None
+        return Metrics(_mean(losses, parts), accuracy)
+
+    def _there(self, batch: Batch) -> Batch:
+        """A batch on the device of the model."""
+        device = self._replica.device
+        return batch if device.type == "cpu" else moved(batch, device)
+
+
+def _mean(values: Sequence[Any], parts: Sequence[torch.Tensor]) -> float:
+    """The mean of one number per part, weighted by the samples of the part. Tensors come in one transfer."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        values = torch.stack([value.reshape(()) for value in values]).tolist()
+    total = 0.0
+    for value, rows in zip(values, parts, strict=True):
+        total += float(value) * len(rows)
+    return total / sum(map(len, parts))
 
 
 def _choice(total: int, samples: int | None) -> torch.Tensor:

@@ -257,12 +257,13 @@ class RangesOptimizer:
         dtype: torch.dtype,
         *,
         segments: Sequence[GroupRange] = (),
+        device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
-        self._parts = [
-            (start, stop, FlatOptimizer(spec, stop - start, dtype, segments=restrict(segments, [(start, stop)])))
-            for start, stop in ranges
-        ]
+        self._parts: list[tuple[int, int, FlatOptimizer]] = []
+        for start, stop in ranges:
+            own = restrict(segments, [(start, stop)])
+            self._parts.append((start, stop, FlatOptimizer(spec, stop - start, dtype, segments=own, device=device)))
 
     def apply(
         self,
@@ -291,16 +292,16 @@ class RangesOptimizer:
 
 
 class RowOptimizer:
-    """An update rule for a table of which each step changes some rows. `leaves_alone` must hold for the rule.
+    """An update rule for a `table` of which each step changes some rows. `leaves_alone` must hold for the rule.
 
     The result equals, bit for bit, a step of the whole table in which the gradient of all other rows is zero. `group`
     is the table's index in a sequence of rates.
     """
 
-    def __init__(self, spec: OptimizerSpec, rows: int, width: int, dtype: torch.dtype, group: int = 0) -> None:
+    def __init__(self, spec: OptimizerSpec, table: torch.Tensor, group: int = 0) -> None:
         self.spec = spec
         self.group = group
-        self.vectors = {name: torch.zeros(rows, width, dtype=dtype) for name in _rule(spec).keeps}
+        self.vectors = {name: torch.zeros_like(table) for name in _rule(spec).keeps}
 
     def apply(
         self,
@@ -310,7 +311,7 @@ class RowOptimizer:
         lr: float | Sequence[float] | None = None,
     ) -> None:
         """One step of `rows` (count) of `table` (rows, width), in place, given their `gradient` (count, width)."""
-        some = FlatOptimizer(self.spec, gradient.numel(), gradient.dtype)
+        some = FlatOptimizer(self.spec, gradient.numel(), gradient.dtype, device=gradient.device)
         for name, vector in self.vectors.items():
             some.vectors[name] = vector[rows].reshape(-1)
         values = table[rows].reshape(-1)

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from dure.codec.cost import cost_of
 from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost
@@ -38,8 +39,6 @@ from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.sync import membership, saved
 
 if TYPE_CHECKING:
-    import torch
-
     from dure.job.gradient import Gradient
     from dure.run.callbacks import Callbacks, Row
     from dure.run.checkpoint import Parts
@@ -99,7 +98,7 @@ class VirtualRun:
         )
         if self.gradient_engine is not None:
             setup.configure(self.gradient_engine)
-        self.evaluator = None if config.timing_only else Evaluator(setup.job, config.eval_samples)
+        self.evaluator = None if config.timing_only else Evaluator(setup.job, config.eval_samples, device=setup.device)
         self.history: list[Row] = []
         self.spans: list[Any] = []
 
@@ -118,6 +117,7 @@ class VirtualRun:
             segment = VirtualSegment(self, parts)
 
     def _resume(self, parts: Parts) -> VirtualSegment:
+        parts = {name: part.to(torch.device(self.setup.device)) for name, part in parts.items()}
         with fitting("run"):
             self.history = [dict(row) for row in parts["run"].plain["history"]]
             return VirtualSegment(self, parts)

@@ -177,7 +177,7 @@ def test_a_gradient_is_not_there_before_it_is_computed():
 def test_a_step_of_some_rows_is_one_of_all_with_zeros(spec):
     draw = torch.Generator().manual_seed(1)
     table = torch.randn(9, 4, generator=draw)
-    whole, some = FlatOptimizer(spec, 36), RowOptimizer(spec, 9, 4, torch.float32)
+    whole, some = FlatOptimizer(spec, 36), RowOptimizer(spec, table)
     expected = table.reshape(-1).clone()
     for _ in range(3):
         rows = torch.randperm(9, generator=draw)[:4].sort().values

@@ -174,11 +174,11 @@ class ServerPart(NamedTuple):
     def numbered(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows of each table, all here and ascending, as their numbers here: int32."""
         first = 0
-        numbers = [torch.empty(0, dtype=torch.int64)]
+        numbers = []
         for each, (count, _) in zip(rows, self.shapes, strict=True):
             numbers.append(each // self.plan.shards + first)
             first += count
-        return torch.cat(numbers).int()
+        return torch.cat(numbers).int() if numbers else torch.empty(0, dtype=torch.int32)
 
     def taken_from(self, flat: torch.Tensor) -> torch.Tensor:
         """Its values out of all parameters; a copy."""

@@ -111,10 +111,10 @@ class RowShard:
         self._head = part.head
         self._shapes = part.shapes
         whole = restrict(restrict(segments, part.plan.whole), [part.whole])
-        self._optimizer = FlatOptimizer(spec, self._head, values.dtype, segments=whole)
+        self._optimizer = FlatOptimizer(spec, self._head, values.dtype, segments=whole, device=values.device)
         self._rules = [
-            RowOptimizer(own, rows, width, values.dtype, group)
-            for table, (rows, width) in zip(part.plan.tables, self._shapes, strict=True)
+            RowOptimizer(own, values, group)
+            for table, values in zip(part.plan.tables, self._tables(), strict=True)
             for own, group in [of_table(spec, segments, table)]
         ]
         self._given: dict[int, _Given] = {}
@@ -190,7 +190,7 @@ class RowShard:
             raise Refused(f"{self.node.name} was asked for rows that are none of its {total}, or not in their order.")
         at, found = 0, []
         for rows, _ in self._shapes:
-            low, high = torch.searchsorted(numbers, torch.tensor([at, at + rows], dtype=numbers.dtype)).tolist()
+            low, high = torch.searchsorted(numbers, numbers.new_tensor([at, at + rows])).tolist()
             found.append(numbers[low:high].long() - at)
             at += rows
         return found

@@ -80,8 +80,10 @@ class HybridTopology(Topology):
         servers = [Address(str(NodeId(SERVER, number)), "shard") for number in range(self.servers)]
         client = RowClient(worker.node, worker.rank, self.rows, plan.job.rows, servers)
         worker.sessions.rows = RowSession(worker, client, group)  # type: ignore[arg-type]
-        dtype, segments = plan.replica.dtype, plan.model.rates.segments
-        worker.optimizer = RangesOptimizer(plan.job.optimizer, self.rows.ring, dtype, segments=segments)
+        replica, segments = plan.replica, plan.model.rates.segments
+        worker.optimizer = RangesOptimizer(
+            plan.job.optimizer, self.rows.ring, replica.dtype, segments=segments, device=replica.device
+        )
 
     def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
         values = super().result(shards, models)

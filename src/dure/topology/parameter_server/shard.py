@@ -101,7 +101,9 @@ class Shard:
         self.node = node
         sizes = [values.numel()] if ranges is None else [stop - start for start, stop in ranges]
         timing_only = isinstance(values, Ghost)
-        optimizer = None if timing_only else FlatOptimizer(spec, values.numel(), values.dtype, segments=segments)
+        optimizer = None
+        if not timing_only:
+            optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments, device=values.device)
         rule = Rule(optimizer, corrections, coder, vote)
         self.versions = Versions(node, values, sizes)
         self.staging = StagingArea(self.versions, corrections, coder)

@@ -56,9 +56,9 @@ class Follower:
         coder: Coder,
     ) -> None:
         self.version: int | None = 0
-        self.message = torch.empty(coder.most_bytes, dtype=torch.uint8)
+        self.message = torch.empty(coder.most_bytes, dtype=torch.uint8, device=values.device)
         self.values = gather(values, ranges).clone()
-        self.rule = FlatOptimizer(spec, self.values.numel(), values.dtype, segments=segments)
+        self.rule = FlatOptimizer(spec, self.values.numel(), values.dtype, segments=segments, device=values.device)
         self._ranges = ranges
         self._coder = coder
         self._signs = torch.empty_like(self.values)

@@ -92,7 +92,8 @@ class Segment:
     """A model in shared memory, and what is counted of it.
 
     `memory` is flat uint8, of `layout.nbytes`, zeros at first. With `locks` other processes see it too; without, it is
-    this process's own and whoever uses it takes turns. `timing_only` counts, and holds no values.
+    this process's own and whoever uses it takes turns. Without `memory` the values are on `device`, and the counters on
+    the CPU. `timing_only` counts, and holds no values.
     """
 
     def __init__(
@@ -101,22 +102,26 @@ class Segment:
         memory: torch.Tensor | None = None,
         locks: Locks | None = None,
         *,
+        device: torch.device | str = "cpu",
         timing_only: bool = False,
     ) -> None:
         self.layout = layout
         self.locks = locks
         self.turns = None if locks is not None else Turns("the shared memory")
-        if memory is None:
-            small = layout._replace(numel=0) if timing_only else layout
-            memory = torch.zeros(small.nbytes, dtype=torch.uint8)
-        self.claims, self.rows = layout.tables(memory)
+        counters = torch.zeros(layout._replace(numel=0).nbytes, dtype=torch.uint8) if memory is None else memory
+        self.claims, self.rows = layout.tables(counters)
         self._updates = self.rows[:, _UPDATES]
         if timing_only:
             ghost = cast(torch.Tensor, Ghost(layout.numel, layout.dtype.itemsize))
             self.values, self.vectors = ghost, dict.fromkeys(layout.vectors, ghost)
+            return
+        count = 1 + len(layout.vectors)
+        if memory is None:
+            parts = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
         else:
-            self.values = layout.vector(memory, 0)
-            self.vectors = {name: layout.vector(memory, 1 + i) for i, name in enumerate(layout.vectors)}
+            parts = [layout.vector(memory, place) for place in range(count)]
+        self.values, *vectors = parts
+        self.vectors = dict(zip(layout.vectors, vectors, strict=True))
 
     @property
     def version(self) -> int:
@@ -169,7 +174,7 @@ class Segment:
     def _add_under_locks(self, update: torch.Tensor, scale: float, locks: int) -> None:
         edges = torch.arange(locks + 1) * self.values.numel() // locks
         indices = update.indices()[0] if update.is_sparse else None
-        cuts = edges if indices is None else torch.searchsorted(indices, edges)
+        cuts = edges if indices is None else torch.searchsorted(indices, edges.to(indices.device))
         for lock, (start, stop) in enumerate(zip(cuts.tolist(), cuts.tolist()[1:], strict=False)):
             if start == stop:
                 continue

@@ -46,7 +46,8 @@ class SharedMemoryTopology(Topology):
         """The owner of the memory: between processes the system's, else this process's own."""
         plan = self.plan
         if plan.virtual:
-            return SharedShard(node, Segment(self._layout, timing_only=plan.timing_only), plan.model.params)
+            segment = Segment(self._layout, device=plan.replica.device, timing_only=plan.timing_only)
+            return SharedShard(node, segment, plan.model.params)
         memory = plan.memory(self._layout.nbytes)
         return SharedShard(node, Segment(self._layout, memory.bytes, memory), plan.model.params, path=memory.path)
 
