@@ -57,7 +57,7 @@ def one_bit_of_the_last(values, losses, works):
 
 
 def loss_by_place(values, losses, works):
-    return values, [loss + 1e-15 * place for place, loss in enumerate(losses)]
+    return values, losses.double() + 1e-15 * torch.arange(len(losses))
 
 
 def wrong_everywhere(values, losses, works):

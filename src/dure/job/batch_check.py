@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dure.job.batched_gradients import Stacked, present
@@ -39,9 +37,7 @@ def find_fault(
         return str(error).strip().split("\n")[0]
     for stack in _stacks(len(trial), stacked.fewest):
         again, again_losses = stacked.evaluate([trial[index] for index in stack])
-        if not _same_bits(again, values[stack]) or not _same_bits(
-            np.array(again_losses), np.array([losses[i] for i in stack])
-        ):
+        if not (_same_bits(again, values[stack]) and _same_bits(again_losses, losses[stack])):
             return f"bits depend on the company, here of {len(stack)}"
     for index in (0, len(trial) - 1):
         reference = alone(trial[index]).values
@@ -71,6 +67,5 @@ def _variant(work: GradientWork, shift: int) -> GradientWork:
     )
 
 
-def _same_bits(left: Tensor | NDArray[np.float64], right: Tensor | NDArray[np.float64]) -> bool:
-    left, right = (torch.as_tensor(each).contiguous() for each in (left, right))
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

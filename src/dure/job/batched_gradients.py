@@ -30,8 +30,8 @@ class Stacked(Protocol):
     fewest: int
     """Fewest gradients in one stack, where the engine divides more than the most into several stacks."""
 
-    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, list[float]]:
-        """Compute flat gradients, one per row of a new tensor, and the losses."""
+    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, Tensor]:
+        """Compute flat gradients, one per row of a new tensor, and the losses; the host does not wait for them."""
         ...
 
 
@@ -83,7 +83,7 @@ class Vmapped:
 
         self._gradients = torch.func.vmap(torch.func.grad_and_value(loss_at), randomness="error")
 
-    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, list[float]]:
+    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, Tensor]:
         values = self._values.stack([work.values for work in works])
         inputs = joined(torch.stack, [present(work.inputs) for work in works])
         targets = joined(torch.stack, [present(work.targets) for work in works])
@@ -92,4 +92,4 @@ class Vmapped:
         result = aligned_rows(len(values), values.shape[1], values)[:, : values.shape[1]]
         for layer in self._layers:
             part_of(result, layer).copy_(gradients[layer.name])
-        return result, losses.tolist()
+        return result, losses

@@ -81,7 +81,7 @@ class Dense:
         steps = _read_chain(replica, work)
         return None if not steps else cls(replica, loss, steps, padded_to)
 
-    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, list[float]]:
+    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, Tensor]:
         padded = [*works, *[works[-1]] * (self._padded_to - len(works))]
         targets = joined(torch.stack, [present(work.targets) for work in padded])
         result = aligned_rows(len(padded), self._numel, works[0].values)[:, : self._numel]
@@ -90,7 +90,7 @@ class Dense:
             outputs, tape = self._forward(batch)
             losses, gradient = _loss_gradients(self._loss, outputs, targets)
             self._backward(batch, tape, gradient)
-        return result[: len(works)], losses[: len(works)].tolist()
+        return result[: len(works)], losses[: len(works)]
 
     def _stack_small(self, works: Sequence[GradientWork]) -> dict[str, Tensor]:
         """Stack each small parameter of all works to (works, *its shape)."""

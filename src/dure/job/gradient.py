@@ -59,16 +59,20 @@ class Gradient:
     faulty: Sequence[int] = ()
 
     def scaled(self, factor: float) -> Gradient:
-        """Multiply this gradient by `factor` in place, and return it."""
+        """Multiply this gradient by `factor` in place, and return it.
+
+        It is not `checked` any more: scaled gradients are summed over a group, and a sum may overflow.
+        """
         self.values *= factor
+        self.checked = False
         if self.for_servers is not None:
             for part in (self.for_servers.whole, *(values for _, values in self.for_servers.rows)):
                 part *= factor
         return self
 
     def with_values(self, values: Tensor) -> Gradient:
-        """A copy with other `values`."""
-        return replace(self, values=values)
+        """A copy with other `values`, which are not `checked`."""
+        return replace(self, values=values, checked=False)
 
 
 class ServerGradient(NamedTuple):

@@ -14,6 +14,9 @@ gradients, never from a measured time, so that the bits of a run do not depend o
     | other randomness, sparse gradients, and models   |                                                       |
     | of which LEAST_PENDING do not fit in MOST_BYTES  |                                                       |
 
+On an accelerator a stack may take a share of the memory that is free when the engine stacks for the first time, in
+place of MOST_BYTES. There one transfer brings all losses of a call to the host, with the norm of its gradients.
+
 Only gradients of equal shapes are stacked. Before the first stack of a shape, a check computes the same works in
 several stacks (`batch_check.py`). If a bit depends on the other works of a stack, or a result differs from the one
 computed alone, the engine computes this shape one at a time. `GradientEngine.rule` reports the choices for the run's
@@ -23,9 +26,11 @@ record.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +48,13 @@ LEAST_PENDING = 16
 """Least number of pending gradients for vmap. As many stacked models must fit in MOST_BYTES."""
 
 MOST_BYTES = 25_000_000
-"""Size of the largest stacked tensor. Beyond it, memory traffic costs more than fewer calls save."""
+"""Size of the largest stacked tensor on a CPU. Beyond it, memory traffic costs more than fewer calls save."""
+
+SHARE = 8
+"""On an accelerator, the largest stacked tensor takes one part in so many of the free memory.
+
+A stack holds several tensors of this size at once: parameters, gradients, and the gradients of its layers.
+"""
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -67,6 +78,13 @@ class _Decision:
     stacked: Stacked | None
     most: int
     why: str
+
+
+class _Computed(NamedTuple):
+    """Gradients whose losses the host has not read yet; `losses` holds one for each, or is the only one."""
+
+    gradients: Sequence[Gradient]
+    losses: Tensor
 
 
 class GradientEngine:
@@ -118,17 +136,20 @@ class GradientEngine:
         A loss may be NaN or infinity. Raises `UsageError` for a loss that is no single number.
         """
         results: dict[int, Gradient] = {}
+        computed: list[_Computed] = []
         for decision, indices in self._groups(works):
-            if decision.stacked is None:
-                for index in indices:
-                    results[index] = self._evaluate_alone(works[index])
-                continue
             for part in _even_parts(indices, decision.most):
-                values, losses = decision.stacked.evaluate([works[index] for index in part])
-                samples = _samples(works[part[0]])
-                for index, row, loss in zip(part, values.unbind(), losses, strict=True):
-                    results[index] = Gradient(row, loss, samples)
+                computed.append(self._compute(decision, [works[index] for index in part]))
+                results |= zip(part, computed[-1].gradients, strict=True)
+        _read_losses(computed)
         return [results[index] for index in range(len(works))]
+
+    def _compute(self, decision: _Decision, works: Sequence[GradientWork]) -> _Computed:
+        if decision.stacked is None:
+            return self._compute_alone(works[0])
+        values, losses = decision.stacked.evaluate(works)
+        samples = _samples(works[0])
+        return _Computed([Gradient(row, math.nan, samples) for row in values.unbind()], losses)
 
     def one(self, work: GradientWork) -> Gradient:
         """Compute the gradient of one work, as `evaluate`."""
@@ -160,7 +181,7 @@ class GradientEngine:
             "exact": self.exact,
             "threads": 1 if self.exact else torch.get_num_threads(),
             "least_pending": LEAST_PENDING,
-            "most_bytes": MOST_BYTES,
+            "most_bytes": self._most_bytes,
             "one_at_a_time": self._alone or None,
             "shapes": {
                 self._shapes[signature]: f"stacked: {decision.stacked.describe}, at most {decision.most}"
@@ -191,14 +212,23 @@ class GradientEngine:
             self._shapes[signature] = f"inputs {described(work.inputs)}, targets {described(work.targets)}"
         return self._decisions[signature]
 
+    @cached_property
+    def _most_bytes(self) -> int:
+        """Size of the largest stacked tensor."""
+        device = self.replica.device
+        if device.type == "cpu":
+            return MOST_BYTES
+        free, _ = torch.accelerator.get_memory_info(device)
+        return free // SHARE
+
     def _try(self, work: GradientWork) -> _Decision:
         """The first way of stacking whose bits do not depend on the other works of a stack."""
         assert work.inputs is not None
         assert work.targets is not None
         largest = max(each.nbytes for each in (work.values, *tensors(work.inputs), *tensors(work.targets)))
-        most = MOST_BYTES // max(largest, 1)
+        most = self._most_bytes // max(largest, 1)
         if most < LEAST_PENDING:
-            return _Decision(None, 1, f"{LEAST_PENDING} times {largest} bytes are more than {MOST_BYTES}")
+            return _Decision(None, 1, f"{LEAST_PENDING} times {largest} bytes are more than {self._most_bytes}")
         faults = []
         for stacked in self._ways(work):
             fault = find_fault(stacked, work, most, self._evaluate_alone)
@@ -217,6 +247,11 @@ class GradientEngine:
     # ---- one at a time
 
     def _evaluate_alone(self, work: GradientWork) -> Gradient:
+        computed = self._compute_alone(work)
+        _read_losses([computed])
+        return computed.gradients[0]
+
+    def _compute_alone(self, work: GradientWork) -> _Computed:
         replica, parameters = self.replica, self._parameters
         with self._isolated(work):
             loss = self._loss(work)
@@ -228,7 +263,8 @@ class GradientEngine:
         else:
             values = self._flat_of(gradients, self._own)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
-        return Gradient(values, loss.item(), _samples(work), buffers, self._server_gradient(gradients))
+        gradient = Gradient(values, math.nan, _samples(work), buffers, self._server_gradient(gradients))
+        return _Computed([gradient], loss.detach())
 
     def _server_gradient(self, gradients: Sequence[Tensor | None]) -> ServerGradient | None:
         """The gradient of the parameters that servers hold; None where they hold none."""
@@ -303,6 +339,25 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+def _read_losses(computed: Sequence[_Computed]) -> None:
+    """Set the loss of each gradient. On an accelerator one transfer brings all losses, and tells if all are finite.
+
+    The norm of all gradients together is finite only if each gradient is. Where it is not, receivers check each one.
+    """
+    on_device = bool(computed) and computed[0].losses.device.type != "cpu"
+    if not on_device:
+        for gradients, losses in computed:
+            for gradient, loss in zip(gradients, losses.tolist() if losses.dim() else (losses.item(),), strict=True):
+                gradient.loss = loss
+        return
+    together = [gradient for gradients, _ in computed for gradient in gradients]
+    values = [each.values.values() if each.values.is_sparse else each.values for each in together]
+    parts = [losses.reshape(-1) for _, losses in computed]
+    *read, norm = torch.cat([*parts, torch.nn.utils.get_total_norm(values).reshape(1)]).tolist()
+    for gradient, loss in zip(together, read, strict=True):
+        gradient.loss, gradient.checked = loss, math.isfinite(norm)
+
+
 def _samples(work: GradientWork) -> int:
     assert work.targets is not None
     return len(tensors(work.targets)[0])
@@ -339,7 +394,7 @@ def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
 def _rows(gradient: Tensor | None, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     """The ascending indices (count) of a gradient's rows that may differ from zero, and their values (count, width)."""
     if gradient is None:
-        rows = torch.empty(0, dtype=torch.int64)
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return rows, parameter.detach().reshape(len(parameter), -1)[rows]
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -359,10 +414,11 @@ def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             rows, width = gradient.indices()[0], layer.numel // layer.shape[0]
-            indices.append((layer.start + rows.unsqueeze(1) * width + torch.arange(width)).reshape(-1))
+            columns = torch.arange(width, device=rows.device)
+            indices.append((layer.start + rows.unsqueeze(1) * width + columns).reshape(-1))
             values.append(gradient.values().reshape(-1))
         else:
-            indices.append(torch.arange(layer.start, layer.stop))
+            indices.append(torch.arange(layer.start, layer.stop, device=replica.device))
             values.append(gradient.reshape(-1))
     return torch.sparse_coo_tensor(
         torch.cat(indices).unsqueeze(0), torch.cat(values), (replica.numel,), is_coalesced=True, check_invariants=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dure.core.finite import all_finite
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
 from dure.errors import PeerLost
@@ -239,8 +240,10 @@ class VirtualGroup:
 
         def deliver() -> None:
             mean = total([gradient.values for _, gradient in order])
+            checked = not isinstance(mean, Ghost) and all_finite(mean)  # once for all members
             for operation, gradient in order:
                 gradient.values.copy_(mean)
+                gradient.checked = checked
                 operation.resolve(gradient)
 
         runtime.kernel.at(finish, deliver)
