@@ -35,7 +35,7 @@ class Point(nn.Module):
 
 def half_square(curvature: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean over the batch of 1/2 (w - t)' diag(curvature) (w - t)."""
-    return 0.5 * ((outputs - targets).square() * curvature.to(outputs.dtype)).sum(dim=1).mean()
+    return 0.5 * ((outputs - targets).square() * curvature.to(outputs)).sum(dim=1).mean()
 
 
 def quadratic(

@@ -234,6 +234,11 @@ def touched(update: torch.Tensor) -> int:
     return update.values().numel() if update.is_sparse else update.numel()
 
 
+def on_device(values: torch.Tensor) -> bool:
+    """Whether `values` lie on an accelerator."""
+    return not isinstance(values, Ghost) and not values.is_cpu
+
+
 class Access:
     """What one worker does with a segment. `locks` is 0 in racy mode; `alone` makes any one operation exclusive."""
 
@@ -245,12 +250,15 @@ class Access:
         self._locks = locks
 
     async def read(self, into: torch.Tensor, *, alone: bool = False) -> tuple[torch.Tensor, int]:
-        """The parameters and their version: where they lie if other processes write them, else copied to `into`."""
+        """The parameters and their version: where they lie if other processes write them, else copied to `into`.
+
+        A replica on a device gets a copy, since its device does not read the memory of the host.
+        """
         segment = self.segment
-        if segment.locks is not None and not alone:
-            return segment.values, segment.version
         if not alone:
-            return into.copy_(segment.values), segment.version
+            version = segment.version
+            in_place = segment.locks is not None and not on_device(into)
+            return segment.values if in_place else into.copy_(segment.values), version
         return cast(tuple[torch.Tensor, int], await self._in_turn(partial(self._copy, into), 0))
 
     async def add(
@@ -260,6 +268,8 @@ class Access:
 
         Raises `Refused` for what would spoil the model.
         """
+        if on_device(update):
+            update = update.cpu()  # the memory is the host's, which waits for the gradient
         if not isinstance(update, Ghost) and not all_finite(update):
             self.segment.refuse(self.worker)
             raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")

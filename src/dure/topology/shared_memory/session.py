@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from dure.core.node import Ghost
+from dure.topology.shared_memory.segment import on_device
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,9 @@ class MemorySession:
         worker.meter.add("communicate", started, worker.node.now(), "contribute")
 
     def vector(self, name: str) -> torch.Tensor:
-        """A vector beside the model that no worker writes while a phase lasts."""
-        return self.access.vector(name)
+        """A vector beside the model that no worker writes while a phase lasts; a replica on a device gets a copy."""
+        vector = self.access.vector(name)
+        return vector.to(self._worker.params.device) if on_device(self._worker.params) else vector
 
     def claim(self, counter: int, amount: int, *, limit: int) -> int | None:
         """Advance a counter that starts at 0 in each phase; its value before, None once that is at `limit`."""

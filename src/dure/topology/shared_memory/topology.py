@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.deployment import SERVER, NodeId
 from dure.core.node import Address
 from dure.topology.base import Topology, TopologyWorker
-from dure.topology.shared_memory.segment import Access, Layout, Segment, SharedShard
+from dure.topology.shared_memory.segment import Access, Layout, Segment, SharedShard, on_device
 from dure.topology.shared_memory.session import MemorySession
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SharedMemoryTopology(Topology):
         memory = self.plan.mapped_memory(where.fields["path"])
         segment = Segment(self._layout, memory.bytes, memory)
         self._give(worker, segment)
-        return segment.values, *segment.vectors.values()
+        return () if on_device(worker.params) else (segment.values, *segment.vectors.values())
 
     def _give(self, worker: TopologyWorker, segment: Segment) -> None:
         locks = self.choice.locks if self.choice.mode == "atomic" else 0
