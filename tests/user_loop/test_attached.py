@@ -897,7 +897,9 @@ def test_places():
     assert place({}) is None
     started = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     again = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert place({**started, **again}) == RankEnvironment(1, 2, "h", restarts=3, launch="job", local_size=2)
+    assert place({**started, **again}) == RankEnvironment(
+        1, 2, "h", restarts=3, launch="job", local_size=2, local_rank=1
+    )
     assert place(started).launch == place(started).launch != ""
     assert RankEnvironment(0, 2, "127.0.0.1").interface == "127.0.0.1"
     with pytest.raises(UsageError, match="not MASTER_ADDR, MASTER_PORT"):

@@ -10,7 +10,7 @@ of the data, and restores the random generators of PyTorch, NumPy and Python.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,24 @@ def _named(name: str) -> Iterator[None]:
 
 def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
     with explain_user_errors("reading its first samples raised"):
-        return data.batch(torch.arange(rows) % len(data))
+        inputs, targets = data.batch(torch.arange(rows) % len(data))
+    _check_place("its samples lie", [*tensors(inputs), *tensors(targets)])
+    return inputs, targets
+
+
+def _check_place(what: str, values: Sequence[Tensor]) -> None:
+    """Raise `UsageError` for a job with tensors on an accelerator: runs move replicas and batches there."""
+    device = next((each.device for each in values if each.device.type not in ("cpu", "meta")), None)
+    if device is not None:
+        raise UsageError(
+            f"{what} on {device}. Leave a job on the CPU: --device {device.type} moves replicas and batches there."
+        )
 
 
 def _model(job: Job, seed: int) -> nn.Module:
     with explain_user_errors("its model() raised"):
         module = job.build(seed)
+    _check_place("its model() builds", [*module.parameters(), *module.buffers()])
     try:
         Replica(module)
     except ReplicaError as error:

@@ -329,16 +329,23 @@ def _result(found: Sequence[Entry], target: Target) -> list[FigureRow]:
 
 def _work(found: Sequence[Entry]) -> list[FigureRow]:
     speeds = tuple(count_text(_speed(entry)) for entry in found)
+    devices = [_devices(entry) for entry in found]
     return [
         FigureRow("Kind of time", tuple(entry.time for entry in found)),
         _figure_row(found, "Whole run", seconds_text, "seconds"),
         _figure_row(found, "Evaluations, in real time", seconds_text, "evaluation_seconds"),
         _figure_row(found, "Workers", count_text, "workers"),
+        *([FigureRow("Devices", tuple(text or "cpu" for text in devices))] if any(devices) else []),
         _figure_row(found, "Mini-batches per worker", count_text, "steps"),
         _figure_row(found, "Learning rate", number_text, "lr"),
         _figure_row(found, "Samples", count_text, "samples"),
         FigureRow("Samples per second", speeds, _best(found, lambda entry: _negative(_speed(entry)))),
     ]
+
+
+def _devices(entry: Entry) -> str:
+    """The devices of a run's workers, each once; empty for a run on the CPU alone."""
+    return ", ".join(sorted({str(device) for device in entry.figures.get("devices") or ()}))
 
 
 def _speed(entry: Entry) -> float | None:

@@ -52,6 +52,7 @@ class _BreakEven(_Open):
 class _Figures(_Open):
     strategy: dict[str, str] | str = ""
     workers: int = 1
+    devices: list[str] = []
     loss: float | None = None
     accuracy: float | None = None
     best_accuracy: float | None = None

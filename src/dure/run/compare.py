@@ -68,7 +68,10 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     strategies = [each.chosen() for each in configs]
     if not config.strategies:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
-    runs = [run(each, replace(prebuilt, strategy=strategy)) for each, strategy in zip(configs, strategies, strict=True)]
+    runs: list[Run] = []
+    for each, strategy in zip(configs, strategies, strict=True):
+        told = any(before.config["on"] == each.on for before in runs)
+        runs.append(run(each, replace(prebuilt, strategy=strategy, told=told)))
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()

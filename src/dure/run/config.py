@@ -83,8 +83,8 @@ class Options:
     tensorboard: bool = False
     """Write TensorBoard events. Needs --out."""
     device: str | None = None
-    """Device of the replicas: cpu, cuda (a device per worker, dealt out in turn), cuda:1 (all on this one), or auto: an
-    accelerator if there is one; cpu if left out. Servers stay on the CPU; a virtual run is on one device."""
+    """Device of the replicas: cpu, cuda (dealt out to the workers in turn), cuda:1 (all on this one), or auto: an
+    accelerator if there is one. cpu if left out. Servers stay on the CPU; a virtual run is on one device."""
     exact: bool = False
     """Evaluate gradients one at a time on one thread (virtual time)."""
     warn_after: Seconds | None = None

@@ -1,16 +1,28 @@
-"""The devices of a run's replicas: what `--device` names, dealt out to the workers."""
+"""The devices of a run's replicas: what `--device` names, dealt out to the workers.
+
+Devices are looked for in the process that leads a run, or in the process of a rank under torchrun, and never in a fork
+server: a process that has asked a driver for its devices cannot be forked any more.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 AUTO = "auto"
 CPU = "cpu"
 
-FORM = re.compile(r"(?P<kind>[a-z][a-z0-9_]*)(:(?P<index>\d+))?")
+FORM = re.compile(r"(?P<kind>[a-z][a-z0-9_]*)(:(?P<index>\d{1,5}))?")
 """A kind of device, and the number of one device of this kind: cuda, cuda:1."""
+
+WITHOUT_FLOAT64 = ("mps",)
+"""Kinds of devices that have no numbers in double precision."""
 
 
 def check_form(text: str) -> None:
@@ -28,6 +40,14 @@ def kind_of(text: str) -> str:
     return text.partition(":")[0]
 
 
+def found_kind() -> str | None:
+    """The kind of this machine's accelerators; None if it has none."""
+    import torch  # texts are checked before torch is imported
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
 def devices_of(text: str, workers: int, *, virtual: bool, local_rank: int | None = None) -> tuple[str, ...]:
     """The device of each worker's replica, for `text` as `--device` gives it.
 
@@ -35,40 +55,122 @@ def devices_of(text: str, workers: int, *, virtual: bool, local_rank: int | None
     replicas on one device. `local_rank` is the number of this process among those that torchrun has started on its
     machine: then each entry is the device of this process. Raises `UsageError` if this machine has no such device.
     """
-    import torch  # texts are checked before torch is imported
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = None if accelerator is None else accelerator.type
-    if text == AUTO:
-        text = CPU if found is None else found
     match = FORM.fullmatch(text)
     assert match is not None
     kind, index = match["kind"], match["index"]
     if kind == CPU:
         return (CPU,) * workers
+    found = found_kind()
+    if text == AUTO and found is None:
+        return (CPU,) * workers
+    if text == AUTO:
+        kind = found
     if kind != found:
         has = "no accelerator" if found is None else f"devices of kind {found}"
-        raise UsageError(f'device="{text}" was asked for, and PyTorch finds {has} here. Write {found or CPU}, or auto.')
-    count = torch.accelerator.device_count()
-    if index is not None:
-        if int(index) >= count:
-            raise UsageError(
-                f'device="{text}" was asked for, and there are {count} here. Write {kind}:0 to {kind}:{count - 1}.'
-            )
-        return (text,) * workers
-    if virtual:
-        return (f"{kind}:0",) * workers
+        instead = f"{CPU} or {AUTO}" if found is None else f"{found}, {CPU} or {AUTO}"
+        raise UsageError(f'device="{text}" was asked for, and PyTorch finds {has} here. Write {instead}.')
+    return dealt(kind, count_of_devices(), workers, index=index, one=virtual, local_rank=local_rank)
+
+
+def count_of_devices() -> int:
+    """The number of this machine's accelerators."""
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def dealt(
+    kind: str,
+    count: int,
+    workers: int,
+    *,
+    index: str | None = None,
+    one: bool = False,
+    local_rank: int | None = None,
+) -> tuple[str, ...]:
+    """Deal `count` devices out to `workers` in turn. All get the device `index` if it is given, `one`: the first.
+
+    >>> dealt("cuda", 2, 3)
+    ('cuda:0', 'cuda:1', 'cuda:0')
+    """
+    if index is not None and int(index) >= count:
+        here = f"one is here, {kind}:0" if count == 1 else f"{count} are here, {kind}:0 to {kind}:{count - 1}"
+        raise UsageError(f'device="{kind}:{index}" was asked for, and {here}. Write one of these, {kind} or {AUTO}.')
+    if index is not None or one:
+        return (f"{kind}:{int(index or 0)}",) * workers
     if local_rank is not None:
         return (f"{kind}:{local_rank % count}",) * workers
     return tuple(f"{kind}:{rank % count}" for rank in range(workers))
 
 
-def described(devices: tuple[str, ...]) -> str:
-    """The devices of a run in words.
+def check_use(devices: Sequence[str], *, timing_only: bool, dtype: Callable[[], torch.dtype]) -> None:
+    """Raise `UsageError` if a run cannot use its `devices`. `dtype` gives the type of its parameters."""
+    used = [device for device in devices if device != CPU]
+    if used and timing_only:
+        raise UsageError(
+            f'timing_only computes no gradient, and device="{used[0]}" was asked for. Leave one of them out.'
+        )
+    if any(kind_of(device) in WITHOUT_FLOAT64 for device in used) and str(dtype()) == "torch.float64":
+        raise UsageError(
+            f"the parameters are float64, which {used[0]} does not have. Write --dtype float32 or --device cpu."
+        )
 
-    >>> described(("cuda:0", "cuda:1", "cuda:0", "cuda:1"))
-    '4 workers on cuda:0, cuda:1: several share one'
+
+def notice(text: str | None, devices: Sequence[str], *, places: Sequence[str] = ()) -> str:
+    """The line on the devices of a run, for `text` as `--device` gave it; empty if there is nothing to say.
+
+    `places` are the machines of the workers, if they are on several.
+
+    >>> notice("auto", ["cuda:0", "cuda:1", "cuda:0", "cuda:1"])
+    'device=auto found cuda: 4 workers on cuda:0, cuda:1: several share one.'
+    >>> notice("auto", ["cpu", "cpu"])
+    'device=auto found no accelerator: 2 workers on the CPU.'
     """
-    different = sorted(set(devices))
-    shared = ": several share one" if len(different) < len(devices) else ""
-    return f"{len(devices)} workers on {', '.join(different)}{shared}"
+    if all(device == CPU for device in devices):
+        found = f"device={AUTO} found no accelerator: {described(devices)}." if text == AUTO else ""
+        return found or (_unused() if text is None else "")
+    took = f"device={AUTO} found {' and '.join(sorted(set(map(kind_of, devices))))}: " if text == AUTO else ""
+    return f"{took}{described(devices, places)}."
+
+
+def _unused() -> str:
+    """A line that names the accelerators of this machine, if there are some and no option speaks of them."""
+    found = found_kind()
+    if found is None:
+        return ""
+    return f"the replicas are on the CPU, and this machine has devices of kind {found}: --device {AUTO} uses them."
+
+
+def described(devices: Sequence[str], places: Sequence[str] = ()) -> str:
+    """The devices of a run's workers in words. `places` are the machines of the workers, if they are on several.
+
+    >>> described(["cuda:0", "cuda:1", "cuda:0", "cuda:1"])
+    '4 workers on cuda:0, cuda:1: several share one'
+    >>> described(["cuda:0", "cuda:0"], places=["one", "two"])
+    '2 workers on cuda:0 of one, cuda:0 of two'
+    """
+    named = {place: f" of {place}" for place in places} if len(set(places)) > 1 else {}
+    held = [
+        "the CPU" if device == CPU else f"{device}{named.get(place, '')}"
+        for device, place in zip(devices, places or [""] * len(devices), strict=True)
+    ]
+    different = sorted(set(held))
+    shares = len(set(held) - {"the CPU"}) < len([each for each in held if each != "the CPU"])
+    workers = "1 worker" if len(devices) == 1 else f"{len(devices)} workers"
+    return f"{workers} on {', '.join(different)}{': several share one' if shares else ''}"
+
+
+def check_alike(devices: Sequence[str]) -> None:
+    """Raise `UsageError` if the devices of ranks that meet in collective operations are of several kinds."""
+    kinds = {kind: devices.index(device) for device in reversed(devices) for kind in (kind_of(device),)}
+    if len(kinds) > 1:
+        held = " and ".join(f"rank {rank} has {kind}" for kind, rank in sorted(kinds.items(), key=lambda each: each[1]))
+        raise UsageError(
+            f"all ranks of a collective operation need devices of one kind, and {held}. Write --device {CPU}, or train "
+            "over a parameter server: --topology ps."
+        )
+
+
+def in_summary(devices: Sequence[str]) -> dict[str, list[str]]:
+    """The entry of a run's summary on its devices, one for each worker; none for a run on the CPU alone."""
+    return {"devices": list(devices)} if set(devices) - {CPU} else {}

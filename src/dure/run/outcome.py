@@ -11,6 +11,7 @@ from dure.core.mixing import mixing
 from dure.errors import DureError
 from dure.job.replica import digest
 from dure.report.metrics import Staleness, TimeShare
+from dure.run.devices import in_summary
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +117,7 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
         "seed": setup.config.seeded,
         "per_worker": totals.per_worker,
         "per_shard": totals.per_shard,
+        **in_summary(setup.devices),
         **_graph(setup),
         **outcome.notes,
     }

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """Objects in place of names in a configuration, a fork server started earlier, and the caller's signals."""
+    """Objects in place of names in a configuration, a fork server started earlier, and the caller's signals.
+
+    `told`: an earlier run of this command has said which devices it uses.
+    """
 
     job: Job | None = None
     cluster: Cluster | None = None
     strategy: Strategy | None = None
     fork_server: ForkServer | None = None
     interruption: Interruption = field(default_factory=Interruption)
+    told: bool = False

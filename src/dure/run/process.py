@@ -113,8 +113,7 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     gradient_engine: GradientEngine | None = None
     if kind == "worker":
         setup = setup.for_worker(int(rank))
-        if setup.device != CPU:
-            torch.accelerator.set_device_index(setup.device)
+        take(setup.device)
         gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
         setup.configure(gradient_engine)
     credentials = Credentials.of(spec.credentials)
@@ -140,6 +139,27 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
         node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
         node.wire.close()
         node.loop.end()
+
+
+def take(device: str) -> None:
+    """Make `device` that of this process.
+
+    A process that is forked after a gradient was computed or a device was used can do neither, on a machine with an
+    accelerator. This raises `DureError` then: the job has done so in its file or in `model()`.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        return
+    try:
+        torch.autograd.backward(torch.ones((), requires_grad=True))
+        if device != CPU:
+            torch.accelerator.set_device_index(device)
+            torch.empty(0, device=device)
+    except RuntimeError as error:
+        raise DureError(
+            f"this worker cannot compute on {device}: {str(error).splitlines()[0].rstrip('.')}. A job must not compute "
+            "gradients or use a device before its workers are forked, in its file or in model(): do it in another "
+            "program that saves the result."
+        ) from error
 
 
 class RunProcess:

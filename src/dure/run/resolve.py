@@ -14,7 +14,7 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
-from dure.run.devices import CPU, devices_of
+from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
@@ -47,7 +47,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     absent = cluster.absent if cluster is not None else frozenset()
     here = place() if is_started_outside(config.on) else None
     local_rank = None if here is None else here.local_rank
-    devices = devices_of(config.device or CPU, workers, virtual=config.virtual, local_rank=local_rank)
+    asked = CPU if config.device is None or (config.timing_only and config.device == AUTO) else config.device
+    devices = devices_of(asked, workers, virtual=config.virtual, local_rank=local_rank)
     device = devices[0] if config.virtual else CPU
     setup = Setup(config, job, strategy, workers, sizes, steps, every, absent, devices, device)
     _check(setup, cluster)
@@ -112,6 +113,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
+    check_use(setup.devices, timing_only=setup.config.timing_only, dtype=lambda: setup.replica.dtype)
     setup.topology.check()
     fewest = setup.traits.fewest
     if setup.workers < fewest:

@@ -196,7 +196,11 @@ class Setup:
     def for_worker(self, rank: int) -> Setup:
         """This set-up in the process of worker `rank`, whose replica is on a device of its own."""
         device = self.devices[rank] if self.devices else CPU
-        return self if device == self.device else replace(self, device=device)
+        if device == self.device:
+            return self
+        own = replace(self, device=device)
+        own.__dict__["data"] = self.data  # computed before the fork, and the same on every device
+        return own
 
     def plain(self) -> dict[str, Any]:
         """The set-up of a real run as values that JSON has, for `resolve.rebuild` in another of its processes."""

@@ -27,6 +27,7 @@ from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.devices import notice
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.places import LAUNCHERS, is_real, is_started_outside
 from dure.run.prebuilt import Prebuilt
@@ -113,6 +114,8 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if not config.virtual and not is_started_outside(config.on):
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
+    if not (prebuilt.told or is_started_outside(config.on)):
+        _announce(setup)
     with _recording(setup, prebuilt.interruption) as (folder, callbacks, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
@@ -129,6 +132,13 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
             outcome = launch(setup, callbacks, saved, place)
         outcome.notes["evaluation_seconds"] = progress.evaluation_seconds
         return _finish(setup, outcome, folder, cluster)
+
+
+def _announce(setup: Setup) -> None:
+    """Say which devices a run uses."""
+    said = "" if setup.config.timing_only else notice(setup.config.device, setup.devices)
+    if said:
+        log.warning("%s", said)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ ranks. With `--max-restarts` torchrun starts all of them again, and the run resu
 
 from __future__ import annotations
 
+import logging
 import shutil
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -25,6 +27,7 @@ from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run
 from dure.report.values import versions
 from dure.run.config import TrainConfig
+from dure.run.devices import CPU, check_alike, in_summary, notice
 from dure.run.driver import Driver
 from dure.run.process import LaunchSpec
 from dure.run.process import main as be_member
@@ -47,6 +50,8 @@ RUN_SECONDS = 10.0 * 24 * 3600
 WORD_SECONDS = 5.0
 """Time limit of a failed rank for the report of rank 0, before torchrun ends all ranks."""
 
+
+log = logging.getLogger("dure")
 
 LAUNCH = "launch"
 """File in a run's folder with the identity of its launch."""
@@ -103,6 +108,7 @@ def _lead(
     rendezvous: Rendezvous, setup: Setup, callbacks: Callbacks, saved: Path | None, folder: Path | None
 ) -> Outcome:
     """Lead the run from rank 0."""
+    devices = _devices(rendezvous, setup)
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
     credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
@@ -116,7 +122,24 @@ def _lead(
         interface = rendezvous.place.interface
         driver = Driver(setup, callbacks, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(driver.close)
-        return driver.run(saved)
+        outcome = driver.run(saved)
+    outcome.notes |= in_summary(devices)
+    return outcome
+
+
+def _devices(rendezvous: Rendezvous, setup: Setup) -> list[str]:
+    """Collect the device of each rank, and say which they are. Raises `UsageError` if they cannot train together."""
+    asked, devices = setup.config.device, list(setup.devices)
+    places: list[str] = []
+    if asked not in (None, CPU):
+        found = rendezvous.exchange("device", [setup.devices[0], socket.gethostname()])
+        devices, places = [device for device, _ in found], [place for _, place in found]
+        if setup.topology.uses_engine:
+            check_alike(devices)
+    said = notice(asked, devices, places=places)
+    if said:
+        log.warning("%s", said)
+    return devices
 
 
 class RankLauncher:
@@ -160,6 +183,7 @@ class RankLauncher:
 def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     """Run this rank's worker in this process, and its servers in processes of their own."""
     rank = rendezvous.place.rank
+    rendezvous.put(f"device {rank}", [setup.devices[rank], socket.gethostname()])
     mine: dict[str, Any] = {
         "interface": rendezvous.place.interface,
         "credentials": credentials_of(rendezvous, config.key_file, config.integrity).plain(),

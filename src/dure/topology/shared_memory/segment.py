@@ -268,8 +268,8 @@ class Access:
 
         Raises `Refused` for what would spoil the model.
         """
-        if on_device(update):
-            update = update.cpu()  # the memory is the host's, which waits for the gradient
+        if self.segment.locks is not None and on_device(update):
+            update = update.cpu()  # the shared memory is the host's
         if not isinstance(update, Ghost) and not all_finite(update):
             self.segment.refuse(self.worker)
             raise Refused(f"an update of worker {self.worker} holds NaN or infinity: its training diverged.")

@@ -1,0 +1,113 @@
+"""What `--device` names, dealt out to the workers of machines with other devices than this one has."""
+
+import pytest
+import torch
+
+from dure.errors import UsageError
+from dure.run import devices
+from dure.run.config import TrainConfig
+from dure.run.devices import check_alike, check_form, check_use, dealt, described, devices_of, in_summary, notice
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this machine one with `count` devices of a kind."""
+
+    def have(kind, count=0):
+        monkeypatch.setattr(devices, "found_kind", lambda: kind)
+        monkeypatch.setattr(devices, "count_of_devices", lambda: count)
+
+    return have
+
+
+def test_workers_get_the_devices_in_turn():
+    assert dealt("cuda", 4, 3) == ("cuda:0", "cuda:1", "cuda:2")
+    assert dealt("cuda", 2, 5) == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
+    assert dealt("cuda", 4, 3, index="02") == ("cuda:2",) * 3
+    assert dealt("cuda", 4, 3, one=True) == ("cuda:0",) * 3
+
+
+@pytest.mark.parametrize(("local_rank", "taken"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0"), (5, "cuda:1")])
+def test_a_rank_takes_the_device_of_its_local_rank(local_rank, taken):
+    """More ranks than devices share them."""
+    assert dealt("cuda", 2, 4, local_rank=local_rank) == (taken,) * 4
+    assert dealt("cuda", 2, 4, local_rank=local_rank, index="1") == ("cuda:1",) * 4
+
+
+def test_auto_takes_an_accelerator_if_there_is_one(machine):
+    machine(None)
+    assert devices_of("auto", 2, virtual=False) == devices_of("cpu", 2, virtual=False) == ("cpu", "cpu")
+    machine("xpu", 2)
+    assert devices_of("auto", 3, virtual=False) == devices_of("xpu", 3, virtual=False) == ("xpu:0", "xpu:1", "xpu:0")
+    assert devices_of("auto", 2, virtual=True) == ("xpu:0", "xpu:0")
+    assert devices_of("cpu", 2, virtual=False) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "said"),
+    [
+        ((None,), "cuda", "PyTorch finds no accelerator here. Write cpu or auto."),
+        (("cuda", 2), "gpu", "PyTorch finds devices of kind cuda here. Write cuda, cpu or auto."),
+        (("cuda", 2), "cuda:2", "2 are here, cuda:0 to cuda:1. Write one of these, cuda or auto."),
+        (("cuda", 1), "cuda:1", "one is here, cuda:0."),
+        (("cuda", 1), "auto:0", "PyTorch finds devices of kind cuda here."),
+    ],
+)
+def test_an_error_names_the_devices_that_are_here(machine, has, asked, said):
+    machine(*has)
+    with pytest.raises(UsageError, match=f'device="{asked}" was asked for, and {said}'):
+        devices_of(asked, 2, virtual=False)
+
+
+@pytest.mark.parametrize("text", ["", "CUDA", "cuda:", "cuda:one", "cuda:1,2", "0", "cuda 1"])
+def test_a_text_that_can_name_no_device_is_refused_before_torch_is_imported(text):
+    with pytest.raises(UsageError, match=f'device="{text}" is no device. Write auto, cpu, cuda, or cuda:1'):
+        TrainConfig(job="quadratic", device=text)
+
+
+def test_a_run_that_cannot_use_its_device_is_refused():
+    check_use(["mps:0"], timing_only=False, dtype=lambda: torch.float32)
+    check_use(["cuda:0"], timing_only=False, dtype=lambda: torch.float64)
+    check_use(["cpu"], timing_only=True, dtype=lambda: torch.float64)
+    with pytest.raises(UsageError, match="float64, which mps:0 does not have"):
+        check_use(["mps:0"], timing_only=False, dtype=lambda: torch.float64)
+    with pytest.raises(UsageError, match='timing_only computes no gradient, and device="cuda:0" was asked for'):
+        check_use(["cuda:0"], timing_only=True, dtype=lambda: torch.float32)
+
+
+def test_notices(machine):
+    machine("cuda", 2)
+    assert notice("cuda", ["cuda:0", "cuda:1"]) == "2 workers on cuda:0, cuda:1."
+    assert notice("auto", ["cuda:0", "cuda:0"]) == "device=auto found cuda: 2 workers on cuda:0: several share one."
+    assert notice("auto", ["cpu"]) == "device=auto found no accelerator: 1 worker on the CPU."
+    assert notice("cpu", ["cpu", "cpu"]) == ""
+    assert notice(None, ["cpu"]).endswith("this machine has devices of kind cuda: --device auto uses them.")
+    machine(None)
+    assert notice(None, ["cpu"]) == ""
+
+
+def test_devices_of_several_machines():
+    assert described(["cuda:0", "cuda:1"] * 2, ["a", "a", "b", "b"]) == (
+        "4 workers on cuda:0 of a, cuda:0 of b, cuda:1 of a, cuda:1 of b"
+    )
+    assert (
+        described(["cuda:0", "cuda:0", "cpu"], ["a", "a", "b"])
+        == "3 workers on cuda:0 of a, the CPU: several share one"
+    )
+    assert described(["cuda:0", "cpu", "cpu"]) == "3 workers on cuda:0, the CPU"
+
+
+def test_ranks_of_collectives_need_devices_of_one_kind():
+    check_alike(["cuda:0", "cuda:1"])
+    with pytest.raises(UsageError, match="and rank 0 has cuda and rank 2 has cpu"):
+        check_alike(["cuda:0", "cuda:1", "cpu", "cpu"])
+
+
+def test_the_summary_of_a_run_on_the_cpu_has_no_devices():
+    assert in_summary(["cpu", "cpu"]) == in_summary([]) == {}
+    assert in_summary(["cuda:0", "cpu"]) == {"devices": ["cuda:0", "cpu"]}
+
+
+def test_forms():
+    for text in ("cpu", "cuda", "cuda:13", "privateuse1", "auto"):
+        check_form(text)
