@@ -27,8 +27,8 @@ CODECS = (
     *("fp32", "fp16", "bf16", "int8", "1bit", "sign", "sign:scaled=true+ef", "sign+momentum", "ternary"),
     *("ternary:coding=planes", "it-sign", "strom:threshold=2", "top-k:share=0.01"),
 )
-TWICE = ("strom", "top-k")
-"""Codecs whose messages have a length that only the device knows: the host asks once more."""
+TWICE = ("strom",)
+"""Codecs whose messages have a length that only the device knows: the host asks once more to encode."""
 
 OVER_NCCL = ("bsp", "averaging:period=1")
 STRATEGIES = (
@@ -69,20 +69,22 @@ def _short(path: str) -> str:
 
 
 def most(text: str) -> int:
-    """How many synchronizations a message of a codec may have."""
+    """How many synchronizations the encoding of a message may have."""
     return 2 if text.startswith(TWICE) else 1
 
 
-def encoding(text: str) -> Iterator[Counter[str]]:
-    """The synchronizations of each message after the first ones."""
+def coding(text: str) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """The synchronizations of encoding and of decoding each message after the first ones."""
     coder = make(text, "codec").coder(SliceLayout.plain(NUMEL))
     draw = torch.Generator().manual_seed(0)
     for message in range(WARM_UP + MEASURED):
         values = torch.randn(NUMEL, generator=draw).to(target.of_rank(0))
-        with places() as found:
-            coder.encode(values)
+        with places() as encoding:
+            encoded = coder.encode(values)
+        with places() as decoding:
+            coder.decode(encoded, values)
         if message >= WARM_UP:
-            yield found
+            yield encoding, decoding
 
 
 def steps(rank: int, setting: Setting, strategies: Sequence[str]) -> dict[str, list[Counter[str]]]:
@@ -108,7 +110,9 @@ def by_strategy(setting: Setting) -> dict[str, list[Counter[str]]]:
 
 def check(setting: Setting) -> Iterator[Finding]:
     for text in CODECS:
-        yield _finding(f"encoding a message by {text}", list(encoding(text)), most(text))
+        encoding, decoding = zip(*coding(text), strict=True)
+        yield _finding(f"encoding a message by {text}", encoding, most(text))
+        yield _finding(f"decoding a message by {text}", decoding, 1)
     for strategy, found in by_strategy(setting).items():
         yield _finding(f"a step of {strategy}, backward included", found, 1)
 
@@ -121,9 +125,10 @@ def _finding(what: str, found: Sequence[Counter[str]], bar: int) -> Finding:
 
 def table(setting: Setting) -> Iterator[str]:
     """Two tables in Markdown: by codec and by strategy."""
-    yield from ("| codec | waits of a message | at most |", "|---|---|---|")
+    yield from ("| codec | waits to encode a message | at most | to decode it | at most |", "|---|---|---|---|---|")
     for text in CODECS:
-        yield f"| `{text}` | {max(each.total() for each in encoding(text))} | {most(text)} |"
+        encode, decode = (max(each.total() for each in found) for found in zip(*coding(text), strict=True))
+        yield f"| `{text}` | {encode} | {most(text)} | {decode} | 1 |"
     yield from ("", "| strategy | waits of a step |", "|---|---|")
     for strategy, found in by_strategy(setting).items():
         yield f"| `{strategy}` | {max(each.total() for each in found)} |"

@@ -1,4 +1,4 @@
-"""Programs that hold every codec on the device against itself on the CPU, and count how often the host waits.
+"""Programs that hold every codec on the device against itself on the CPU, and count the host's waits for the device.
 
     python -m accelerator.codec_programs        one line of JSON per program and codec: program, codec, outcome
 
@@ -284,6 +284,40 @@ def message_on_the_host(text, device):
         message = on_cpu.encode(values)
         out = decoded(on_device, message, values.to(device))
         assert torch.equal(out.cpu(), decoded(on_cpu, message, values))
+
+
+# --- the host ---
+
+
+def waits(work: Callable[[], object]) -> int:
+    """How often the host waits for the stand-in in `work`."""
+    before: int = torch.standin.synchronizations()
+    work()
+    return torch.standin.synchronizations() - before
+
+
+@program
+def the_host_waits_once_per_message(text, device):
+    """Once for each message that is encoded, decoded or voted on; `strom` asks for the number of its elements, too.
+
+    Counted in the second round, when residuals and reliabilities are there.
+    """
+    if device != "standin":
+        return
+    codec, layout, coder, _ = two_of(text)
+    owner, out = Owner(codec, layout), torch.zeros(NUMEL, device=device)
+    once = 2 if text.startswith("strom") else 1
+    learns = text.startswith("it-sign")  # from the elements whose decision changed; the device knows how many
+    for step in range(2):
+        gradients = [values.to(device) for values in values_of(count=VOTERS, seed=step)]
+        sent = {i: codec.coder(layout, i).encode(values) for i, values in enumerate(gradients)}
+        encode = waits(lambda values=gradients[0]: coder.encode(values))
+        combine = waits(lambda sent=sent: owner.combine(sent))
+    decode, accumulate = waits(lambda: coder.decode(sent[0], out)), waits(lambda: coder.accumulate(sent[0], out, 0.5))
+    assert encode <= once, f"{encode} to encode"
+    assert decode <= 1, f"{decode} to decode"
+    assert accumulate <= 1, f"{accumulate} to accumulate"
+    assert combine <= VOTERS + once + learns, f"{combine} to combine {VOTERS} messages"
 
 
 def outcome(function: Callable[[str, str], None], text: str, device: str) -> str:

@@ -2,7 +2,7 @@
 
 On other devices than the CPU there is one block, since every operation there costs a launch. The host waits for the
 device where it reads a number from it, so that a check reads one number. `to_host` checks with the copy that is needed
-anyhow, and `beside` copies to the device without waiting.
+anyhow, and `to_device` copies to the device without waiting.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def to_host(found: torch.Tensor, values: torch.Tensor) -> NDArray[Any]:
     return copied[:-1]
 
 
-def beside(array: NDArray[Any] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def to_device(array: NDArray[Any] | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Copy an array or tensor of the host to the device of `like`; on the CPU, a view of it.
 
     The host does not wait: it may change or drop `array` after the call, since that is no pinned memory.

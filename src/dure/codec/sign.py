@@ -18,7 +18,7 @@ import torch
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.blocks import beside, require_finite, require_in_float32, viewed
+from dure.codec.blocks import require_finite, require_in_float32, to_device, viewed
 from dure.codec.coder import DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.core.cost import CodecCost
@@ -95,7 +95,7 @@ class _SignCoder(DenseCoder):
         if self._random is None:
             return values
         drawn = torch.randint(2, (self.numel,), generator=self._random, dtype=torch.int8)
-        drawn = beside(drawn, values).to(values.dtype) - 0.5
+        drawn = to_device(drawn, values).to(values.dtype) - 0.5
         return torch.where(values == 0, drawn, values)
 
     def state(self) -> dict[str, torch.Tensor]:

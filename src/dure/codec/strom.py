@@ -20,7 +20,7 @@ import torch
 
 from dure.codec import bits, gaps
 from dure.codec.base import Codec, Exchange
-from dure.codec.blocks import BLOCK, beside, blocks, to_host
+from dure.codec.blocks import BLOCK, blocks, to_device, to_host
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.core.cost import CodecCost
@@ -88,7 +88,7 @@ class _ThresholdCoder(Coder):
         body = gaps.encode(to_host(positions, values), self.numel, self.coding)
         signs = bits.pack_signs(values[positions])
         count = np.array([positions.numel()], "<i4").view(np.uint8)
-        coded = beside(np.concatenate([count, body]), values)
+        coded = to_device(np.concatenate([count, body]), values)
         return torch.cat([coded[:_COUNT], signs, coded[_COUNT:]]), positions, signs
 
     def _steps(self, signs: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _ThresholdCoder(Coder):
         positions = gaps.decode(read[begin:], self.numel, self.coding)
         if positions.size != count:
             raise DamagedMessage(f"{count} signs for {positions.size} positions.")
-        return beside(positions, out), self._steps(message[_COUNT:begin].to(out.device), count, out)
+        return to_device(positions, out), self._steps(message[_COUNT:begin].to(out.device), count, out)
 
 
 def beyond(values: torch.Tensor, threshold: float) -> torch.Tensor:

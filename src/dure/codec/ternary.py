@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dure.codec import bits
 from dure.codec.base import Codec, Vote
-from dure.codec.blocks import beside, to_host
+from dure.codec.blocks import to_device, to_host
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
 from dure.core.cost import CodecCost
@@ -116,11 +116,11 @@ class _EntropyCoder(DenseCoder):
         zeros, positives = self._counts(symbols)
         head = np.array([zeros, positives], "<u4").view(np.uint8)
         if self.numel in (zeros, positives, self.numel - zeros - positives):
-            return beside(head, values)
+            return to_device(head, values)
         coder = constriction.stream.queue.RangeEncoder()
         coder.encode(symbols, self._model(zeros, positives))
         coded = coder.get_compressed().astype("<u4").view(np.uint8)
-        return beside(np.concatenate([head, coded]), values)
+        return to_device(np.concatenate([head, coded]), values)
 
     def _parts(self, message: torch.Tensor) -> NDArray[np.int32]:
         """The symbols of a message. Raises `DamagedMessage`."""
@@ -144,7 +144,7 @@ class _EntropyCoder(DenseCoder):
     def _write(self, parts: NDArray[np.int32], where: slice, out: torch.Tensor) -> None:
         symbols = parts[where.start // 4 : -(-where.stop // 4)]
         if out.device.type != "cpu":
-            out.copy_(_signs_by_operations(beside(symbols.astype(np.uint8), out))[: out.numel()])
+            out.copy_(_signs_by_operations(to_device(symbols.astype(np.uint8), out))[: out.numel()])
             return
         signs = torch.from_numpy(np.take(_SIGNS, symbols, axis=0).reshape(-1))
         out.copy_(signs[: out.numel()])

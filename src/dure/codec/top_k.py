@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dure.codec import gaps
 from dure.codec.base import Codec, Exchange
-from dure.codec.blocks import beside, require_in_float32, to_host
+from dure.codec.blocks import require_in_float32, to_device, to_host
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.residual import FeedbackCoder
 from dure.core.cost import CodecCost
@@ -78,7 +78,7 @@ class _LargestCoder(Coder):
         require_in_float32(picked)
         sent = picked.float()
         length = np.array([coded.size], "<i4").view(np.uint8)
-        head = beside(np.concatenate([length, coded]), values)
+        head = to_device(np.concatenate([length, coded]), values)
         return torch.cat([head, sent.view(torch.uint8)]), positions, sent
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class _LargestCoder(Coder):
         sent = np.frombuffer(read[_LENGTH + length :].tobytes(), np.float32)
         if not np.isfinite(sent).all():
             raise DamagedMessage("a value that is not finite.")
-        return beside(positions, out), message[_LENGTH + length :].clone().view(torch.float32).to(out)
+        return to_device(positions, out), message[_LENGTH + length :].clone().view(torch.float32).to(out)
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
