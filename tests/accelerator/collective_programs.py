@@ -20,10 +20,20 @@ from typing import Any
 
 import torch
 from accelerator import target
+from support.raw_caller import CREDENTIALS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import dure
+from dure.core.node import Apply
+from dure.job.gradient import Gradient
+from dure.job.replica import Replica
+from dure.run.strategy import make
+from dure.runtime.launch.rendezvous import Rendezvous, place
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Identity
+from dure.topology.collective.compressed import CompressedGroup
+from dure.topology.collective.message_group import SentGroup
 
 STEPS = 6
 CASES: dict[str, Callable[[], Any]] = {}
@@ -125,6 +135,62 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 def both_ways(strategies: list[str]) -> list[dict[str, Any]]:
     return [compare(train("cpu", text), train(device(), text)) for text in strategies]
+
+
+# --- codecs ---
+
+
+CODECS = ["fp16", "bf16+ef", "int8", "int8+ef", "1bit", "1bit:feedback=false", "sign", "sign:scaled=true+ef"]
+CODECS += [
+    "sign+momentum",
+    "ternary",
+    "ternary:coding=planes",
+    "it-sign:start=3",
+    "it-sign:granularity=coordinate,start=3",
+]
+CODECS += ["top-k:share=0.1", "top-k:share=0.1,feedback=false", "strom:threshold=0.05", "strom:coding=rice"]
+
+
+def node_on(device: str, rendezvous: Rendezvous, name: str) -> ProcessNode:
+    """A node that can reach the other rank's of the same `name`."""
+    rank = rendezvous.place.rank
+    node = ProcessNode(Identity("coded", f"worker {rank}", rank), CREDENTIALS, device=device)
+    ports = rendezvous.exchange(name, node.wire.listen())
+    node.directory.update({f"worker {rank}": ("127.0.0.1", port) for rank, port in enumerate(ports)})
+    return node
+
+
+def coded(device: str, rendezvous: Rendezvous, text: str) -> dict[str, Any]:
+    """Mean gradients and mean changes of a model by a codec, over rounds, so that residuals and votes count."""
+    node = node_on(device, rendezvous, f"{text} on {device}")
+    group = SentGroup(node, range(2), make("collective:algorithm=ring", "topology"), node.meter)
+    layers, share, rounds = Replica(Net()).layers, (0.25, 0.75)[node.rank], []
+    compressed = CompressedGroup(node, group, make(text, "codec"), layers, node.meter)
+
+    async def work():
+        generator = torch.Generator().manual_seed(node.rank)
+        since = torch.zeros(layers[-1].stop, device=device)
+        for _ in range(3):
+            values = 0.1 * torch.randn(layers[-1].stop, generator=generator).to(device)
+            computed = Apply(lambda values=values: Gradient(values.clone(), 0.0, 1, None), 0)
+            waits = synchronizations()
+            gradient = await compressed.mean_gradient(computed, share)
+            rounds.append(synchronizations() - waits)
+            since = await compressed.mean_change(since + gradient.values + values, since, share)
+        return since
+
+    values = node.loop.run_until(node.spawn(work()))
+    node.loop.run_until(group.barrier())
+    sent = sum(each.payload_nbytes_sent for each in node.wire.traffic.values())
+    node.services.clear()  # the other rank may close first
+    node.wire.close()
+    return {"values": values.double().cpu(), "bytes": sent, "waits": rounds}
+
+
+@case
+def codecs():
+    meeting = Rendezvous(place(), "codecs")
+    return {text: compare(coded("cpu", meeting, text), coded(device(), meeting, text)) for text in CODECS}
 
 
 # --- two ranks ---

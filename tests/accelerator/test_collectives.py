@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerator import target
+from accelerator.collective_programs import CODECS
 from support.soak import soaked
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +72,13 @@ def test_the_host_waits_for_the_device_at_most_twice_in_a_step(trained, strategy
     for rank in trained[strategy]:
         merges = [0] * 6 if strategy.startswith(("bsp", "one-shot", "eamsgd")) else [0, 1] * 3
         assert rank["waits"] == [1 + each for each in merges]
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    return ran("codecs")["codecs"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_over_a_group_on_a_device_gives_what_it_gives_on_the_cpu(codecs, codec):
+    check_equal([rank if isinstance(rank, str) else rank[codec] for rank in codecs])

@@ -146,7 +146,7 @@ class CompressedGroup:
         mine = 0 if self._gathers else here
         self._owner = Owner(codec, layouts[mine])
         self._desk = ChunkServer(node, self._members, self._owner, self._coders[mine].most_bytes)
-        self._into = [torch.empty(coder.most_bytes, dtype=torch.uint8) for coder in self._coders]
+        self._into: list[torch.Tensor] = []
         self._round = 0
         node.serve(SERVICE, self._desk)
 
@@ -192,16 +192,23 @@ class CompressedGroup:
         compute, calls = self._node.compute, []
         faulty: Sequence[int] = ()
         parts = [values[start:stop] for start, stop in self._ranges]
+        replies = self._room(values)
         await compute(taking(*(CodecWork("encode", coder.numel) for coder in self._coders)))
-        for owner, coder, part, into in zip(self._members, self._coders, parts, self._into, strict=True):
+        for owner, coder, part, into in zip(self._members, self._coders, parts, replies, strict=True):
             message, given = coder.encode(part), {"round": number, "share": share, **more}
             calls.append(self._node.call(Address(owner, SERVICE), "give", message, into=[into], at_most=True, **given))
-        for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, self._into, strict=True):
+        for owner, call, coder, part, into in zip(self._members, calls, self._coders, parts, replies, strict=True):
             reply = await self._answer(owner, call)
             await compute(taking(CodecWork("decode", coder.numel)))
             coder.decode(into[: reply.fields["nbytes"]], part)
             faulty = reply.fields.get("faulty", faulty)
         return faulty
+
+    def _room(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Memory for the combined messages of all stripes, on the device of `like`; the same in all rounds."""
+        if not self._into:
+            self._into = [like.new_empty(coder.most_bytes, dtype=torch.uint8) for coder in self._coders]
+        return self._into
 
     async def _gather(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         coder, count = self._coders[0], len(self._members)
