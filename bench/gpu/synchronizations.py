@@ -9,11 +9,8 @@ stand-in counts its own, so that `--device standin` needs no GPU; the tables of 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from _check import ROOT, Finding, Setting, main, target
@@ -41,31 +38,6 @@ STRATEGIES = (
 )
 NUMEL = 1 << 14
 WARM_UP, MEASURED = 3, 4
-SYNCHRONIZING = "called a synchronizing CUDA operation"
-
-
-@contextmanager
-def places() -> Iterator[Counter[str]]:
-    """Counts the synchronizations of the body, by place where it is known."""
-    found: Counter[str] = Counter()
-    if target.device_type() != "cuda":
-        before = torch.standin.synchronizations()
-        yield found
-        if count := torch.standin.synchronizations() - before:
-            found["stand-in"] = count
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{_short(each.filename)}:{each.lineno}" for each in caught if SYNCHRONIZING in str(each.message))
-
-
-def _short(path: str) -> str:
-    return str(Path(path).relative_to(ROOT)) if path.startswith(str(ROOT)) else path
 
 
 def most(text: str) -> int:
@@ -79,9 +51,9 @@ def coding(text: str) -> Iterator[tuple[Counter[str], Counter[str]]]:
     draw = torch.Generator().manual_seed(0)
     for message in range(WARM_UP + MEASURED):
         values = torch.randn(NUMEL, generator=draw).to(target.of_rank(0))
-        with places() as encoding:
+        with target.synchronizations() as encoding:
             encoded = coder.encode(values)
-        with places() as decoding:
+        with target.synchronizations() as decoding:
             coder.decode(encoded, values)
         if message >= WARM_UP:
             yield encoding, decoding
@@ -94,7 +66,7 @@ def steps(rank: int, setting: Setting, strategies: Sequence[str]) -> dict[str, l
 
 def _steps(arm: WithAttach) -> Iterator[Counter[str]]:
     for number in range(WARM_UP + MEASURED):
-        with places() as found:
+        with target.synchronizations() as found:
             arm.step()
         if number >= WARM_UP:
             yield found
@@ -119,7 +91,8 @@ def check(setting: Setting) -> Iterator[Finding]:
 
 def _finding(what: str, found: Sequence[Counter[str]], bar: int) -> Finding:
     count = max(each.total() for each in found)
-    where = f" ({', '.join(sorted(found[-1]))})" if count else ""
+    places = sorted(place.removeprefix(f"{ROOT}/") for place in found[-1])
+    where = f" ({', '.join(places)})" if count else ""
     return Finding(f"synchronizations in {what}", f"{count}{where}", f"at most {bar}", count <= bar)
 
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerator import standin
+
+SYNCHRONIZING = "called a synchronizing CUDA operation"
+"""The text of CUDA's report."""
 
 
 def device_type() -> str:
@@ -20,15 +27,17 @@ def device_type() -> str:
 
 
 def absent(ranks: int = 1) -> str:
-    """Why no program for so many ranks can run here; empty if it can. NCCL wants a device for each rank."""
+    """Why no program for so many ranks can run here; empty if it can. NCCL wants a device for each rank.
+
+    Devices are counted without the driver, so that a process may ask before it forks.
+    """
     if device_type() == "standin":
         build = [sys.executable, str(Path(__file__).parent / "build.py")]
         built = subprocess.run(build, capture_output=True, text=True, check=True)
         return built.stdout.strip() if "absent" in built.stdout else ""
-    module = torch.get_device_module(device_type())
-    if not module.is_available():
+    count = torch.get_device_module(device_type()).device_count()
+    if count == 0:
         return f"no {device_type().upper()} device: torch.{device_type()}.is_available() is False"
-    count = module.device_count()
     return f"{ranks} ranks need {ranks} {device_type()} devices, and {count} are here" if count < ranks else ""
 
 
@@ -53,3 +62,26 @@ def of_rank(rank: int) -> str:
 def backend() -> str:
     """Of `init_process_group`: Gloo for tensors on the CPU, the device's own backend for its tensors."""
     return f"cpu:gloo,{device_type()}:{'standin_nccl' if device_type() == 'standin' else 'nccl'}"
+
+
+@contextmanager
+def synchronizations() -> Iterator[Counter[str]]:
+    """Counts how often the host waits for the device in the body, by place if it is known.
+
+    CUDA reports operators that wait; waits for an event, a stream or the device are not among them.
+    """
+    found: Counter[str] = Counter()
+    if device_type() == "standin":
+        before = torch.standin.synchronizations()
+        yield found
+        if count := torch.standin.synchronizations() - before:
+            found["stand-in"] = count
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found.update(f"{each.filename}:{each.lineno}" for each in caught if SYNCHRONIZING in str(each.message))

@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.xdist_group("accelerator"),
     pytest.mark.timeout(600),  # the first test compiles
-    pytest.mark.skipif(target.device_type() != "standin", reason="tests of the stand-in itself"),
 ]
 
 UNORDERED = r"raised: .* and no event orders the two"
@@ -83,9 +82,14 @@ def outcomes():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_correct_program_passes(outcomes, name):
+    if name not in outcomes:
+        pytest.skip("the program reads the counters of the stand-in")
+    if outcomes[name][0].startswith("skipped: "):
+        pytest.skip(outcomes[name][0])
     assert outcomes[name][0] == "right"
 
 
+@pytest.mark.skipif(target.device_type() != "standin", reason="only the stand-in catches each fault")
 @pytest.mark.parametrize("name", CAUGHT)
 def test_the_fault_is_caught(outcomes, name):
     [caught] = outcomes[name][1:]
