@@ -214,12 +214,12 @@ class GradientEngine:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """Size of the largest stacked tensor."""
+        """Size of the largest stacked tensor. On an accelerator a power of two, so that it is equal in most runs."""
         device = self.replica.device
         if device.type == "cpu":
             return MOST_BYTES
         free, _ = torch.accelerator.get_memory_info(device)
-        return free // SHARE
+        return 1 << (max(free // SHARE, 1).bit_length() - 1)
 
     def _try(self, work: GradientWork) -> _Decision:
         """The first way of stacking whose bits do not depend on the other works of a stack."""

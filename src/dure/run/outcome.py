@@ -12,6 +12,7 @@ from dure.errors import DureError
 from dure.job.replica import digest
 from dure.report.metrics import Staleness, TimeShare
 from dure.run.devices import in_summary
+from dure.run.numerics import numerics
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,7 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
         "per_shard": totals.per_shard,
         **in_summary(setup.devices),
         **_graph(setup),
+        **numerics(setup.devices),
         **outcome.notes,
     }
 
