@@ -3,7 +3,8 @@
     python bench/gpu/lost_rank.py [--json FILE]
 
 Two ranks train with `frozen_after=6`. After a few steps rank 1 sends itself SIGKILL or SIGSTOP; rank 0 must raise
-`PeerLost` within these seconds and three more, also while the device executes a collective.
+`PeerLost` within these seconds and three more, also while the device executes a collective. Rank 0 must then live for
+longer than the minute after which NCCL's watchdog would end it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from _training import WithAttach
 from dure.errors import PeerLost
 
 FROZEN_AFTER, REACTION = 6.0, 3.0
+WATCHDOG = 75.0
+"""Seconds after which a watchdog would have ended the process."""
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
@@ -49,7 +52,9 @@ def train(rank: int, setting: Setting, strategy: str, number: signal.Signals, se
     try:
         arm.train(10**6)
     except PeerLost:
-        return time.time() - float(sent.read_text())
+        seconds = time.time() - float(sent.read_text())
+        time.sleep(0 if setting.rehearse else WATCHDOG)
+        return seconds
     raise AssertionError("rank 0 went on alone")
 
 

@@ -37,6 +37,7 @@ from dure.run.workers import build_worker, restore_worker
 from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.rendezvous import lead_engine
+from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 from dure.sync import membership, saved
@@ -504,12 +505,15 @@ def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device
     if device.type != "cpu":  # workers may share one
         prefix.set(f"device {node.rank}", place_of(device))
         places = [prefix.get(f"device {rank}").decode() for rank in range(workers)]
-    dist.init_process_group(
-        backends_of(device, places), store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT
-    )
+    backends = backends_of(device, places)
+    with without_watchdog(device):
+        dist.init_process_group(backends, store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
+    if device.type != "cpu":  # NCCL connects now: later, a slow rank could exceed the time limit of the store
+        dist.all_reduce(torch.zeros(1, device=device))
 
     def group(ranks: Sequence[int]) -> ProcessGroup:
-        engine = None if len(ranks) == workers else dist.new_group(list(ranks))
+        with without_watchdog(device):
+            engine = None if len(ranks) == workers else dist.new_group(list(ranks), timeout=TIMEOUT)
         return ProcessGroup(node, ranks, engine)
 
     return group

@@ -1,8 +1,12 @@
 """What the engine says of a lost rank, in our words. What it does is tried by everything over collectives."""
 
 import pytest
+import torch
+from support.raw_caller import CREDENTIALS
 
-from dure.runtime.process.group import _lost
+from dure.runtime.process.group import EngineOperation, _lost
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Identity
 
 WHERE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 CLOSED = "Connection closed by peer [127.0.0.1]:55954"
@@ -27,3 +31,22 @@ def test_of_what_the_engine_says_the_first_sentence_is_told(said, told):
         f"worker 1 waited for the others' all_reduce, and a rank is gone ({told}). Collectives need every rank: use a "
         "method over a parameter server (ps), or resume from the last checkpoint."
     )
+
+
+class FailingWork:
+    """An operation on a device that has failed before."""
+
+    def is_completed(self):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_an_error_of_the_device_is_not_taken_for_a_lost_rank():
+    node = ProcessNode(Identity("job", "worker 0", 0), CREDENTIALS)
+    operation = EngineOperation(node, "the others' all_reduce", [FailingWork()], lambda: None, on_device=True)
+
+    async def wait():
+        await operation
+
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        node.loop.run_until(node.spawn(wait()))
+    node.wire.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.backends import backends_of, place_of
 from dure.runtime.process.group import TIMEOUT, ProcessGroup
@@ -39,12 +40,13 @@ class Engine:
         given = dist.get_backend_config() if dist.is_initialized() else None
         backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
         before = _sockets()
-        if given is not None:
-            self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
-        else:
-            store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
-            dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
-            self._is_mine = True
+        with without_watchdog(device):
+            if given is not None:
+                self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
+            else:
+                store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
+                dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
+                self._is_mine = True
         self._connections = dict(_sockets().items() - before.items())
         self.group = ProcessGroup(node, world, self._engine)
 

@@ -56,6 +56,8 @@ class EngineOperation(Operation[Any]):
                 with self._node.wire.in_background():
                     for work in self._works:
                         (self._wait_on_device if self._on_device else self._wait)(work)
+            except torch.AcceleratorError as error:  # the device reports a failed operation of this process
+                self.fail(error)
             except RuntimeError as error:
                 self.fail(_lost(self._node.name, self.label, error))
             except PeerLost as error:
