@@ -221,6 +221,18 @@ def the_memory_of_a_reply_is_kept_until_it_is_copied(fault):
 
 
 @program()
+def a_message_without_elements_is_sent(fault):
+    """A slice of a model with fewer elements than servers, in both directions."""
+    two = Two(0)
+    nothing_there, into = torch.empty(0, device=two.device), torch.empty(0, device=two.device)
+    (answer,) = two.add(nothing_there, into)().tensors
+    address = Address("worker 0", "store")
+    two.until(two.server.call(address, "add", torch.empty(0), into=[torch.empty(0)]))
+    assert answer is into
+    return two.store.given[1], torch.empty(0)
+
+
+@program()
 def calls_of_one_peer_keep_their_order(fault):
     two = Two()
     waits = [two.add(values().to(two.device)) for _ in range(5)]

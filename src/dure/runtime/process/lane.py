@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,8 +121,8 @@ class Lane:
             if operation.done:  # it was cancelled
                 self._release(message)
                 return
-            room = into if message.incoming is None else cut(message.incoming, message.into)
-            send(_pinned(message), room, lambda answer: done(self._arrived(message, answer)))
+            room = None if into is None else cut(message.incoming, message.into)
+            send(cut(message.outgoing, message.tensors), room, lambda answer: done(self._arrived(message, answer)))
 
         message = _Message(key, tensors, into or (), self._here().record_event(), leave)
         operation.when_done(lambda: self._release(message))
@@ -144,7 +144,8 @@ class Lane:
 
         def leave(message: _Message) -> None:
             reply.release()
-            respond(Reply(reply.fields, _pinned(message), release=lambda: self._release(message)))
+            sent = cut(message.outgoing, message.tensors)
+            respond(Reply(reply.fields, sent, release=lambda: self._release(message)))
 
         self._enqueue(_Message(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
 
@@ -193,7 +194,7 @@ class Lane:
             return
         with self._side:
             self._side.wait_event(message.computed)
-            for pinned, tensor in zip(_pinned(message), message.tensors, strict=True):
+            for pinned, tensor in zip(cut(message.outgoing, message.tensors), message.tensors, strict=True):
                 pinned.copy_(tensor.reshape(-1), non_blocking=True)
                 if not tensor.is_cpu:
                     tensor.record_stream(self._side)
@@ -211,8 +212,10 @@ class Lane:
     def _arrived(self, message: _Message, answer: Reply | RemoteError) -> Reply | RemoteError:
         """Start to copy the tensors of a reply to the device. The caller's stream waits for them, the host does not."""
         buffer = message.incoming
-        if buffer is None or not isinstance(answer, Reply):
+        if not isinstance(answer, Reply):
             return answer
+        if buffer is None:
+            return replace(answer, tensors=message.into) if message.into else answer
         message.incoming = None
         with self._arrival:
             self._arrival.wait_event(message.computed)
@@ -247,13 +250,6 @@ class Lane:
 
 def _on_device(tensors: Tensors) -> bool:
     return any(not tensor.is_cpu for tensor in tensors)
-
-
-def _pinned(message: _Message) -> list[torch.Tensor]:
-    """The tensors of a message in pinned memory."""
-    if message.outgoing is None:
-        return list(message.tensors)  # without elements
-    return cut(message.outgoing, message.tensors)
 
 
 def lane_of(device: torch.device | str, loop: ProcessLoop) -> Lane | None:

@@ -44,8 +44,9 @@ def aligned_nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
-def cut(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Divide a buffer into flat tensors of the sizes and dtypes of `tensors`."""
+def cut(buffer: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Divide a buffer into flat tensors of the sizes and dtypes of `tensors`; None if those have no elements."""
+    buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
     parts, start = [], 0
     for tensor in tensors:
         parts.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
