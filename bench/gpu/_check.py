@@ -108,7 +108,8 @@ def need_devices(ranks: int) -> None:
 
 def exact_arithmetic() -> None:
     """TF32 off and deterministic algorithms where there are some, as results are compared."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    for precise in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        precise.fp32_precision = "ieee"
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 
