@@ -49,6 +49,9 @@ PROGRAM = "dure.run.launchers.entry"
 LOADER = "fork server"
 """Prefix of lines that the job prints while the fork server loads it."""
 
+_FORKABLE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Lets `torch.cuda.is_available()` in a job's file ask NVML: children of a process that asked CUDA cannot use it."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -92,7 +95,12 @@ class ForkServer:
             stderr=self._output,
             pass_fds=ends,
             process_group=0,  # no session of its own: Linux shares cores between sessions first, then by priority
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **_FORKABLE,
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
         )
         for end in ends[:-1]:
             os.close(end)
