@@ -62,11 +62,6 @@ class LoopServers:
                 f"{type(sync).__name__} is not in the catalogue of dure.sync, so helper processes cannot make it. Add "
                 'its line there, or attach over collectives (topology="collective").'
             )
-        if replica.device.type != "cpu":
-            raise UsageError(
-                f"the model is on {replica.device}, and servers take parameters from main memory: attach a model on "
-                'the CPU, or use a method over collectives (topology="collective").'
-            )
         self._node = node
         self._credentials = credentials
         self._meeting = rendezvous
