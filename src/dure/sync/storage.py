@@ -21,13 +21,15 @@ class Storage:
 
     `pulled` are the parameters that were adopted last, with their versions. `spare` is memory that is not in use.
     `lent` are parameters that may be the server's own, which the method must not write to; `writes` is how often their
-    memory had been written to when they were lent.
+    memory had been written to when they were lent. `home` is the memory of a module, which is never spare: a pull
+    beside the gradient would write to it while the module computes.
     """
 
     pulled: Pulled | None = None
     spare: torch.Tensor | None = None
     lent: Pulled | None = None
     writes: int = 0
+    home: torch.Tensor | None = None
 
     def room(self, worker: WorkerReplica) -> torch.Tensor:
         """Return memory for parameters that are received while the present ones are in use."""
@@ -44,6 +46,7 @@ class Storage:
 
     def settle(self, worker: WorkerReplica, home: torch.Tensor) -> None:
         """Copy the parameters to `home`, the memory that a module uses, and go on there."""
+        self.home = home
         if worker.params is home:
             return
         home.copy_(worker.params)
@@ -54,7 +57,8 @@ class Storage:
         """Keep the memory of the present parameters as spare, or give it back to the server that lent it."""
         lent = self.lent
         if lent is None:
-            self.spare = worker.params
+            if worker.params is not self.home:
+                self.spare = worker.params
             return
         self.lent = None
         if _writes(lent.values) != self.writes:

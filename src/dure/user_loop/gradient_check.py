@@ -37,8 +37,7 @@ class GradientCheck:
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
-        grads = self._replica.grads
-        return not bool(torch.isfinite(grads.sum()) or torch.isfinite(grads).all())
+        return not all_finite(self._replica.grads)
 
     def refuses(self, source: LoopSource, clock: int) -> bool:
         """Whether the gradients of step `clock` hold NaN or infinity.
