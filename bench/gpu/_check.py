@@ -107,11 +107,12 @@ def need_devices(ranks: int) -> None:
 
 
 def exact_arithmetic() -> None:
-    """TF32 off and deterministic algorithms where there are some, as results are compared."""
+    """TF32 off, and deterministic algorithms where there are some, because results are compared."""
     for precise in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
         precise.fp32_precision = "ieee"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # it is read before the first product
     torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 # ---- the command line
