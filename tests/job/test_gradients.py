@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from dure.core.node import Ghost
 from dure.errors import UsageError
 from dure.job.gradient import Gradient, GradientWork
-from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine
+from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine, _Isolated
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 
@@ -426,3 +427,46 @@ def test_a_timing_only_gradient_has_a_size_and_nothing_else():
     ghost = work.ghost().scaled(0.5)
     assert ghost.values.numel() == 100
     assert ghost.loss == 0.0
+
+
+class TwoDevices:
+    """The generators of two devices, as `torch.cuda` has them."""
+
+    def __init__(self):
+        self.generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)]
+        self.current = 0
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def manual_seed(self, seed):
+        self.generators[self.current].manual_seed(seed)
+
+    def manual_seed_all(self, seed):
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+    def get_rng_state(self, device):
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state, device):
+        self.generators[device.index].set_state(state)
+
+    @contextlib.contextmanager
+    def device_index(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+def test_a_gradient_on_one_device_seeds_its_generator_and_leaves_those_of_all_devices_as_they_were(monkeypatch):
+    devices = TwoDevices()
+    monkeypatch.setattr(torch, "cuda", devices)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    monkeypatch.setattr(torch.accelerator, "device_index", devices.device_index)
+    before = [torch.get_rng_state(), *(each.get_state() for each in devices.generators)]
+    with _Isolated(False, 17, torch.device("cuda:1")):
+        seeds = [torch.initial_seed(), *(each.initial_seed() for each in devices.generators)]
+    after = [torch.get_rng_state(), *(each.get_state() for each in devices.generators)]
+    assert seeds == [17, 5, 17]
+    assert all(map(torch.equal, before, after))

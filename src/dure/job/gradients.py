@@ -472,7 +472,9 @@ class _Isolated:
         else:
             self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
             self._fork.__enter__()
-            torch.manual_seed(self._seed)
+            torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` would seed all devices, also others
+            with torch.accelerator.device_index(self._device.index):
+                torch.get_device_module(self._device).manual_seed(self._seed)
 
     def __exit__(self, *error: Any) -> None:
         if self._seed is not None and self._device.type == "cpu":
