@@ -29,7 +29,7 @@ STRATEGIES = [
     "backup:backups=1 ps 1bit",
     "k-sync:k=3 ps fp16",
     "k-async:k=2+momentum-compensation ps top-k",
-    "downpour:n_push=2+dc-asgd:lambda=0.04 ps strom:threshold=0.001",
+    "downpour:n_push=2+dc-asgd:mode=adaptive ps strom:threshold=0.001",
     "ssp:bound=1,form=rmw ps:shards=3 bf16",
     "bsp ps ternary",
     "bsp ps it-sign",
@@ -72,7 +72,7 @@ def fault(run, within=0.0):
     if isinstance(run, str):
         return run
     within = within if target.device_type() == "standin" else 1e-3  # the stand-in has the CPU's kernels
-    equal = run["params"] <= within and run["grades"] <= within and not run["differ"]
+    equal = max(run["params"], run["grades"], run["losses"]) <= within and not run["differ"]
     return "" if equal and run["moved"] > 1e-3 else f"differs: {run}"
 
 
@@ -112,12 +112,12 @@ def test_random_layers_draw_from_seed_worker_and_step(found):
     drawn = found["random_layers"]
     assert fault(drawn["again"]) == fault(drawn["resumed"]) == ""
     assert drawn["state kept"]
-    assert drawn["seed counts"]
+    assert drawn["draws"] == 4  # two of the five works are equal
 
 
 def test_gradients_that_are_not_finite_are_refused_as_on_the_cpu(found):
     refused = found["gradients_that_are_not_finite"]
-    assert [fault(run) for run in refused["runs"]] == [""] * 4
+    assert [fault(run) for run in refused["runs"]] == [""] * 5
     assert min(refused["refused"]) > 0
 
 

@@ -29,6 +29,8 @@ import dure
 from dure.core.state import State
 from dure.job.data.dataset import Data
 from dure.job.data.digits import load_digits
+from dure.job.gradient import GradientWork
+from dure.job.gradients import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
@@ -62,6 +64,8 @@ def case(function):
 class Finished:
     outcome: Outcome
     initial: Tensor
+    losses: list[float]
+    """Of the batches of the first worker."""
     parts: dict[int, Parts]
     """The parts of each checkpoint, as they are read from a disk: on the CPU."""
 
@@ -82,6 +86,10 @@ class Finished:
         """The losses and accuracies of all evaluations."""
         return torch.tensor([[row["loss"], row["accuracy"] or 0.0] for row in self.outcome.history])
 
+    def last_losses(self, count: int) -> Tensor:
+        """The losses of the last `count` batches of the first worker."""
+        return torch.tensor(self.losses[-count:])
+
 
 def train(text: str, device: str, job: str | Job = "digits-mlp", *, start: Parts | None = None, **options: Any):
     """Train by a strategy, from the parts `start` of a checkpoint if given."""
@@ -99,8 +107,10 @@ def train(text: str, device: str, job: str | Job = "digits-mlp", *, start: Parts
         copies = {name: part.cloned() for name, part in parts.items()}
         kept[step] = {name: State({k: v.cpu() for k, v in p.tensors.items()}, p.plain) for name, p in copies.items()}
 
-    done = VirtualRun(setup, cluster, Callbacks(checkpoint=keep)).run(start)
-    return Finished(done, setup.replica.params.cpu(), kept)
+    losses: list[float] = []
+    callbacks = Callbacks(checkpoint=keep, progress=lambda clock, steps, loss, samples: losses.append(loss))
+    done = VirtualRun(setup, cluster, callbacks).run(start)
+    return Finished(done, setup.replica.params.cpu(), losses, kept)
 
 
 def compared(one: Finished, other: Finished) -> dict[str, Any]:
@@ -108,7 +118,9 @@ def compared(one: Finished, other: Finished) -> dict[str, Any]:
     params, moved = (float((one.params - each).abs().max()) for each in (other.params, one.initial))
     differ = {key: [value, other.counts[key]] for key, value in one.counts.items() if value != other.counts[key]}
     grades = 0.0 if "rows" in differ else float((one.grades - other.grades).abs().max())
-    return {"params": params, "grades": grades, "differ": differ, "moved": moved}
+    steps = min(len(one.losses), len(other.losses))  # a resumed run has those after the checkpoint
+    losses = float((one.last_losses(steps) - other.last_losses(steps)).abs().max())
+    return {"params": params, "grades": grades, "losses": losses, "differ": differ, "moved": moved}
 
 
 def both(text: str, job: str | Job = "digits-mlp", **options: Any) -> dict[str, Any]:
@@ -213,11 +225,21 @@ def random_layers():
     once, again = train("bsp", DEVICE, job, **options), train("bsp", DEVICE, job, **options)
     resumed = train("bsp", DEVICE, job, start=once.parts[6], **options)
     before = torch.get_rng_state(), torch.get_device_module(DEVICE).get_rng_state()
-    other = train("bsp", DEVICE, job, seed=4)
+    train("bsp", DEVICE, job, seed=4)
     after = torch.get_rng_state(), torch.get_device_module(DEVICE).get_rng_state()
     kept = all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
-    return {"again": compared(once, again), "resumed": compared(once, resumed),
-            "state kept": kept, "seed counts": not torch.equal(other.params, once.params)}  # fmt: skip
+    runs = {"again": compared(once, again), "resumed": compared(once, resumed)}
+    return runs | {"state kept": kept, "draws": different_draws(job)}
+
+
+def different_draws(job: Job) -> int:
+    """The number of different gradients of one batch under other seeds, workers and steps."""
+    engine, data = GradientEngine(job, device=DEVICE), load_digits().train
+    values = engine.initial_values(0).to(DEVICE)
+    inputs, targets = data.inputs[:8].to(DEVICE), data.targets[:8].to(DEVICE)
+    draws = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]
+    works = [GradientWork(rank, step, values, inputs, targets, seed, 1.0) for seed, rank, step in draws]
+    return len({tuple(gradient.values.tolist()) for gradient in engine.evaluate(works)})
 
 
 # --- workers that come and go, and gradients that are refused ---
@@ -255,8 +277,10 @@ def spoiled() -> Job:
 
 @case
 def gradients_that_are_not_finite():
-    runs = [(train(text, "cpu", spoiled(), steps=90), train(text, DEVICE, spoiled(), steps=90))
-            for text in ("bsp", "downpour ps", "averaging:period=3", "bsp collective:algorithm=ring")]  # fmt: skip
+    runs = []
+    for text, exact in (("bsp", False), ("downpour ps", False), ("averaging:period=3", False), ("bsp", True),
+                        ("bsp collective:algorithm=ring", True)):  # fmt: skip
+        runs.append([train(text, device, spoiled(), steps=90, exact=exact) for device in ("cpu", DEVICE)])
     refused = [here.outcome.totals.counts["updates_refused"] for here, _ in runs]
     return {"runs": [compared(*each) for each in runs], "refused": refused}
 
