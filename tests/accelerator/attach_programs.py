@@ -9,8 +9,10 @@ order both times.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,18 +21,22 @@ from typing import Any
 import torch
 from accelerator import target
 from accelerator.collective_programs import (
+    STEPS,
     Net,
     attach,
     batches,
     bytes_sent,
     compare,
     device,
+    difference,
     on_two_ranks,
     sgd,
     synchronizations,
 )
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
+
+from dure.errors import PeerLost
 
 IN_TURN = ("downpour", "ssp", "easgd", "eamsgd", "k-async", "k-batch")
 """Methods of which a step waits for no other rank."""
@@ -94,7 +100,7 @@ def train(place: str, text: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if "plain" in how else sgd(model)
     with inside(place, how), attach(model, optimizer, strategy) as replica:
         TURNS.together()  # both begin at the same parameters
-        for step, (x, y) in enumerate(batches(place)):
+        for step, (x, y) in enumerate(batches(place, steps_of(how))):
             before = synchronizations()
             with torch.autocast(place.partition(":")[0], torch.bfloat16, enabled="autocast" in how):
                 loss = cross_entropy(model(x), y)
@@ -116,6 +122,11 @@ def train(place: str, text: str) -> dict[str, Any]:
     return {"values": torch.cat(values), "bytes": bytes_sent(replica), "waits": waits}
 
 
+def steps_of(how: list[str]) -> int:
+    """Rank 1 ends early where the loop says so."""
+    return STEPS // 2 if "early" in how and os.environ["RANK"] == "1" else STEPS
+
+
 def inside(place: str, how: list[str]) -> Any:
     """The stream that is current while the loop runs."""
     if "stream" not in how or place == "cpu":
@@ -127,6 +138,68 @@ def inside(place: str, how: list[str]) -> Any:
 
 def both_ways(strategies: list[str]) -> list[dict[str, Any]]:
     return [compare(train("cpu", text), train(device(), text)) for text in strategies]
+
+
+@case
+def resumed():
+    """The values after a second half on the CPU, on the device after a first half on the CPU, and the other way."""
+    first = {place: half(place) for place in ("cpu", device())}
+    ways = [("cpu", "cpu"), ("cpu", device()), (device(), "cpu")]
+    one, *others = (half(after, first[before])["values"] for before, after in ways)
+    return {
+        "differences": [difference(one, other) for other in others],
+        "moved": difference(one, first["cpu"]["values"]),
+    }
+
+
+def half(place: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a user saves after some steps: the state of the model and of the optimizer."""
+    model = Net().to(place)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if state is not None:
+        saved = torch.load(io.BytesIO(state["saved"]), map_location="cpu")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    with attach(model, optimizer, "averaging:period=2 ps") as replica:
+        for x, y in batches(place, 4):
+            cross_entropy(model(x), y).backward()
+            replica.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    moments = [optimizer.state[each]["exp_avg"] for each in optimizer.param_groups[0]["params"] if each.requires_grad]
+    values = [each.detach().double().cpu().flatten() for each in (*model.state_dict().values(), *moments)]
+    return {"saved": file.getvalue(), "values": torch.cat(values)}
+
+
+@case
+def crash_on_the_cpu():
+    return crash("cpu")
+
+
+@case
+def crash_on_the_device():
+    return crash(device())
+
+
+@case
+def crash_beside_a_server():
+    """The error of rank 0: a server has ended with rank 1."""
+    try:
+        crash(device(), "bsp ps:shards=2")
+    except PeerLost as error:
+        return str(error)
+
+
+def crash(place: str, strategy: str = "bsp ps") -> list[float]:
+    """The values of rank 0 after a training in which rank 1 is killed after half of the steps."""
+    model = Net().to(place)
+    with attach(model, sgd(model), strategy) as replica:
+        for step, (x, y) in enumerate(batches(place)):
+            if step == STEPS // 2 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            cross_entropy(model(x), y).backward()
+            replica.step()
+    return torch.cat([each.detach().double().cpu().flatten() for each in model.state_dict().values()]).tolist()
 
 
 def main(names: list[str]) -> None:

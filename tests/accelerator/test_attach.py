@@ -36,6 +36,7 @@ MORE = [
     "ssp:bound=inf",
     "ssp:form=rmw @stream",
     "bsp ps @scaler @stream",
+    "bsp ps @early",
     "downpour ps:shards=2 @scaler",
 ]
 
@@ -94,11 +95,31 @@ def test_autocast_on_a_device_is_near_autocast_on_the_cpu():
     check_equal(ran("bsp ps @autocast")["bsp ps @autocast"], within=0.05)
 
 
+@pytest.mark.soak
+def test_what_a_user_saves_goes_on_on_another_device():
+    for rank in ran("resumed")["resumed"]:
+        assert rank["differences"] == [0.0, 0.0]
+        assert rank["moved"] > 1e-2
+
+
+@pytest.mark.soak
+def test_a_rank_on_a_device_goes_on_without_one_that_is_killed():
+    found = ran("crash_on_the_cpu", "crash_on_the_device")
+    assert found["crash_on_the_device"][1] == "no answer"
+    assert found["crash_on_the_device"] == found["crash_on_the_cpu"]
+
+
+@pytest.mark.soak
+def test_the_loss_of_a_server_is_an_error_on_a_device_too():
+    [error, _] = ran("crash_beside_a_server")["crash_beside_a_server"]
+    assert error.startswith("server 1 is gone")
+
+
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2,split=layer", BESIDE])
 def test_the_host_waits_for_the_device_once_in_a_step(trained, strategy):
     """To look for NaN in the gradient."""
     for rank in trained[strategy]:
-        assert rank["waits"] == [1] * 6
+        assert set(rank["waits"]) == {1}
 
 
 def test_a_gradient_scaler_costs_no_further_wait(trained):
@@ -111,4 +132,4 @@ def test_a_gradient_scaler_costs_no_further_wait(trained):
 @pytest.mark.parametrize("strategy", soaked(*(each for each in MORE if "scaler" not in each)))
 def test_with_the_other_methods_the_host_waits_once_in_a_step_too(trained_long, strategy):
     for rank in trained_long[strategy]:
-        assert rank["waits"] == [1] * 6
+        assert set(rank["waits"]) == {1}
