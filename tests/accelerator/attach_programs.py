@@ -98,7 +98,7 @@ def train(place: str, text: str) -> dict[str, Any]:
     scaler = GradScaler(place.partition(":")[0], init_scale=2.0**10) if "scaler" in how else None
     losses, waits = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if "plain" in how else sgd(model)
-    with inside(place, how), attach(model, optimizer, strategy) as replica:
+    with attach(model, optimizer, strategy) as replica, inside(place, how):
         TURNS.together()  # both begin at the same parameters
         for step, (x, y) in enumerate(batches(place, steps_of(how))):
             before = synchronizations()
