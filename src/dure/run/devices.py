@@ -7,13 +7,9 @@ server: a process that has asked a driver for its devices cannot be forked any m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from dure.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 AUTO = "auto"
 CPU = "cpu"
@@ -21,8 +17,8 @@ CPU = "cpu"
 FORM = re.compile(r"(?P<kind>[a-z][a-z0-9_]*)(:(?P<index>\d{1,5}))?")
 """A kind of device, and the number of one device of this kind: cuda, cuda:1."""
 
-WITHOUT_FLOAT64 = ("mps",)
-"""Kinds of devices that have no numbers in double precision."""
+UNFIT = ("mps",)
+"""Kinds of devices without side streams and without numbers in double precision: no replica can be there."""
 
 
 def check_form(text: str) -> None:
@@ -61,10 +57,15 @@ def devices_of(text: str, workers: int, *, virtual: bool, local_rank: int | None
     if kind == CPU:
         return (CPU,) * workers
     found = found_kind()
-    if text == AUTO and found is None:
+    if text == AUTO and (found is None or found in UNFIT):
         return (CPU,) * workers
     if text == AUTO:
         kind = found
+    if kind in UNFIT:
+        raise UsageError(
+            f'device="{text}" was asked for, and devices of kind {kind} have neither side streams nor float64 in '
+            f"PyTorch, which a replica needs. Write {CPU}."
+        )
     if kind != found:
         has = "no accelerator" if found is None else f"devices of kind {found}"
         instead = f"{CPU} or {AUTO}" if found is None else f"{found}, {CPU} or {AUTO}"
@@ -103,16 +104,12 @@ def dealt(
     return tuple(f"{kind}:{rank % count}" for rank in range(workers))
 
 
-def check_use(devices: Sequence[str], *, timing_only: bool, dtype: Callable[[], torch.dtype]) -> None:
-    """Raise `UsageError` if a run cannot use its `devices`. `dtype` gives the type of its parameters."""
+def check_use(devices: Sequence[str], *, timing_only: bool) -> None:
+    """Raise `UsageError` if a run cannot use its `devices`."""
     used = [device for device in devices if device != CPU]
     if used and timing_only:
         raise UsageError(
             f'timing_only computes no gradient, and device="{used[0]}" was asked for. Leave one of them out.'
-        )
-    if any(kind_of(device) in WITHOUT_FLOAT64 for device in used) and str(dtype()) == "torch.float64":
-        raise UsageError(
-            f"the parameters are float64, which {used[0]} does not have. Write --dtype float32 or --device cpu."
         )
 
 
@@ -136,7 +133,7 @@ def notice(text: str | None, devices: Sequence[str], *, places: Sequence[str] = 
 def _unused() -> str:
     """A line that names the accelerators of this machine, if there are some and no option speaks of them."""
     found = found_kind()
-    if found is None:
+    if found is None or found in UNFIT:
         return ""
     return f"the replicas are on the CPU, and this machine has devices of kind {found}: --device {AUTO} uses them."
 

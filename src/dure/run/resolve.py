@@ -113,7 +113,7 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
-    check_use(setup.devices, timing_only=setup.config.timing_only, dtype=lambda: setup.replica.dtype)
+    check_use(setup.devices, timing_only=setup.config.timing_only)
     setup.topology.check()
     fewest = setup.traits.fewest
     if setup.workers < fewest:
