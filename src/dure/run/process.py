@@ -394,6 +394,7 @@ class WorkerProcess(RunProcess):
         await membership.leave(worker)
         seconds = node.now()
         await self.snapshots.settled()
+        await node.given_to_wire()
         counts = self._counts()
         await self._send_spans()
         if worker.sessions.rows is not None and worker.rank == 0:
@@ -476,6 +477,7 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
+        await self.node.given_to_wire()
         state = saved.state(self.worker)
         state.plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
         problem = None

@@ -159,6 +159,11 @@ class Lane:
             tensor.record_stream(here)
         return found
 
+    @property
+    def busy(self) -> bool:
+        """Whether messages wait for their copies to pinned memory."""
+        return any(self._queues.values())
+
     def _enqueue(self, message: _Message) -> None:
         self._queues.setdefault(message.key, _Queue()).append(message)
         self._advance(message.key)

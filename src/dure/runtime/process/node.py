@@ -95,6 +95,11 @@ class ProcessNode:
     def incarnation(self) -> int:
         return self.identity.incarnation
 
+    async def given_to_wire(self) -> None:
+        """Once the wire has all messages so far, and counts them."""
+        while self.lane is not None and self.lane.busy:
+            await self.sleep(0.0)
+
     def begin(self, seconds: float = 0.0) -> None:
         """Set the clock of the run to `seconds`."""
         self._began = time.monotonic() - seconds
