@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,8 @@ class EngineOperation(Operation[Any]):
     """An operation of the engine in progress. `await` blocks in the engine, while the wire's helper thread runs.
 
     Afterwards other tasks and the wire run once: a role that only awaits the engine would otherwise never let them run.
-    Where tensors are `on_device`, the stream that is current at the `await` waits for the results.
+    Where tensors are `on_device`, the stream that is current at the `await` waits for the results, and the loop runs
+    meanwhile: messages on their way to pinned memory leave through it, and other ranks may wait for one.
     """
 
     __slots__ = ("_finish", "_node", "_on_device", "_works")
@@ -51,11 +51,11 @@ class EngineOperation(Operation[Any]):
 
     def __await__(self) -> Generator[Operation[Any], None, Any]:
         if not self.done:
-            self._node.loop.waiting = True
             try:
-                with self._node.wire.in_background():
-                    for work in self._works:
-                        (self._wait_on_device if self._on_device else self._wait)(work)
+                if self._on_device:
+                    yield from self._wait_in_loop()
+                else:
+                    self._block()
             except torch.AcceleratorError as error:  # the device reports a failed operation of this process
                 self.fail(error)
             except RuntimeError as error:
@@ -64,11 +64,18 @@ class EngineOperation(Operation[Any]):
                 self.fail(error)
             else:
                 self.resolve(self._finish())
-            finally:
-                self._node.loop.waiting = False
             self._works = ()  # finished works would keep the engine's connections open
             yield from self._node.loop.yield_once().__await__()
         return self.result()
+
+    def _block(self) -> None:
+        self._node.loop.waiting = True
+        try:
+            with self._node.wire.in_background():
+                for work in self._works:
+                    self._wait(work)
+        finally:
+            self._node.loop.waiting = False
 
     def _wait(self, work: Any) -> None:
         """Wait for an operation of the engine, and check once in `LOOK` whether a rank is frozen."""
@@ -82,19 +89,17 @@ class EngineOperation(Operation[Any]):
                     raise
             self._node.loop.check()
 
-    def _wait_on_device(self, work: Any) -> None:
-        """Wait as `_wait` does, and let the current stream wait for the results.
+    def _wait_in_loop(self) -> Generator[Operation[Any], None, None]:
+        """Ask again and again whether the operations have ended, then let the current stream wait for the results.
 
         A wait that ends by its time limit would not do: NCCL aborts the communicator then.
         """
-        pause, look = SHORTEST_PAUSE, time.monotonic() + LOOK.total_seconds()
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            if time.monotonic() >= look:
-                self._node.loop.check()
-                look = time.monotonic() + LOOK.total_seconds()
-        work.wait(LOOK)  # it has ended, so that this orders the stream alone
+        for work in self._works:
+            pause = SHORTEST_PAUSE
+            while not work.is_completed():
+                yield from self._node.sleep(pause).__await__()
+                pause = min(2 * pause, LONGEST_PAUSE)
+            work.wait(LOOK)  # it has ended, so that this orders the stream alone
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
