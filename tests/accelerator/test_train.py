@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from accelerator import target
+from accelerator.train_tasks import JOBS, KIND, check_equal, check_same_on_both, outcomes, started, task
 
-HERE = Path(__file__).parent
-JOBS = HERE / "train_jobs.py"
-KIND = target.device_type()
 pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600), pytest.mark.usefixtures("device")]
 
 RUNS = {
@@ -22,7 +16,7 @@ RUNS = {
     "dyadic ssp:bound=0 ps:shards=2": {},
     "dyadic averaging:period=2 ps": {"eval_every": 2},
     "dyadic bsp collective": {"eval_every": 2},
-    "plain averaging:period=2 collective": {},
+    "plain averaging:period=2 collective int8": {},
     "plain bsp collective:algorithm=ring": {},
     "dyadic bsp collective:algorithm=tree": {},
     "dyadic bsp collective:algorithm=halving-doubling": {},
@@ -40,7 +34,7 @@ ANY_ORDER = {
     "dyadic lbfgs": {},
     "dyadic downpour": {},
     "dyadic ad-psgd": {"workers": 3, "eval_every": 2},
-    "dyadic hogwild": {"workers": 3},
+    "dyadic hogwild shared": {"workers": 3},
     "dyadic asysvrg": {"workers": 3},
 }
 """Runs whose result depends on the order of messages."""
@@ -49,50 +43,46 @@ SPOILED = {"touching ssp ps": {"workers": 1}, "computing ssp ps": {"workers": 1}
 """Runs of jobs that compute a gradient, or use the device, before their workers are forked. Later runs fail as well."""
 
 
-def started(*arguments, tasks):
-    """A process that carries out `tasks` (`train_programs`)."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE.parent), *sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *arguments, "accelerator.train_programs", json.dumps(tasks)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+MOVES = {
+    "plain bsp ps top-k:share=0.25": ["cpu", "auto", "cpu"],
+    "plain bmuf:period=3 collective": ["auto", "cpu", "auto"],
+}
+"""Runs that are resumed on other devices."""
 
-
-def lines(tasks):
-    """What became of each task."""
-    ran = started(tasks=tasks)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return list(map(json.loads, ran.stdout.splitlines()))
-
-
-def outcomes(runs):
-    """What runs have delivered, by name: on the CPU and on the device."""
-    tasks = []
-    for name, options in runs.items():
-        job, _, strategy = name.partition(" ")
-        tasks.append({"job": job, "strategy": strategy, **options})
-    return dict(zip(runs, lines(tasks), strict=True))
+KILLED = {
+    "server 1": {"job": "slow", "strategy": "bsp ps:shards=2", "steps": 20, "at": 10, "checkpoint_every": 5},
+    "worker 1": {"job": "slow", "strategy": "ssp ps", "steps": 20, "at": 5, "again": True, "workers": 3},
+}
+"""Runs on the device in which this process is killed."""
 
 
 @pytest.fixture(scope="module")
-def delivered():
-    return outcomes({**RUNS, **{f"{name} ": options for name, options in ANY_ORDER.items()}, **SPOILED})
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
 
-def check_equal(both):
-    cpu, device = both["cpu"], both["auto"]
-    assert "error" not in device, device["error"]
-    assert device["devices"][0].startswith(KIND)
-    assert cpu["devices"] is None
-    assert {**device, "devices": None} == cpu
+@pytest.fixture(scope="module")
+def done(folder):
+    """What became of all tasks of this file, which one process has carried out."""
+    tasks = {("run", name): task(name, **options) for name, options in {**RUNS, **ANY_ORDER}.items()}
+    for name, devices in MOVES.items():
+        tasks["moved", name] = task(name, moves=devices, every=3)
+        tasks["whole", name] = task(name, moves=["cpu"], every=9)
+    for name, options in KILLED.items():
+        tasks["killed", name] = {"killed": name, **options}
+    tasks["run", "slow bsp ps:shards=2"] = task("slow bsp ps:shards=2", steps=20)
+    tasks |= {("command", name): arguments for name, arguments in commands(folder).items()}
+    return outcomes(tasks | {("run", name): task(name, **options) for name, options in SPOILED.items()})
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_a_device_equals_that_on_the_cpu(delivered, name):
-    check_equal(delivered[name])
+def test_a_run_on_a_device_equals_that_on_the_cpu(done, name):
+    check_same_on_both(name, done["run", name])
 
 
 @pytest.mark.parametrize("name", ANY_ORDER)
-def test_a_run_whose_order_is_open_does_the_same_work(delivered, name):
-    cpu, device = delivered[f"{name} "]["cpu"], delivered[f"{name} "]["auto"]
+def test_a_run_whose_order_is_open_does_the_same_work(done, name):
+    cpu, device = done["run", name]["cpu"], done["run", name]["auto"]
     assert "error" not in device, device["error"]
     assert math.isfinite(device["loss"])
     assert abs(device["loss"] - cpu["loss"]) < 0.02
@@ -103,13 +93,35 @@ def test_a_run_whose_order_is_open_does_the_same_work(delivered, name):
 SPOILS = "A job must not compute gradients or use a device before its workers are forked"
 
 
-def test_a_gradient_before_the_fork_fails_with_the_reason_on_the_cpu_too(delivered):
-    assert all(SPOILS in delivered["computing ssp ps"][device]["error"] for device in ("cpu", "auto"))
+def test_a_gradient_before_the_fork_fails_with_the_reason_on_the_cpu_too(done):
+    assert all(SPOILS in done["run", "computing ssp ps"][device]["error"] for device in ("cpu", "auto"))
 
 
-def test_a_device_that_was_used_before_the_fork_fails_with_the_reason_there(delivered):
-    assert SPOILS in delivered["touching ssp ps"]["auto"]["error"]
-    assert "error" not in delivered["touching ssp ps"]["cpu"]
+def test_a_device_that_was_used_before_the_fork_fails_with_the_reason_there(done):
+    assert SPOILS in done["run", "touching ssp ps"]["auto"]["error"]
+    assert "error" not in done["run", "touching ssp ps"]["cpu"]
+
+
+# ---- checkpoints and crashes
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_goes_on_from_its_checkpoint_on_another_device(done, name):
+    moved, whole = done["moved", name], done["whole", name]
+    check_equal(name, moved, {**whole, "bytes_sent": moved["bytes_sent"]})
+    assert (moved["devices"] is None) == (MOVES[name][-1] == "cpu")
+
+
+def test_a_killed_server_goes_on_from_its_checkpoint_with_workers_on_a_device(done):
+    assert done["killed", "server 1"]["failures_survived"] == 1
+    assert done["killed", "server 1"]["params_sha256"] == done["run", "slow bsp ps:shards=2"]["cpu"]["params_sha256"]
+
+
+def test_a_killed_worker_on_a_device_joins_again(done):
+    killed = done["killed", "worker 1"]
+    assert killed["failures_survived"] == 1
+    assert killed["unfinished"] == []
+    assert killed["updates_applied"] > 2 * 20
 
 
 # ---- the command
@@ -125,41 +137,39 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    """What became of each command, and of others on the run of the first."""
-    folder = tmp_path_factory.mktemp("runs")
-    tasks = {name: ["train", f"{JOBS}:dyadic", *options] for name, options in COMMANDS.items()}
-    tasks["auto"] += ["--out", str(folder / "run")]
-    tasks["elsewhere"] = ["train", f"{JOBS}:elsewhere"]
-    tasks["report"] = ["report", str(folder / "run"), "--out", str(folder / "report.html")]
+def commands(folder):
+    """The arguments of the commands above, and of others on the run of the first."""
+    arguments = {name: ["train", f"{JOBS}:dyadic", *options] for name, options in COMMANDS.items()}
+    arguments["auto"] += ["--out", str(folder / "run")]
+    arguments["elsewhere"] = ["train", f"{JOBS}:elsewhere"]
+    arguments["report"] = ["report", str(folder / "run"), "--out", str(folder / "report.html")]
     several = ["--strategy", "ssp", "--strategy", "bsp", "--on", "virtual", "--report", str(folder / "several.html")]
-    tasks["compare"] = ["compare", f"{JOBS}:dyadic", "--workers", "2", *several]
-    return folder, dict(zip(tasks, lines(list(tasks.values())), strict=True))
+    arguments["compare"] = ["compare", f"{JOBS}:dyadic", "--workers", "2", *several]
+    return arguments
 
 
-def test_a_run_says_which_devices_it_uses(commands):
-    folder, done = commands
-    assert done["auto"]["status"] == 0, done["auto"]["err"]
-    assert f"device=auto found {KIND}: 3 workers on {KIND}:0" in done["auto"]["err"]
-    assert f"Devices                    {KIND}:0" in done["auto"]["err"]
-    devices = json.loads(done["auto"]["out"])["devices"]
+def test_a_run_says_which_devices_it_uses(done, folder):
+    auto = done["command", "auto"]
+    assert auto["status"] == 0, auto["err"]
+    assert f"device=auto found {KIND}: 3 workers on {KIND}:0" in auto["err"]
+    assert f"Devices                    {KIND}:0" in auto["err"]
+    devices = json.loads(auto["out"])["devices"]
     assert [device.partition(":")[0] for device in devices] == [KIND] * 3
     assert json.loads((folder / "run" / "summary.json").read_text())["devices"] == devices
-    assert done["report"]["status"] == 0
+    assert done["command", "report"]["status"] == 0
     assert "Devices" in (folder / "report.html").read_text()
 
 
 IDLE = f"this machine has devices of kind {KIND}: --device auto uses them."
 
 
-def test_a_run_on_the_cpu_names_the_accelerator_that_it_leaves_idle(commands):
+def test_a_run_on_the_cpu_names_the_accelerator_that_it_leaves_idle(done):
     """Once, also where several runs are compared. A run that names the CPU says nothing of devices."""
-    _, done = commands
-    assert done["left out"]["err"].count(IDLE) == done["compare"]["err"].count(IDLE) == 1
-    assert done["cpu"]["status"] == 0
-    assert "device" not in done["cpu"]["err"].lower()
-    assert "devices" not in json.loads(done["cpu"]["out"])
+    assert all(done["command", name]["err"].count(IDLE) == 1 for name in ("left out", "compare"))
+    cpu = done["command", "cpu"]
+    assert cpu["status"] == 0
+    assert "device" not in cpu["err"].lower()
+    assert "devices" not in json.loads(cpu["out"])
 
 
 @pytest.mark.parametrize(
@@ -171,26 +181,25 @@ def test_a_run_on_the_cpu_names_the_accelerator_that_it_leaves_idle(commands):
         ("elsewhere", f"its model() builds on {KIND}"),
     ],
 )
-def test_a_device_that_a_run_cannot_use_is_refused(commands, name, said):
-    _, done = commands
-    assert done[name]["status"] == 2
-    assert said in done[name]["err"]
+def test_a_device_that_a_run_cannot_use_is_refused(done, name, said):
+    assert done["command", name]["status"] == 2
+    assert said in done["command", name]["err"]
 
 
 # ---- torchrun
 
 
-def test_each_rank_of_torchrun_takes_the_device_of_its_local_rank(delivered):
+def test_each_rank_of_torchrun_takes_the_device_of_its_local_rank(done):
     """Over servers and over collectives, one run after the other; with one device, both ranks share it."""
     if reason := target.absent(ranks=2):
         pytest.skip(reason)
     same = "dyadic bsp ps", "dyadic bsp collective"
     options = ["train", f"{JOBS}:dyadic", "--on", "torchrun", "--device", "auto", "--json", "--strategy"]
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
-    done = started(*launch, tasks=[[*options, name.removeprefix("dyadic ")] for name in same])
-    assert done.returncode == 0, done.stderr[-4000:]
-    summaries = list(map(json.loads, done.stdout.splitlines()))
+    ran = started(*launch, tasks=[[*options, name.removeprefix("dyadic ")] for name in same])
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    summaries = list(map(json.loads, ran.stdout.splitlines()))
     for summary, name in zip(summaries, same, strict=True):
         assert [device.partition(":")[0] for device in summary["devices"]] == [KIND, KIND]
-        assert summary["params_sha256"] == delivered[name]["cpu"]["params_sha256"]
-    assert done.stderr.count(f"device=auto found {KIND}: 2 workers on {KIND}:0") == 2
+        assert summary["params_sha256"] == done["run", name]["cpu"]["params_sha256"]
+    assert ran.stderr.count(f"device=auto found {KIND}: 2 workers on {KIND}:0") == 2

@@ -6,6 +6,7 @@ for bit, also where messages come in another order.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import torch
@@ -99,4 +100,16 @@ def elsewhere() -> Job:
     """A job whose model is on the device from the start."""
     job = dyadic()
     job.model = lambda: Point(8, torch.float64).to(DEVICE)
+    return job
+
+
+def slow() -> Job:
+    """As `dyadic`; a step takes some milliseconds, so that a test can interfere."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.004)
+        return eighth_square(outputs, targets)
+
+    job = dyadic()
+    job.loss = loss
     return job

@@ -6,6 +6,7 @@ from dure.errors import UsageError
 from dure.run import devices
 from dure.run.config import TrainConfig
 from dure.run.devices import check_alike, check_form, check_use, dealt, described, devices_of, in_summary, notice
+from dure.run.resolve import rebuild, resolve
 
 
 @pytest.fixture
@@ -31,6 +32,24 @@ def test_a_rank_takes_the_device_of_its_local_rank(local_rank, taken):
     """More ranks than devices share them."""
     assert dealt("cuda", 2, 4, local_rank=local_rank) == (taken,) * 4
     assert dealt("cuda", 2, 4, local_rank=local_rank, index="1") == ("cuda:1",) * 4
+
+
+def test_a_run_under_torchrun_takes_the_device_of_its_rank(machine, monkeypatch):
+    machine("cuda", 2)
+    environment = {"RANK": "4", "WORLD_SIZE": "6", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = TrainConfig(job="quadratic", on="torchrun", workers=6, device="auto")
+    assert resolve(config)[0].for_worker(4).device == "cuda:1"
+
+
+def test_each_worker_of_this_machine_has_its_device_and_shares_the_data(machine):
+    machine("cuda", 2)
+    setup = resolve(TrainConfig(job="quadratic", on="local", workers=3, device="cuda"))[0]
+    assert [setup.for_worker(rank).device for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert setup.for_worker(1).data is setup.data
+    assert rebuild(setup.plain()).devices == setup.devices
+    assert setup.device == "cpu"  # of servers and of the driver
 
 
 def test_auto_takes_an_accelerator_if_there_is_one(machine):

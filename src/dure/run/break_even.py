@@ -24,6 +24,7 @@ from dure.codec.timing import slices_of, timed
 from dure.core.cost import CodecCost, codec_cost
 from dure.core.node import CodecWork
 from dure.core.ranges import size
+from dure.run.devices import in_summary
 from dure.run.strategy import codec_name
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ class StepBytes(NamedTuple):
 def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
     """The entry `payoff` of the summary; empty without a codec, and for one worker.
 
-    The cost of the codec is that of the `cluster` of a virtual run. After a real run it is measured on this machine.
+    The cost of the codec is that of the `cluster` of a virtual run. After a real run it is measured on the CPU of this
+    machine; workers on other devices encode there, at a cost that is not known.
     """
     codec = setup.codec
     rows = _rows(totals)
-    if codec is None or setup.workers == 1 or not rows:
+    if codec is None or setup.workers == 1 or not rows or (cluster is None and in_summary(setup.devices)):
         return {}
     name = codec_name(codec)
     given = {} if cluster is None else cluster.codecs
