@@ -96,11 +96,12 @@ def train(place: str, text: str) -> dict[str, Any]:
     strategy, *how = text.split(" @")
     model = Net().to(place)
     scaler = GradScaler(place.partition(":")[0], init_scale=2.0**10) if "scaler" in how else None
-    losses, waits = [], []
+    losses, waits, data = [], [], list(batches(place, steps_of(how)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if "plain" in how else sgd(model)
-    with attach(model, optimizer, strategy) as replica, inside(place, how):
+    default = torch.device(place) if "default" in how else nullcontext()
+    with default, attach(model, optimizer, strategy) as replica, inside(place, how):
         TURNS.together()  # both begin at the same parameters
-        for step, (x, y) in enumerate(batches(place, steps_of(how))):
+        for step, (x, y) in enumerate(data):
             before = synchronizations()
             with torch.autocast(place.partition(":")[0], torch.bfloat16, enabled="autocast" in how):
                 loss = cross_entropy(model(x), y)

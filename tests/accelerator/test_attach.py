@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
 BESIDE = "downpour:overlap=true,n_fetch=10,local_lr=0.05 @plain @stream"
 """Gradients are pushed while the next backward overwrites them. The order in which servers add them is not fixed."""
 
-STRATEGIES = ["bsp ps:shards=2,split=layer", "averaging:period=2 ps @scaler"]
+STRATEGIES = ["bsp ps:shards=2,split=layer @default", "averaging:period=2 ps @scaler"]
 MORE = [
     "one-shot ps",
     "bmuf:period=2 ps",
@@ -37,6 +37,8 @@ MORE = [
     "ssp:form=rmw @stream",
     "bsp ps @scaler @stream",
     "bsp ps @early",
+    "bsp @default",
+    "averaging:period=2 collective:algorithm=ring @default",
     "downpour ps:shards=2 @scaler",
 ]
 
@@ -115,7 +117,7 @@ def test_the_loss_of_a_server_is_an_error_on_a_device_too():
     assert error.startswith("server 1 is gone")
 
 
-@pytest.mark.parametrize("strategy", ["bsp ps:shards=2,split=layer", BESIDE])
+@pytest.mark.parametrize("strategy", ["bsp ps:shards=2,split=layer @default", BESIDE])
 def test_the_host_waits_for_the_device_once_in_a_step(trained, strategy):
     """To look for NaN in the gradient."""
     for rank in trained[strategy]:

@@ -90,7 +90,7 @@ class Exchange:
 
     async def faulty_ranks(self) -> list[int]:
         """The ranks whose own gradients were not finite in the last exchange, where `examines`; all ranks call this."""
-        mine = torch.tensor([float(self._faulty)])
+        mine = torch.tensor([float(self._faulty)], device="cpu")
         said = await self._group.all_gather(mine)
         return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
 

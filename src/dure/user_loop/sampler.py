@@ -33,7 +33,7 @@ def share_of(
     `targets` are those of the whole set, needed where labels decide ("dirichlet"); those of `dataset` if left out.
     """
     found = getattr(dataset, "targets", None) if targets is None else targets
-    labels = torch.zeros(len(dataset)) if found is None else torch.as_tensor(found)
+    labels = torch.zeros(len(dataset), device="cpu") if found is None else torch.as_tensor(found, device="cpu")
     sizes = [max(stop - start, 1) for start, stop in equal_ranges(len(dataset), world_size)]
     sampler = parse_split(split).samplers(labels, sizes, seed=seed)[rank]
     if sampler.stride == sampler.batch_size:  # a stream of its own: one batch is one pass over it

@@ -153,7 +153,7 @@ class ProcessGroup:
         return self._start("the root's broadcast", [work], lambda: tensor, tensor)
 
     def barrier(self) -> Operation[None]:
-        met = torch.zeros(1)
+        met = torch.zeros(1, device="cpu")
         return self._start("the others at a barrier", [self._reduce(met)], lambda: None, met)
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:

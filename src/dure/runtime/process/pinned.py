@@ -1,4 +1,7 @@
-"""Pinned memory for copies between a device and the host: few buffers, which are used again."""
+"""Pinned memory for copies between a device and the host: few buffers, which are used again.
+
+Memory on the host names the CPU here and elsewhere: a user may have set another default device of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,14 @@ class PinnedPool:
 
     def take(self, key: str, nbytes: int) -> torch.Tensor | None:
         """A buffer of at least `nbytes` bytes; None while all buffers of `key` are in use."""
-        idle = self._idle.setdefault(key, [torch.empty(0, dtype=torch.uint8)] * SLOTS)
+        idle = self._idle.setdefault(key, [torch.empty(0, dtype=torch.uint8, device="cpu")] * SLOTS)
         if not idle:
             return None
         buffer = idle.pop()
         if buffer.numel() < nbytes:
             self.nbytes -= buffer.numel()
-            buffer = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+            size = 1 << (nbytes - 1).bit_length()
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             self.nbytes += buffer.numel()
         return buffer
 
@@ -46,7 +50,7 @@ def aligned_nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def cut(buffer: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Divide a buffer into flat tensors of the sizes and dtypes of `tensors`; None if those have no elements."""
-    buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu") if buffer is None else buffer
     parts, start = [], 0
     for tensor in tensors:
         parts.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))

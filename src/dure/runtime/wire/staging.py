@@ -109,7 +109,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _empty(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class StagingBuffer:

@@ -30,7 +30,7 @@ class Agreement:
 
     def start(self, mine: Intention, *, left_out: bool = False) -> Operation[torch.Tensor]:
         """Say what this rank is about to do, and whether it left out the exchanged step before; the counts of all."""
-        said = torch.zeros(len(_INTENTIONS) + 1, dtype=torch.int32)
+        said = torch.zeros(len(_INTENTIONS) + 1, dtype=torch.int32, device="cpu")
         said[_INTENTIONS.index(mine)] = 1
         said[-1] = left_out
         return self._group.all_reduce(said)

@@ -129,8 +129,8 @@ class SentGroup:
         """In round r each rank tells the one 2^r further; then it has heard, by way of others, from everybody."""
         line, here, size = self._line, self._line.here, len(self.ranks)
         steps = [1 << r for r in range((size - 1).bit_length())]
-        word = torch.empty(0)
-        coming = [line.recv((here - step) % size, torch.empty(0)) for step in steps]
+        word = torch.empty(0, device="cpu")
+        coming = [line.recv((here - step) % size, torch.empty_like(word)) for step in steps]
         for step, asked in zip(steps, coming, strict=True):
             sent = line.send((here + step) % size, word)
             await line.end(asked, (here - step) % size)

@@ -65,7 +65,7 @@ class GroupSession:
         """Give `stats` to all members; `Worker.stats` then has those of each, in rank order."""
         worker = self._worker
         started = worker.node.now()
-        own = torch.tensor(list(stats.values()), dtype=torch.float64)
+        own = torch.tensor(list(stats.values()), dtype=torch.float64, device="cpu")
         rows = await self.members.all_gather(own)
         worker.stats = [dict(zip(stats, row.tolist(), strict=True)) for row in rows]
         worker.meter.add("wait", started, worker.node.now())
@@ -76,5 +76,6 @@ class GroupSession:
 
     async def ranks_at_fault(self, sound: bool) -> list[int]:
         """The ranks whose part of a gradient is not `sound`."""
-        parts = await self.members.all_gather(torch.tensor([float(not sound)], dtype=torch.float64))
+        mine = torch.tensor([float(not sound)], dtype=torch.float64, device="cpu")
+        parts = await self.members.all_gather(mine)
         return [rank for rank, each in zip(self.members.ranks, parts, strict=True) if each.item()]
