@@ -454,6 +454,35 @@ def running_statistics_on_a_side_stream(fault):
     return mean, expected.running_mean * 10
 
 
+def sparse_sums(device: str) -> Tensor:
+    """The gradient of a table, whose rows are scaled and added to those of another one."""
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 2, sparse=True).to(device)
+    (gradient,) = torch.autograd.grad(table(torch.tensor([4, 1, 4], device=device)).square().sum(), table.weight)
+    one = gradient.coalesce()
+    total = (one / 2 + gradient.clone()).coalesce()
+    one.values().mul_(3)
+    whole = torch.zeros(6, 2, device=device).index_add_(0, one.indices()[0], one.values())
+    return torch.cat([total.values(), total.to_dense(), whole]).cpu()
+
+
+@program
+def sparse_gradients():
+    return sparse_sums(DEVICE), sparse_sums("cpu")
+
+
+@program
+def sparse_values_on_a_side_stream(fault):
+    places, side = torch.tensor([[3, 1, 3]], device=DEVICE), stream()
+    entries = torch.sparse_coo_tensor(places, values(3).to(DEVICE) + 1, (5,), check_invariants=False)
+    if not fault:
+        side.wait_stream(main_stream())
+    with side:
+        y = entries.to_dense()
+    side.synchronize()
+    return y.cpu(), torch.tensor([0.0, 3.0, 0.0, 6.0, 0.0])
+
+
 @program
 def autocast_and_a_gradient_scaler():
     """The scale starts so high that steps are skipped."""

@@ -50,6 +50,7 @@ CAUGHT = {
     "backward_on_a_side_stream": UNORDERED,
     "thread_with_a_stream_of_its_own": UNORDERED,
     "running_statistics_on_a_side_stream": UNORDERED,
+    "sparse_values_on_a_side_stream": UNORDERED,
     "parameters_in_one_flat_buffer": r"wrong: \[1.0, 2.0",
     "random_state_restored": r"wrong: ",
     "dropout_follows_the_device": r"wrong: ",

@@ -41,7 +41,7 @@ STRATEGIES = [
 ]
 """Every topology and every codec, and methods of each family."""
 
-CARRIED = ["convolutions_and_running_statistics", "rows_of_tables_at_servers"]
+CARRIED = ["convolutions_and_running_statistics", "rows_of_tables_at_servers", "sparse_gradients"]
 EQUAL = ["large_layers_and_activations_by_autograd", "parameter_groups", "a_loss_of_its_own", "workers_come_and_go"]
 OTHERS = [
     "layers_that_only_vmap_stacks",

@@ -166,21 +166,21 @@ def dropping() -> Job:
 class Table(nn.Module):
     """An embedding, of which a batch reads some rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 4)
+        self.table = nn.Embedding(50, 4, sparse=sparse)
         self.out = nn.Linear(4, 3)
 
     def forward(self, words: Tensor) -> Tensor:
         return self.out(self.table(words).mean(1))
 
 
-def words() -> Job:
+def words(optimizer: str = "adagrad", *, sparse: bool = False) -> Job:
     drawn = torch.randint(50, (200, 5), generator=torch.Generator().manual_seed(0))
     data = Data({"words": drawn}, drawn.sum(1) % 3)
     return Job(
-        model=Table, loss=cross_entropy, train=data, batch_size=8, accuracy=top1, name="given",
-        optimizer=OptimizerSpec("adagrad", lr=0.05), rows=lambda inputs: {"table.weight": inputs["words"]},
+        model=partial(Table, sparse), loss=cross_entropy, train=data, batch_size=8, accuracy=top1, name="given",
+        optimizer=OptimizerSpec(optimizer, lr=0.05), rows=lambda inputs: {"table.weight": inputs["words"]},
     )  # fmt: skip
 
 
@@ -204,6 +204,12 @@ def large_layers_and_activations_by_autograd():
 @case
 def rows_of_tables_at_servers():
     return carried_over("bsp hybrid:servers=table.weight,shards=2", words())
+
+
+@case
+def sparse_gradients():
+    texts = ("bsp", "bsp hybrid:servers=all,shards=2", "hogwild shared:mode=atomic,locks=3", "hogbatch:batch=3")
+    return [carried_over(text, words("sgd", sparse=True)) for text in texts]
 
 
 @case
