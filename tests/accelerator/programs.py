@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -640,10 +641,11 @@ def on_two_ranks(work: Callable[[int], Tensor], backend: str = tested.backend())
     with tempfile.TemporaryDirectory() as folder:
         children = [(rank, *_rank(rank, folder, backend, work)) for rank in range(2)]
         rows = []
-        for _, child, reading in children:
-            os.waitpid(child, 0)
+        for *_, reading in children:
             with os.fdopen(reading) as pipe:
                 rows.append(json.loads(pipe.read()))
+        for _, child, _ in children:
+            os.waitpid(child, 0)
     if errors := [row for row in rows if isinstance(row, str)]:
         raise RuntimeError(" | ".join(errors))
     return torch.tensor(rows)
@@ -653,21 +655,30 @@ def _rank(rank: int, folder: str, backend: str, work: Callable[[int], Tensor]) -
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        store = dist.FileStore(f"{folder}/store", 2)
-        if DEVICE != "standin":
-            torch.accelerator.set_device_index(rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=2)
         try:
-            result = work(rank).cpu().tolist()
-            torch.accelerator.synchronize()
-        except RuntimeError as error:
-            result = str(error)
-        os.write(writing, json.dumps(result).encode())
-        store.set(str(rank), "done")  # a rank that leaves earlier resets the other one's connection
-        store.wait(["0", "1"])
-        os._exit(0)
+            _be_rank(rank, folder, backend, work, writing)
+        finally:
+            os._exit(0)
     os.close(writing)
     return child, reading
+
+
+def _be_rank(rank: int, folder: str, backend: str, work: Callable[[int], Tensor], writing: int) -> None:
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    result: Any = None
+    try:
+        result = work(rank).cpu().tolist()
+        torch.accelerator.synchronize()
+    except RuntimeError as error:
+        result = str(error)
+    except BaseException:  # noqa: BLE001  (a child of a fork reports it)
+        result = traceback.format_exc()
+    with os.fdopen(writing, "w") as pipe:
+        pipe.write(json.dumps(result))
+    store.set(str(rank), "done")
+    if not isinstance(result, str):
+        store.wait(["0", "1"])  # a rank that leaves earlier resets the connection of the other, which is then to fail
 
 
 def sums(count: int = 8) -> Tensor:
