@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
-model = DistributedDataParallel(net, bucket_cap_mb=0.002)
+model = DistributedDataParallel(net, bucket_cap_mb=0.0004)
 hook = None
 if codec != "none":
     hook = dure.hook(codec, dist.new_group() if codec == "fp32" else None)
@@ -104,7 +105,7 @@ generator = torch.Generator().manual_seed(dist.get_rank())
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
 
-def hooked(state=None, cap=0.002):
+def hooked(state=None, cap=0.0004):
     model, hook = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=cap), dure.hook(codec)
     model.register_comm_hook(None, hook)
     if state is not None:
@@ -175,7 +176,7 @@ codec = sys.argv[1]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 
-def hooked(net, **options):
+def hooked(net, codec=codec, **options):
     model = DistributedDataParallel(net, **options)
     model.register_comm_hook(None, dure.hook(codec))
     return model
@@ -205,10 +206,10 @@ for step in range(3):
     model.zero_grad()
     model(x.bfloat16()).sum().backward()
 found["narrow"] = [str(model.module.weight.grad.dtype), bool((model.module.weight.grad > 0).all())]
-model = hooked(torch.nn.Linear(64, 8))
-model(x).sum().backward()
+model = hooked(torch.nn.Linear(64, 8).double(), "int8")
+model(x.double()).sum().backward()
 try:
-    (model(x).sum() * float("nan")).backward()
+    (model(x.double()).sum() * 1e300).backward()
 except RuntimeError as error:
     found["error"] = str(error)
 if dist.get_rank() == 0:
@@ -223,8 +224,58 @@ def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
     assert found["wrong"] == 0
     assert found["unused"] > 0
     assert found["narrow"] == ["torch.bfloat16", True]
-    assert "an update holds NaN or infinity, so it was not encoded: the training diverged." in found["error"]
+    assert "its codec sends float32, whose largest number is 3.4e+38, so it was not encoded" in found["error"]
     assert "cast" not in found["error"]
+
+
+OVERFLOW = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dure
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+model, hook = DistributedDataParallel(net), dure.hook(sys.argv[1])
+model.register_comm_hook(None, hook)
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0)
+generator = torch.Generator().manual_seed(dist.get_rank())
+residuals, scales, sent, parameters = [], [], [], []
+for step in range(8):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 20, generator=generator)).square().mean()
+    factor = float("inf") if step in (4, 5) and dist.get_rank() == 1 else 1
+    scaler.scale(loss * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    state = hook.state_dict()["buckets"].get(0, {"tensors": {}})["tensors"]
+    residuals.append(all(kept.isfinite().all() for kept in state.values()))
+    scales.append(scaler.get_scale())
+    sent.append(hook.bytes_sent)
+    parameters.append(torch.cat([each.detach().view(-1) for each in model.parameters()]))
+everybody = [torch.empty_like(parameters[-1]) for _ in range(2)]
+dist.all_gather(everybody, parameters[-1])
+if dist.get_rank() == 0:
+    print(json.dumps({
+        "residuals": bool(all(residuals)), "scales": scales, "sent": sent, "same": torch.equal(*everybody),
+        "steps": [not torch.equal(a, b) for a, b in zip(parameters, parameters[1:])],
+    }), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("codec", ["1bit", *soaked("sign+momentum", "strom:threshold=0.02")])
+def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(tmp_path, codec):
+    """The gradient of rank 1 overflows in two steps; rank 0 reports."""
+    found = run(tmp_path, codec, script=OVERFLOW)
+    assert found["same"]
+    assert found["residuals"]
+    assert found["scales"] == [2, 2, 2, 2, 1, 0.5, 0.5, 0.5]
+    assert found["steps"] == [True, True, True, False, False, True, True]
+    sent = [later - sooner for sooner, later in pairwise(found["sent"])]
+    assert [bool(each) for each in sent] == [True, True, True, False, False, True, True]
 
 
 def test_columns_are_those_of_the_parameters(tmp_path):
@@ -282,7 +333,7 @@ dist.init_process_group("gloo")
 hooks["late"] = dure.hook(codec)
 models = {}
 for name in ("early", "late", "first"):  # groups are made in the order of first backwards
-    models[name] = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.002)
+    models[name] = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.0004)
     models[name].register_comm_hook(None, hooks[name])
 state = hooks["first"].state_dict()
 batches = torch.randn(5, 16, 20, generator=torch.Generator().manual_seed(dist.get_rank()))

@@ -3,36 +3,38 @@
     model = DistributedDataParallel(net)
     model.register_comm_hook(None, dure.hook("strom:threshold=0.001"))
 
-DDP arranges its buckets anew after its first step. That step's gradients travel whole; from then on every bucket has
-coders of its own, whose residuals stay with its parameters. They are each rank's own, and belong into its checkpoint:
+DDP arranges its buckets anew after its first step. The gradients of that step travel whole. From then on every bucket
+has coders of its own, whose residuals stay with its parameters. Each rank saves those of its own in its checkpoint:
 
     torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
-A hook can be made before the ranks are there, as Lightning's `DDPStrategy(ddp_comm_hook=...)` needs it. It has a
-process group of its own, since DDP and other hooks use theirs at the same moments; where `torch.distributed` was not
-yet initialized, the first bucket makes that group.
+A hook can be made before the ranks are there, as Lightning's `DDPStrategy(ddp_comm_hook=...)` needs it. It has process
+groups of its own, since DDP and other hooks use theirs at the same moments. If `torch.distributed` was not yet
+initialized, the first bucket makes them.
+
+On a device, the codec encodes there, and messages travel by the backend of the group for that device.
+
+A gradient that holds NaN or infinity on one rank becomes NaN on all ranks, as without a hook, so that a gradient scaler
+skips the step on all of them. No residual takes it up. Residuals are in the units of scaled gradients.
 
 DDP reads a hook's annotations, so here they are objects and not text.
 """
 
-import concurrent.futures
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.constants import default_pg_timeout
 
 from dure.codec.base import Codec
-from dure.codec.coder import SliceLayout
-from dure.codec.exchange import Owner, add_up, memory, remember
-from dure.core.ranges import equal_ranges
 from dure.errors import CheckpointError, UsageError
 from dure.run.strategy import check_joins, make, member_text
+from dure.user_loop.bucket_exchange import Gather, Groups, Span, Stripes
+from dure.user_loop.bucket_thread import BucketThread
 
 _NARROW = (torch.float16, torch.bfloat16)
-"""What is exchanged as float32: NumPy does not know all of them, and their sums round."""
+"""Types of buckets that are exchanged as float32: NumPy does not know all of them, and their sums round."""
 
 
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
@@ -50,27 +52,28 @@ def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     return Hook(made, group)
 
 
-def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A new group of the ranks of `group`, or of all; every rank takes part. Raises `UsageError` without ranks."""
+def _own_groups(group: dist.ProcessGroup | None) -> Groups:
+    """New groups of the ranks of `group`, or of all; every rank takes part. Raises `UsageError` without ranks.
+
+    A group whose backends are all for devices (NCCL) gets one of Gloo beside it, for sizes.
+    """
     if not dist.is_initialized():
         raise UsageError(
             "a hook needs the other ranks: call torch.distributed.init_process_group before the first backward, or "
             "before state_dict() and load_state_dict()."
         )
-    own: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group or dist.group.WORLD),
-        backend=None if group is None else dist.get_backend(group),
-        use_local_synchronization=group is not None,
-    )
-    return own
 
+    def new(backend: str | None) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+            backend=backend,
+            use_local_synchronization=group is not None,
+        )
+        return made
 
-class Span(NamedTuple):
-    """Where a parameter lies in a bucket."""
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
+    own = new(None if group is None else dist.get_backend(group))
+    backends = dist.get_backend_config(own).split(",")
+    return Groups(own, own if any(each.startswith("cpu:") for each in backends) else new("gloo"))
 
 
 class Hook:
@@ -83,49 +86,55 @@ class Hook:
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None = None) -> None:
         self.codec = codec
         self._given = group
-        self._group: dist.ProcessGroup | None = None
+        self._groups: Groups | None = None
         if dist.is_initialized():
-            self._group = _own_group(group)
+            self._groups = _own_groups(group)
         self.bytes_sent = 0
         self._exchanges: dict[int, Stripes | Gather] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._first_step = True
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dure hook")
+        self._thread = BucketThread()
         self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The hook's own process group. Raises `UsageError` before `torch.distributed` is initialized."""
-        if self._group is None:
-            self._group = _own_group(self._given)
-        return self._group
+        return self._made().bytes
+
+    def _made(self) -> Groups:
+        if self._groups is None:
+            self._groups = _own_groups(self._given)
+        return self._groups
 
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for each bucket."""
-        _ = self.group  # made on DDP's thread: on the hook's, the order of groups could differ between ranks
+        """Start the exchange of a bucket. DDP calls this for each."""
+        groups = self._made()  # on DDP's thread: on the hook's, the order of groups could differ between ranks
         if self._first_step:
             self._first_step = not bucket.is_last()
-            return self._start(self._mean, bucket.buffer())
+            return self._thread.start(self._mean, bucket.buffer())
         number = bucket.index()
         if number not in self._exchanges:
             kind = Gather if self.codec.exchange == "all_gather" else Stripes
-            self._exchanges[number] = kind(self.codec, _spans(bucket), self.group)
+            self._exchanges[number] = kind(self.codec, _spans(bucket), groups, bucket.buffer().device)
             self._take_up(number)
-        return self._start(self._encoded(self._exchanges[number]), bucket.buffer())
+        return self._thread.start(self._encoded(self._exchanges[number]), bucket.buffer())
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's coders and votes remember, copied: text, whole numbers and tensors. Between steps."""
+        """A copy of the state of this rank's coders and votes: text, whole numbers and tensors on the CPU.
+
+        To be called between steps.
+        """
         met = {
-            number: {"bounds": each.bounds, "tensors": {name: kept.clone() for name, kept in each.state().items()}}
+            number: {"bounds": each.bounds, "tensors": self._thread.call(each.state, each.device)}
             for number, each in self._exchanges.items()
         }
         return {**self._kind(), "buckets": {**self._saved, **met}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what the same rank's hook remembered.
+        """Continue from a state of the same rank's hook, on the same or on another device.
 
-        The first step after a restart travels whole and leaves it as it is. Raises `CheckpointError` for a state of
-        another codec or number of ranks; at once, or as soon as a bucket is met, where the buckets are others.
+        The first step after a restart travels whole and leaves the state as it is. Raises `CheckpointError` for a state
+        of another codec or number of ranks, or of other buckets as soon as they are known.
         """
         for key, mine in self._kind().items():
             theirs = state.get(key)
@@ -138,7 +147,7 @@ class Hook:
             self._take_up(number)
 
     def _kind(self) -> dict[str, Any]:
-        """What two hooks must have alike to take up each other's state."""
+        """The entries of a state that must be those of the hook that loads it."""
         return {
             "codec": member_text("codec", self.codec),
             "rank": dist.get_rank(self.group),
@@ -157,80 +166,18 @@ class Hook:
             )
         exchange.restore(saved["tensors"])
 
-    def _start(
-        self, work: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
-    ) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[concurrent.futures.Future[torch.Tensor]] = torch.futures.Future()
-        self._thread.submit(work, values).add_done_callback(future.set_result)
-        return future.then(lambda done: done.value().result())  # an error that is raised here reaches DDP as it is
-
-    def _mean(self, values: torch.Tensor) -> torch.Tensor:
+    def _mean(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, group=self.group)
-        return values.div_(dist.get_world_size(self.group))
+        values.div_(dist.get_world_size(self.group))
 
-    def _encoded(self, exchange: "Stripes | Gather") -> Callable[[torch.Tensor], torch.Tensor]:
-        def work(values: torch.Tensor) -> torch.Tensor:
+    def _encoded(self, exchange: Stripes | Gather) -> Callable[[torch.Tensor], None]:
+        def work(values: torch.Tensor) -> None:
             wide = values.float() if values.dtype in _NARROW else values
             self.bytes_sent += exchange.run(wide)
-            return values if wide is values else values.copy_(wide)
+            if wide is not values:
+                values.copy_(wide)
 
         return work
-
-
-class Stripes:
-    """Two phases: every stripe goes to its owner, and what that makes of all of them comes back."""
-
-    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup) -> None:
-        self.bounds = [span.stop for span in spans]
-        self._group = group
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._ranges = equal_ranges(spans[-1].stop, self._world_size)
-        layouts = [SliceLayout.of(spans, [stripe]) for stripe in self._ranges]
-        self._coders = [codec.coder(layout, seed=self._rank) for layout in layouts]
-        self._owner = Owner(codec, layouts[self._rank])
-
-    def run(self, values: torch.Tensor) -> int:
-        """Replace `values` by what all ranks have of them; the bytes sent to others."""
-        stripes = [values[start:stop] for start, stop in self._ranges]
-        mine = [coder.encode(stripe) for coder, stripe in zip(self._coders, stripes, strict=True)]
-        theirs = _to_each(mine, self._group)
-        combined = self._owner.combine(dict(enumerate(theirs)))
-        results = _to_all(combined, self._group)
-        for coder, result, stripe in zip(self._coders, results, stripes, strict=True):
-            coder.decode(result, stripe)
-        others = sum(message.numel() for owner, message in enumerate(mine) if owner != self._rank)
-        return others + (self._world_size - 1) * combined.numel()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What survives a restart."""
-        return memory(self._coders, self._owner)
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up a `state`."""
-        remember(self._coders, self._owner, state)
-
-
-class Gather:
-    """Everybody's message goes to everybody."""
-
-    def __init__(self, codec: Codec, spans: list[Span], group: dist.ProcessGroup) -> None:
-        self.bounds = [span.stop for span in spans]
-        self._group = group
-        self._coder = codec.coder(SliceLayout.of(spans, [(0, spans[-1].stop)]), seed=dist.get_rank(group))
-
-    def run(self, values: torch.Tensor) -> int:
-        """Replace `values` by what all ranks have of them; the bytes sent to others."""
-        message = self._coder.encode(values)
-        add_up(self._coder, _to_all(message, self._group), values)
-        return (dist.get_world_size(self._group) - 1) * message.numel()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What survives a restart."""
-        return self._coder.state()
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up a `state`."""
-        self._coder.restore(state)
 
 
 def _spans(bucket: GradBucket) -> list[Span]:
@@ -239,30 +186,3 @@ def _spans(bucket: GradBucket) -> list[Span]:
         spans.append(Span(start, start + parameter.numel(), tuple(parameter.shape)))
         start += parameter.numel()
     return spans
-
-
-def _to_each(messages: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Message i goes to rank i; what came from each. Their sizes go first.
-
-    Bulk goes by sends and receives: Gloo's all_to_all sends in one direction at a time.
-    """
-    here = dist.get_rank(group)
-    sizes = torch.tensor([message.numel() for message in messages], device=messages[here].device)
-    coming = torch.empty_like(sizes)
-    dist.all_to_all_single(coming, sizes, group=group)
-    received = [
-        messages[here] if rank == here else messages[here].new_empty(int(size)) for rank, size in enumerate(coming)
-    ]
-    operations = []
-    for rank, peer in enumerate(dist.get_process_group_ranks(group)):
-        if rank != here:
-            pairs = ((dist.irecv, received[rank]), (dist.isend, messages[rank]))
-            operations += [dist.P2POp(way, part, peer, group) for way, part in pairs if part.numel()]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait(default_pg_timeout)
-    return received
-
-
-def _to_all(message: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Everybody's message."""
-    return _to_each([message] * dist.get_world_size(group), group)
