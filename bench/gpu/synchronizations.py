@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from _check import ROOT, Finding, Setting, main, target
@@ -61,7 +62,8 @@ def coding(text: str) -> Iterator[tuple[Counter[str], Counter[str]]]:
 
 def steps(rank: int, setting: Setting, strategies: Sequence[str]) -> dict[str, list[Counter[str]]]:
     """The synchronizations of each step after the first ones, backward included, by strategy."""
-    return {strategy: list(_steps(WithAttach(rank, setting, strategy))) for strategy in strategies}
+    small = replace(setting, rehearse=True)  # a count does not depend on the size of the model
+    return {strategy: list(_steps(WithAttach(rank, small, strategy))) for strategy in strategies}
 
 
 def _steps(arm: WithAttach) -> Iterator[Counter[str]]:
