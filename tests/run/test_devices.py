@@ -64,10 +64,10 @@ def test_auto_takes_an_accelerator_if_there_is_one(machine):
 @pytest.mark.parametrize(
     ("has", "asked", "said"),
     [
-        ((None,), "cuda", "PyTorch finds no accelerator here. Write cpu or auto."),
+        ((None,), "cuda", r"PyTorch \d\S* finds no accelerator here. Write cpu or auto."),
         (("cuda", 2), "gpu", "PyTorch finds devices of kind cuda here. Write cuda, cpu or auto."),
         (("cuda", 2), "cuda:2", "2 are here, cuda:0 to cuda:1. Write one of these, cuda or auto."),
-        (("cuda", 1), "cuda:1", "one is here, cuda:0."),
+        (("cuda", 1), "cuda:1", "one is here. Write cuda:0, cuda or auto."),
         (("cuda", 1), "auto:0", "PyTorch finds devices of kind cuda here."),
     ],
 )

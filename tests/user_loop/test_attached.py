@@ -706,6 +706,9 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, optimizer, batch_size=0)
     with pytest.raises(UsageError, match="none of the model's"):
         dure.attach(nn.Linear(2, 2), optimizer)
+    elsewhere = torch.optim.SGD(nn.Linear(2, 2, device="meta").parameters())
+    with pytest.raises(UsageError, match=r"on meta, and the model is on cpu: make the optimizer after model\.to"):
+        dure.attach(nn.Linear(2, 2), elsewhere)
     with pytest.raises(UsageError, match="LBFGS computes the loss itself, by the closure"):
         dure.attach(module, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(StrategyError, match='sync="bsp ps" is more than a sync: write sync="bsp", topology="ps"'):

@@ -324,14 +324,14 @@ def _explain_move(slot: _Slot) -> str:
     now = getattr(slot.owner, slot.attribute)
     if now.device != home.device:
         call = f'.to("{now.device}")'
-        advice = f'Move first and make the replica then; with dure.attach, attach after model.to("{now.device}").'
+        advice = f'Move the model before its replica is made; with dure.attach, attach after model.to("{now.device}").'
     elif now is not slot.parameter:
         call = f"load_state_dict(assign=True), or an assignment to module.{name},"
         advice = "Call load_state_dict(state) without assign=True, or make the replica afterwards."
     elif now.dtype != home.dtype:
         name_of_dtype = str(now.dtype).removeprefix("torch.")
         call = f".{_CONVERSIONS.get(now.dtype, f'to({now.dtype})')} made it {name_of_dtype}: the call"
-        advice = f"Convert first and make the replica then; with dure.attach, attach after model.to({now.dtype})."
+        advice = f"Convert the model before its replica is made; with dure.attach, attach after model.to({now.dtype})."
     else:
         call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
         advice = "Copy values in place, for each parameter: parameter.data.copy_(values)."

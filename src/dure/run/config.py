@@ -48,7 +48,7 @@ class Options:
     batch_size: Count | None = None
     """Samples per mini-batch of one worker; the job's if left out."""
     batch_sizes: tuple[Count, ...] = ()
-    """The same, one per worker, where workers differ."""
+    """Samples per mini-batch of each worker, one number per worker, if workers differ."""
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Learning rate; the job's if left out."""
     scale_lr: bool = False
@@ -79,12 +79,13 @@ class Options:
     checkpoint_every: Count | None = None
     """Steps per worker between checkpoints; none if left out. Needs --out."""
     trace: bool = False
-    """Write trace.json, which Perfetto opens: who computed, sent and waited when. Needs --out."""
+    """Write trace.json, which Perfetto opens: the times at which each worker computed, sent and waited. Needs --out."""
     tensorboard: bool = False
     """Write TensorBoard events. Needs --out."""
     device: str | None = None
-    """Device of the replicas: cpu, cuda (dealt out to the workers in turn), cuda:1 (all on this one), or auto: an
-    accelerator if there is one. cpu if left out. Servers stay on the CPU; a virtual run is on one device."""
+    """Device of the replicas: cpu, cuda (workers take the GPUs in turn), cuda:1 (all workers on this one), or auto:
+    accelerators if PyTorch finds some, else cpu. cpu if left out. Servers stay on the CPU; a virtual run is on one
+    device."""
     exact: bool = False
     """Evaluate gradients one at a time on one thread (virtual time)."""
     warn_after: Seconds | None = None
@@ -167,9 +168,9 @@ class TrainConfig(Options):
     sync: str | None = None
     """When replicas agree (`dure methods`); bsp if left out."""
     topology: str | None = None
-    """Who talks to whom; what the method prefers if left out."""
+    """Which nodes communicate; the method's first choice if left out."""
     codec: str | None = None
-    """What goes on the wire; fp32 if left out."""
+    """How a message is encoded; fp32 if left out."""
     partition: str | None = None
     """How the model is split; none if left out."""
     on: str = ""
@@ -180,10 +181,10 @@ class TrainConfig(Options):
     out, rank 0 draws a key and hands it out through torchrun's store."""
     integrity: Literal["mac", "checksum"] = "mac"
     """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
-    alone, for private networks. What tells what to do with them has a code always."""
+    alone, for private networks. Headers always have an authentication code."""
     resume: Path | None = None
-    """Folder of a run to go on with, from its last complete checkpoint. Its options hold; steps, epochs and seconds
-    may be others."""
+    """Folder of a run to continue from its last complete checkpoint. Its options hold; steps, epochs, seconds, device
+    and some others may change (docs/guide.md)."""
     trust: bool = False
     """Run the code that the resumed run names as FILE.py:NAME also where the file has changed since the run began, lies
     elsewhere, or lies in the run's folder."""

@@ -67,10 +67,17 @@ def devices_of(text: str, workers: int, *, virtual: bool, local_rank: int | None
             f"PyTorch, which a replica needs. Write {CPU}."
         )
     if kind != found:
-        has = "no accelerator" if found is None else f"devices of kind {found}"
-        instead = f"{CPU} or {AUTO}" if found is None else f"{found}, {CPU} or {AUTO}"
-        raise UsageError(f'device="{text}" was asked for, and PyTorch finds {has} here. Write {instead}.')
+        raise UsageError(f'device="{text}" was asked for, and {_here(found)}')
     return dealt(kind, count_of_devices(), workers, index=index, one=virtual, local_rank=local_rank)
+
+
+def _here(found: str | None) -> str:
+    """The kind of this machine's accelerators, and the texts that it allows. `2.13.0+cpu` is built without CUDA."""
+    import torch
+
+    if found is None:
+        return f"PyTorch {torch.__version__} finds no accelerator here. Write {CPU} or {AUTO}."
+    return f"PyTorch finds devices of kind {found} here. Write {found}, {CPU} or {AUTO}."
 
 
 def count_of_devices() -> int:
@@ -95,8 +102,10 @@ def dealt(
     ('cuda:0', 'cuda:1', 'cuda:0')
     """
     if index is not None and int(index) >= count:
-        here = f"one is here, {kind}:0" if count == 1 else f"{count} are here, {kind}:0 to {kind}:{count - 1}"
-        raise UsageError(f'device="{kind}:{index}" was asked for, and {here}. Write one of these, {kind} or {AUTO}.')
+        here = f"{count} are here, {kind}:0 to {kind}:{count - 1}. Write one of these, {kind} or {AUTO}."
+        if count == 1:
+            here = f"one is here. Write {kind}:0, {kind} or {AUTO}."
+        raise UsageError(f'device="{kind}:{index}" was asked for, and {here}')
     if index is not None or one:
         return (f"{kind}:{int(index or 0)}",) * workers
     if local_rank is not None:

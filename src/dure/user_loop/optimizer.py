@@ -269,9 +269,12 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 def _check_owner(optimizer: torch.optim.Optimizer, replica: Replica) -> None:
     mine = {id(parameter) for parameter in replica.module.parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        strange = [tuple(each.shape) for each in group["params"] if id(each) not in mine]
+        strange = [each for each in group["params"] if id(each) not in mine]
         if strange:
+            place, home = strange[0].device, next(replica.module.parameters()).device
+            other = f" It is on {place}, and the model is on {home}: make the optimizer after model.to(...)."
             raise UsageError(
-                f"parameter group {number} of the optimizer has a parameter of shape {strange[0]} that is none of the "
-                "model's. Attach the module that holds all that is trained, with an optimizer of its parameters."
+                f"parameter group {number} of the optimizer has a parameter of shape {tuple(strange[0].shape)} that is "
+                "none of the model's. Attach the module that holds all that is trained, with an optimizer of its "
+                f"parameters.{other if place != home else ''}"
             )
