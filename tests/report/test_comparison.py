@@ -192,3 +192,16 @@ def test_the_time_to_a_loss_is_told_for_all_jobs(made):
     heads = [column.header for column in comparison_table(runs, target=goal).columns]
     assert heads[:3] == ["strategy", "to loss 0.5", "speed-up"]
     assert "accuracy" not in heads
+
+
+def test_devices_have_a_line_where_a_run_is_not_on_the_cpu_alone(made):
+    """Each device is named once; a run on the CPU beside others is said to be there."""
+    on_devices = made()
+    on_devices.figures["devices"] = ["cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+
+    def line(*runs):
+        rows = [row for _, group in figure_rows(entries(runs, target=Target()), target=Target()) for row in group]
+        return next((row.cells for row in rows if row.name == "Devices"), None)
+
+    assert line(made(), made()) is None
+    assert line(made(), on_devices) == ("cpu", "cuda:0, cuda:1")

@@ -48,8 +48,16 @@ def test_each_worker_of_this_machine_has_its_device_and_shares_the_data(machine)
     setup = resolve(TrainConfig(job="quadratic", on="local", workers=3, device="cuda"))[0]
     assert [setup.for_worker(rank).device for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert setup.for_worker(1).data is setup.data
-    assert rebuild(setup.plain()).devices == setup.devices
     assert setup.device == "cpu"  # of servers and of the driver
+
+
+def test_a_fork_server_looks_for_no_devices(machine, monkeypatch):
+    """A driver that it has asked could not be used in the processes that it forks."""
+    machine("cuda", 2)
+    plain = resolve(TrainConfig(job="quadratic", on="local", workers=3, device="cuda"))[0].plain()
+    monkeypatch.delattr(devices, "found_kind")
+    monkeypatch.delattr(devices, "count_of_devices")
+    assert rebuild(plain).devices == ("cuda:0", "cuda:1", "cuda:0")
 
 
 def test_auto_takes_an_accelerator_if_there_is_one(machine):
