@@ -27,6 +27,7 @@ RUNS = {
     "dyadic asysvrg:lock=readwrite": {"workers": 1},
     "dyadic k-async:k=2": {},
     "plain bsp ps top-k:share=0.25": {},
+    "plain bsp collective 1bit": {},
 }
 """Runs that are equal on the CPU and on the device: parameters bit for bit, and bytes sent."""
 
@@ -128,7 +129,7 @@ def test_a_killed_worker_on_a_device_joins_again(done):
 
 
 COMMANDS = {
-    "auto": ["--workers", "3", "--strategy", "ssp ps", "--device", "auto", "--json"],
+    "auto": ["--workers", "3", "--strategy", "ssp ps int8", "--device", "auto", "--json"],
     "cpu": ["--on", "virtual", "--workers", "2", "--device", "cpu", "--json"],
     "left out": ["--on", "virtual", "--workers", "2", "--json"],
     "unknown": ["--device", "gpu"],
@@ -153,9 +154,11 @@ def test_a_run_says_which_devices_it_uses(done, folder):
     assert auto["status"] == 0, auto["err"]
     assert f"device=auto found {KIND}: 3 workers on {KIND}:0" in auto["err"]
     assert f"Devices                    {KIND}:0" in auto["err"]
-    devices = json.loads(auto["out"])["devices"]
+    summary = json.loads(auto["out"])
+    devices = summary["devices"]
     assert [device.partition(":")[0] for device in devices] == [KIND] * 3
     assert json.loads((folder / "run" / "summary.json").read_text())["devices"] == devices
+    assert summary["payoff"] == {}  # the cost of the codec on the device is not known
     assert done["command", "report"]["status"] == 0
     assert "Devices" in (folder / "report.html").read_text()
 

@@ -50,7 +50,6 @@ OTHERS = {
     "plain asysvrg:lock=readwrite": {"workers": 1},
     "plain downpour:n_push=3,n_fetch=2": {"workers": 1},
     "plain downpour:local_lr=0.1": {"workers": 1},
-    "plain downpour:overlap=true": {"workers": 1},
     "plain downpour+dc-asgd": {"workers": 1},
     "plain downpour+dc-asgd:mode=adaptive": {"workers": 1},
     "plain ssp+staleness-lr": {"workers": 1},
