@@ -83,6 +83,35 @@ def plain() -> Job:
     )
 
 
+def there(job: Job) -> Job:
+    """The job, with a loss that fails where a gradient is computed anywhere but on the device."""
+    given = job.loss
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and outputs.device.type != DEVICE:
+            raise RuntimeError(f"a gradient is computed on {outputs.device}")
+        return given(outputs, targets)
+
+    job.loss = loss
+    return job
+
+
+def dyadic_there() -> Job:
+    return there(dyadic())
+
+
+def bags_there() -> Job:
+    return there(bags())
+
+
+def plain_there() -> Job:
+    return there(plain())
+
+
+def slow_there() -> Job:
+    return there(slow())
+
+
 def computing() -> Job:
     """A job that computes a gradient while it is loaded."""
     job, start = dyadic(), torch.ones(1, requires_grad=True)

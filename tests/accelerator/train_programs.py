@@ -39,17 +39,21 @@ KEPT = ("params_sha256", "bytes_sent", "updates_applied", "loss", "devices", "fa
 """What is told of a summary."""
 
 
+THERE = ("dyadic", "bags", "plain", "slow")
+"""Jobs that have a form, called `dyadic_there`, which fails unless gradients are computed on the device."""
+
+
 def given(job: str, strategy: str, **options: Any) -> dict[str, Any]:
     """The options of a run."""
     return {"job": f"{JOBS}:{job}", "strategy": strategy, "workers": 2, "eval_every": 1000} | options
 
 
-def both(fork_server: ForkServer, **options: Any) -> dict[str, Any]:
+def both(fork_server: ForkServer, job: str, **options: Any) -> dict[str, Any]:
     """The run on the CPU and on the device; its errors as text."""
     found: dict[str, Any] = {}
-    for device in ("cpu", "auto"):
+    for device, name in (("cpu", job), ("auto", f"{job}_there" if job in THERE else job)):
         try:
-            run = local(fork_server=fork_server, device=device, **given(**options))
+            run = local(fork_server=fork_server, device=device, **given(name, **options))
             found[device] = {name: run.summary.get(name) for name in KEPT} | {"loss": run.rows[-1]["loss"]}
         except DureError as error:
             found[device] = {"error": str(error)}
