@@ -138,18 +138,16 @@ class GradientEngine:
         results: dict[int, Gradient] = {}
         computed: list[_Computed] = []
         for decision, indices in self._groups(works):
+            if decision.stacked is None:
+                for index in indices:
+                    computed.append(self._compute_alone(works[index]))
+                    (results[index],) = computed[-1].gradients
+                continue
             for part in _even_parts(indices, decision.most):
-                computed.append(self._compute(decision, [works[index] for index in part]))
+                computed.append(_stacked(decision.stacked, [works[index] for index in part]))
                 results |= zip(part, computed[-1].gradients, strict=True)
         _read_losses(computed)
         return [results[index] for index in range(len(works))]
-
-    def _compute(self, decision: _Decision, works: Sequence[GradientWork]) -> _Computed:
-        if decision.stacked is None:
-            return self._compute_alone(works[0])
-        values, losses = decision.stacked.evaluate(works)
-        samples = _samples(works[0])
-        return _Computed([Gradient(row, math.nan, samples) for row in values.unbind()], losses)
 
     def one(self, work: GradientWork) -> Gradient:
         """Compute the gradient of one work, as `evaluate`."""
@@ -264,7 +262,7 @@ class GradientEngine:
             values = self._flat_of(gradients, self._own)
         buffers = replica.buffers_flat() if self._fresh_buffers.numel() else None
         gradient = Gradient(values, math.nan, _samples(work), buffers, self._server_gradient(gradients))
-        return _Computed([gradient], loss.detach())
+        return _Computed((gradient,), loss)
 
     def _server_gradient(self, gradients: Sequence[Tensor | None]) -> ServerGradient | None:
         """The gradient of the parameters that servers hold; None where they hold none."""
@@ -339,15 +337,25 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+def _stacked(stacked: Stacked, works: Sequence[GradientWork]) -> _Computed:
+    values, losses = stacked.evaluate(works)
+    samples = _samples(works[0])
+    return _Computed([Gradient(row, math.nan, samples) for row in values.unbind()], losses)
+
+
 def _read_losses(computed: Sequence[_Computed]) -> None:
     """Set the loss of each gradient. On an accelerator one transfer brings all losses, and tells if all are finite.
 
     The norm of all gradients together is finite only if each gradient is. Where it is not, receivers check each one.
     """
-    on_device = bool(computed) and computed[0].losses.device.type != "cpu"
-    if not on_device:
+    if not computed:
+        return
+    if computed[0].losses.is_cpu:
         for gradients, losses in computed:
-            for gradient, loss in zip(gradients, losses.tolist() if losses.dim() else (losses.item(),), strict=True):
+            if not losses.dim():
+                gradients[0].loss = losses.item()
+                continue
+            for gradient, loss in zip(gradients, losses.tolist(), strict=True):
                 gradient.loss = loss
         return
     together = [gradient for gradients, _ in computed for gradient in gradients]
