@@ -184,10 +184,14 @@ class Replica:
     # ---- buffers
 
     def buffers_flat(self) -> Tensor:
-        """A flat float64 copy of the buffers that training may change; empty if there are none."""
-        named = dict(self.module.named_buffers())
-        parts = [named[name].detach().reshape(-1).double() for name in (*self._floating, *self._integer)]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self.device)
+        """A flat float64 copy of the buffers that training may change; empty if there are none.
+
+        It is on the replica's device; buffers, such as counters, may be on the CPU.
+        """
+        named, place = dict(self.module.named_buffers()), self.device
+        found = [named[name].detach() for name in (*self._floating, *self._integer)]
+        parts = [buffer.reshape(-1).to(place, torch.float64) for buffer in found]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=place)
 
     def load_buffers(self, values: Tensor) -> None:
         """Copy a flat snapshot to the buffers; integers are rounded. Raises `ReplicaError` for another shape."""
