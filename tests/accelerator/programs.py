@@ -26,8 +26,10 @@ from accelerator import target as tested
 from torch import Tensor, nn
 
 DEVICE = tested.device_type()
-COUNTING = ("synchronizations_are_counted", "pinned_memory_is_counted", "averages_and_waits")
-"""Programs that read the counters of the stand-in."""
+COUNTING = (
+    "synchronizations_are_counted", "pinned_memory_is_counted", "averages_and_waits", "freed_memory_is_returned",
+)  # fmt: skip
+"""Programs that read the counters of the stand-in, or its memory in the process."""
 
 ATOL = 1e-2
 """How far the results of a GPU may be from the CPU's, whose sums have another order: half precision included."""
@@ -631,6 +633,19 @@ def pinned_memory_is_counted(fault):
     return torch.tensor(torch.standin.pinned_bytes()), torch.tensor(before)
 
 
+@program
+def freed_memory_is_returned():
+    def megabytes() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("RssShmem")) // 1024
+
+    before = megabytes()
+    x = torch.zeros(32 << 18, device=DEVICE)
+    used = megabytes() - before
+    del x
+    return torch.tensor([used, megabytes() - before]), torch.tensor([32, 0])
+
+
 # --- a group of two processes ---
 
 
@@ -759,6 +774,7 @@ def collectives_give_what_gloo_gives():
         lambda x, out: dist.reduce_scatter_single(out[:2], x),
         lambda x, out: dist.all_to_all_single(out[:4], x),
         lambda x, out: dist.all_gather([out[:4], out[4:]], x),
+        lambda x, out: dist.all_reduce_coalesced([x, out]),
     )
 
     def work(device):

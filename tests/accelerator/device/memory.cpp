@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kMemory = size_t(16) << 30;  // address space; a page costs memory once it is written
 constexpr size_t kAlignment = 64;
+constexpr size_t kDropped = size_t(1) << 20;
 
 // A freed block that another stream had used: that use must be ordered before the owner's next allocation,
 // which may get the same bytes.
@@ -83,7 +84,15 @@ size_t take(size_t nbytes) {
   TORCH_CHECK(false, "standin: out of device memory: ", nbytes, " bytes asked for, ", kMemory, " in all");
 }
 
+// The pages of a large block cost no memory once it is freed. Smaller blocks keep theirs, for the next ones.
+void drop_pages(size_t offset, size_t nbytes) {
+  if (nbytes < kDropped) return;
+  size_t page = sysconf(_SC_PAGESIZE), first = (offset + page - 1) / page * page;
+  madvise(memory->accessible + first, (offset + nbytes) / page * page - first, MADV_REMOVE);
+}
+
 void give_back(size_t offset, size_t nbytes) {
+  drop_pages(offset, nbytes);
   auto after = memory->free.lower_bound(offset);
   if (after != memory->free.end() && after->first == offset + nbytes) {
     nbytes += after->second;
