@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from accelerator import target
-from accelerator.collective_programs import CODECS
+from accelerator.collective_programs import CODECS, SCALED
 from support.soak import soaked
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def ran(*names):
     command = [sys.executable, "-m", "accelerator.collective_programs", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
+    sys.stderr.write(done.stderr)
     return {name: ranks for name, *ranks in map(json.loads, done.stdout.splitlines())}
 
 
@@ -82,3 +84,58 @@ def codecs():
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_over_a_group_on_a_device_gives_what_it_gives_on_the_cpu(codecs, codec):
     check_equal([rank if isinstance(rank, str) else rank[codec] for rank in codecs])
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return ran(*STREAMS, *FAULTS, *LOST, "gradient_scalers")
+
+
+STREAMS = ["on_a_stream_of_the_user", "branches_on_two_streams"]
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_training_on_streams_of_the_user_equals_training_on_the_cpu(cases, case):
+    for rank in cases[case]:
+        check_equal([rank] if isinstance(rank, str) else rank)
+
+
+@pytest.mark.parametrize("text", [*SCALED, "autocast"])
+def test_an_overflow_at_one_rank_skips_the_step_of_all_and_lowers_all_scales(cases, text):
+    """Operators that autocast runs in 16 bits are not the same ones on the CPU and on a device."""
+    told = [rank if isinstance(rank, str) else rank[text] for rank in cases["gradient_scalers"]]
+    check_equal(told, within=1e-3 if text == "autocast" else 0.0)
+    for rank in told:
+        assert rank["scales"] == [[1024, 2048, 2048, 1024, 1024, 2048]] * 2  # grows after two good steps
+        assert rank["unmoved"] == [[False, False, False, True, False, False]] * 2  # momentum and decay included
+        assert rank["clocks"] == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+LOST = {"killed_rank": 3.0, "frozen_rank": 8.0}
+"""Seconds until the other rank knows; a rank is frozen after three."""
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_lost_rank_ends_the_wait_of_the_others(cases, case):
+    first, second = cases[case]
+    assert not isinstance(first, str), first
+    assert re.search(r"rank 1|worker 1|a rank is gone", first[0])
+    assert first[1] < LOST[case]
+    assert second.startswith("no answer")
+
+
+UNORDERED = r"no event orders the two"
+FAULTS = {
+    "fault_slice_does_not_wait_for_its_streams": UNORDERED,
+    "fault_results_are_not_waited_for": UNORDERED,
+    "fault_slice_is_sent_on_a_stream_that_does_not_wait": UNORDERED,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_synchronization_is_caught(cases, fault):
+    if target.device_type() != "standin":
+        pytest.skip("only the stand-in checks the order of streams")
+    for rank in cases[fault]:
+        assert isinstance(rank, str)
+        assert re.search(FAULTS[fault], rank)

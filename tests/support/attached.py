@@ -27,6 +27,7 @@ RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
 PINNED = ("bsp", RING, "averaging:period=2 ps", "downpour", "ssp ps:shards=2")
 SKIPPING = ("bsp",)
+OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 
@@ -296,6 +297,29 @@ def case_skipped():
                 replica.step()
             found[strategy] = [*seen, flat(module), replica.clock]
     return found
+
+
+def case_overflow():
+    """At step 3 the scaled loss of rank 1 overflows: scales, clock, and whether the step moved anything."""
+    return {strategy: overflowing(strategy) for strategy in OVERFLOWING}
+
+
+def overflowing(strategy):
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, unmoved = [], []
+    with attach(module, optimizer, strategy) as replica:
+        for step, batch in enumerate(mine(6)):
+            loss = loss_of(module, batch)
+            scaler.scale(loss * float("inf") if (step, RANK) == (3, 1) else loss).backward()
+            before = flat(module), copy.deepcopy(optimizer.state_dict())
+            replica.step(scaler)
+            scaler.update()
+            unmoved.append(flat(module) == before[0] and str(optimizer.state_dict()) == str(before[1]))
+            scales.append(scaler.get_scale())
+        clock = replica.clock
+    return {"scales": scales, "unmoved": unmoved, "clock": clock, "model": flat(module)}
 
 
 def case_weights():

@@ -101,6 +101,16 @@ def test_a_step_that_all_ranks_skip_moves_nothing(ranks, strategy):
     assert ranks[0]["skipped"][strategy] == ranks[1]["skipped"][strategy]
 
 
+@pytest.mark.parametrize("strategy", attached.OVERFLOWING)
+def test_an_overflow_at_one_rank_skips_the_step_of_both_and_lowers_both_scales(ranks, strategy):
+    one, other = (rank["overflow"][strategy] for rank in ranks)
+    for rank in (one, other):
+        assert rank["scales"] == [1024, 2048, 2048, 1024, 1024, 2048]  # a scale grows after two good steps
+        assert rank["unmoved"] == [False, False, False, True, False, False]
+        assert rank["clock"] == 6
+    assert one["model"] == other["model"]
+
+
 @pytest.mark.parametrize("strategy", attached.WHOLE)
 def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
     for rank in ranks:

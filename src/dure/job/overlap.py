@@ -3,6 +3,9 @@
 Backward completes parameters roughly from the last to the first. The flat gradient is cut into fixed slices at
 borders of parameters. A slice is launched once all its parameters are complete *and* all slices behind it have
 been launched, so that every rank launches in the same order. Slices never change: a codec keeps state for each slice.
+
+On a device, backward writes a gradient on the stream of the forward operation, and parts of a model may have streams of
+their own. The stream that launches a slice waits for all streams that have written to it.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from dure.job.replica import Replica
 
 LEAST_NBYTES, MOST_NBYTES = 3 << 19, 4 << 20
@@ -62,6 +65,7 @@ class Overlap:
         self._launch: Launch | None = None
         self._begin: Callable[[], None] | None = None
         self._missing: list[set[int]] = []
+        self._writers: list[list[torch.Stream]] = []
         self._next = 0
         self._works: list[Any] = []
         self._hooks = [
@@ -76,6 +80,7 @@ class Overlap:
         self._missing = [set() for _ in self.slices]
         for index, number in self._slice_of.items():
             self._missing[number].add(index)
+        self._writers = [[] for _ in self.slices]
         self._next = 0
         self._works = []
 
@@ -115,12 +120,30 @@ class Overlap:
             begin, self._begin = self._begin, None
             begin()
         self.replica.bring_home(index)
-        self._missing[self._slice_of[index]].discard(index)
+        number = self._slice_of[index]
+        if self.replica.device.type != "cpu":
+            self._note_writer(number)
+        self._missing[number].discard(index)
         self._send_complete()
 
     def _send_complete(self) -> None:
         assert self._launch is not None
         while self._next < len(self.slices) and not self._missing[self._next]:
             start, stop = self.slices[self._next]
+            self._wait_for_writers(self._next)
             self._works.append(self._launch(self.replica.grads[start:stop]))
             self._next += 1
+
+    def _note_writer(self, number: int) -> None:
+        """Note that the current stream has written to slice `number`."""
+        here = torch.accelerator.current_stream(self.replica.device)
+        if here not in self._writers[number]:
+            self._writers[number].append(here)
+
+    def _wait_for_writers(self, number: int) -> None:
+        """Let the current stream wait for the others that have written to slice `number`."""
+        if self._writers[number]:
+            here = torch.accelerator.current_stream(self.replica.device)
+            for stream in self._writers[number]:
+                if stream != here:
+                    here.wait_stream(stream)

@@ -107,9 +107,10 @@ class Attached:
     def step(self, scaler: GradScaler | None = None) -> bool:
         """Step with the gradients that `backward()` left, and zero them; returns whether the training continues.
 
-        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped,
-        as by `skip`. Without a scaler, a gradient that holds NaN or infinity skips the step too, and the third in a row
-        raises `Quarantined`; under BSP over collectives it is the mean that counts, at all ranks alike.
+        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped.
+        Over collectives an overflow at one rank skips the step at all ranks and lowers all their scales. Without a
+        scaler, a gradient that holds NaN or infinity skips the step too, and the third in a row raises `Quarantined`;
+        under BSP over collectives it is the mean that counts, at all ranks alike.
 
         False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
         nothing.
@@ -120,11 +121,14 @@ class Attached:
             return False
         with self._lifetime.guarded():
             self._replica.check()
-            if not self._ties.intend("step"):
+            mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)
+            if not self._ties.intend("overflow" if mine else "step"):
                 self._finish()
                 return False
-            check = self._check
-            skipping = check.refuses(self._source, self.clock) if scaler is None else check.overflowed(scaler)
+            if scaler is None:
+                skipping = self._check.refuses(self._source, self.clock) or self._ties.overflowed
+            else:
+                skipping = self._overflows(scaler, mine=mine)
             self._advance(skipping=skipping)
             return True
 
@@ -219,6 +223,16 @@ class Attached:
             self.close()
         elif self._lifetime.error is None and not self._lifetime.closed:
             self._lifetime.fail(error)
+
+    def _overflows(self, scaler: GradScaler, *, mine: bool) -> bool:
+        """Whether the step is skipped because scaled gradients overflowed, of this rank (`mine`) or another.
+
+        A gradient that is exchanged during backward is the mean by now, which tells all ranks.
+        """
+        overflows = self._check.overflowed(scaler) if self._source.exchanges else mine or self._ties.overflowed
+        if overflows:
+            self._check.lower_scale(scaler)
+        return overflows
 
     # ---- the method's coroutine
 

@@ -21,7 +21,7 @@ import torch
 from dure.core.finite import all_finite
 from dure.errors import UsageError
 from dure.job.overlap import Overlap
-from dure.topology.collective.agreement import Agreement, Intention, all_skip, going_on
+from dure.topology.collective.agreement import Agreement, Intention
 
 if TYPE_CHECKING:
     from dure.core.node import Group, Operation
@@ -127,7 +127,8 @@ class Exchange:
         assert self._said is not None
         operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
         self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
-        self.going, self.skipped = going_on(self._said.result()), all_skip(self._said.result())
+        counts = self._agreement.read(self._said.result())
+        self.going, self.skipped = counts.going_on, counts.all_skip
 
 
 async def _all(operations: Sequence[Operation[Any]]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import torch
-
 from dure.core.finite import all_finite
 from dure.errors import Quarantined
 from dure.sync.refusals import MOST_REFUSED
 
 if TYPE_CHECKING:
+    import torch
     from torch.amp import GradScaler
 
     from dure.job.replica import Replica
@@ -38,6 +37,11 @@ class GradientCheck:
             if "already" not in str(error):
                 raise
         return not all_finite(self._replica.grads)
+
+    def lower_scale(self, scaler: GradScaler) -> None:
+        """Let the next `update` of `scaler` see an overflow, which may be another rank's: scales stay equal."""
+        for found in scaler._found_inf_per_device(self._optimizer).values():
+            found.fill_(1.0)
 
     def refuses(self, source: LoopSource, clock: int) -> bool:
         """Whether the gradients of step `clock` hold NaN or infinity.

@@ -11,7 +11,7 @@ from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.engine import Engine
 from dure.sync.base import traits_of
-from dure.topology.collective.agreement import Agreement, Intention, going_on
+from dure.topology.collective.agreement import Agreement, Intention
 from dure.topology.collective.message_group import SentGroup
 from dure.topology.collective.session import GroupSession
 from dure.user_loop.exchange import Exchange, Failed
@@ -44,7 +44,10 @@ class SentCollectives:
 
 
 class LoopCollectives:
-    """Ties over collectives."""
+    """Ties over collectives.
+
+    `overflowed`: the scaled gradient of a rank, in the step that was agreed on last, holds NaN or infinity.
+    """
 
     def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, strategy: Strategy) -> None:
         topology: Any = strategy.topology
@@ -57,6 +60,7 @@ class LoopCollectives:
         self._delivers = traits_of(strategy.sync).delivers
         self._agreement = Agreement(self._engine.group)
         self._source: LoopSource | None = None
+        self.overflowed = False
 
     async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's."""
@@ -93,7 +97,9 @@ class LoopCollectives:
         return self._node.loop.run_until(self._node.spawn(self._agree(mine), f"{self._node.name} agreeing"))
 
     async def _agree(self, mine: Intention) -> bool:
-        return going_on(await self._agreement.start(mine))
+        counts = self._agreement.read(await self._agreement.start(mine))
+        self.overflowed = counts.overflow > 0
+        return counts.going_on
 
     async def delivered(self, worker: Worker) -> torch.Tensor:
         """The parameters that the method would deliver now."""

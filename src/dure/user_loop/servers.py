@@ -44,7 +44,12 @@ MOST_SHARDS = 64
 
 
 class LoopServers:
-    """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer."""
+    """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer.
+
+    `overflowed` is never set: each rank skips its own overflows.
+    """
+
+    overflowed = False
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,10 @@ from dure.runtime.process.group import TIMEOUT, ProcessGroup
 if TYPE_CHECKING:
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
+
+
+DESTROY_SECONDS = 2.0
+"""Time limit for the destruction of a process group after a failure."""
 
 
 class Engine:
@@ -55,17 +60,21 @@ class Engine:
 
         After a failure (`failed`), an operation of the engine may wait for a frozen rank. The engine would wait for
         that operation, here or at the end of the process. Its connections are broken first, which ends the operation.
-        An error of the destruction is then no news, and would hide the failure. A second call does nothing.
+        Gloo misses that if the operation has just begun, so that the destruction has a time limit. Its errors are no
+        news, and would hide the failure. A second call does nothing.
         """
         is_mine, engine = self._is_mine, self._engine
         self._is_mine, self._engine = False, None
         if not is_mine and engine is None:
             return
-        if failed:
-            self._abort(engine)
-            self._break_connections()
-        with suppress(RuntimeError) if failed else nullcontext():
+        if not failed:
             dist.destroy_process_group(engine)
+            return
+        self._abort(engine)
+        self._break_connections()
+        destroying = Thread(target=_destroy_quietly, args=(engine,), name="end of the engine", daemon=True)
+        destroying.start()
+        destroying.join(DESTROY_SECONDS)
 
     def _abort(self, engine: dist.ProcessGroup | None) -> None:
         """End the operations of the device's backend, if it can: NCCL has other ways than sockets between devices."""
@@ -80,6 +89,11 @@ class Engine:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # sockets that listen stay
                     connection.shutdown(socket.SHUT_RDWR)
         self._connections = {}
+
+
+def _destroy_quietly(engine: dist.ProcessGroup | None) -> None:
+    with suppress(RuntimeError):
+        dist.destroy_process_group(engine)
 
 
 def _sockets() -> dict[int, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.topology.collective.agreement import Agreement, going_on
+from dure.topology.collective.agreement import Agreement
 from dure.topology.collective.compressed import CompressedGroup
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class GroupSession:
 
     async def all_go_on(self, late: bool) -> bool:
         """Whether all members go on: none of them is `late`."""
-        return going_on(await Agreement(self.members).start("end" if late else "step"))
+        agreement = Agreement(self.members)
+        return agreement.read(await agreement.start("end" if late else "step")).going_on
 
     async def ranks_at_fault(self, sound: bool) -> list[int]:
         """The ranks whose part of a gradient is not `sound`."""
