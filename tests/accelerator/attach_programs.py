@@ -184,11 +184,22 @@ def crash_on_the_device():
 
 @case
 def crash_beside_a_server():
-    """The error of rank 0: a server has ended with rank 1."""
+    """A server ends with rank 1."""
+    return error_of_crash("bsp ps:shards=2")
+
+
+@case
+def crash_in_a_ring():
+    return error_of_crash("bsp collective:algorithm=ring")
+
+
+def error_of_crash(strategy: str) -> str:
+    """The error of rank 0 on the device, after rank 1 is killed."""
     try:
-        crash(device(), "bsp ps:shards=2")
+        crash(device(), strategy)
     except PeerLost as error:
         return str(error)
+    return ""
 
 
 def crash(place: str, strategy: str = "bsp ps") -> list[float]:

@@ -112,9 +112,10 @@ def test_a_rank_on_a_device_goes_on_without_one_that_is_killed():
 
 
 @pytest.mark.soak
-def test_the_loss_of_a_server_is_an_error_on_a_device_too():
-    [error, _] = ran("crash_beside_a_server")["crash_beside_a_server"]
-    assert error.startswith("server 1 is gone")
+@pytest.mark.parametrize(("case", "lost"), [("crash_beside_a_server", "server 1"), ("crash_in_a_ring", "worker 1")])
+def test_the_loss_of_a_server_or_of_a_needed_rank_is_an_error_on_a_device_too(case, lost):
+    [error, _] = ran(case)[case]
+    assert error.startswith(f"{lost} is gone")
 
 
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2,split=layer @default", BESIDE])
