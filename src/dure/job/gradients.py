@@ -92,7 +92,7 @@ class GradientEngine:
 
     `exact=True` computes one at a time on one thread. With `sparse`, a model with sparse gradients
     (`nn.Embedding(sparse=True)`) gives a flat sparse tensor, coalesced, so that receivers write only its entries. No
-    call changes PyTorch's global random state.
+    call changes PyTorch's global random state. Random layers draw other numbers on an accelerator than on the CPU.
     """
 
     def __init__(self, job: _Job, *, exact: bool = False, device: str = "cpu") -> None:
