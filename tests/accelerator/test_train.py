@@ -23,6 +23,7 @@ RUNS = {
     "dyadic bsp collective:algorithm=hierarchical,per_host=1": {},
     "bags bsp hybrid:servers=all": {"eval_every": 2},
     "dyadic hogwild": {"workers": 1, "eval_every": 2},
+    "sparse_bags hogwild": {"workers": 1},
     "dyadic hogbatch:batch=2 shared:mode=atomic": {"workers": 1},
     "dyadic asysvrg:lock=readwrite": {"workers": 1},
     "dyadic k-async:k=2": {},

@@ -40,9 +40,9 @@ def dyadic() -> Job:
 class Bag(nn.Module):
     """The sum of a sample's rows of a table, and a shift that all samples share."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(12, 2, dtype=torch.float64)
+        self.table = nn.Embedding(12, 2, dtype=torch.float64, sparse=sparse)
         self.shift = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.table.weight.data.copy_((torch.arange(24.0).view(12, 2) % 9 - 4) / 8)
 
@@ -65,6 +65,13 @@ def bags() -> Job:
         optimizer=OptimizerSpec(lr=0.5),
         rows=lambda inputs: {"table.weight": inputs},
     )
+
+
+def sparse_bags() -> Job:
+    """As `bags`; the gradient of the table is sparse."""
+    job = bags()
+    job.model = partial(Bag, sparse=True)
+    return job
 
 
 def plain() -> Job:
@@ -98,6 +105,10 @@ def there(job: Job) -> Job:
 
 def dyadic_there() -> Job:
     return there(dyadic())
+
+
+def sparse_bags_there() -> Job:
+    return there(sparse_bags())
 
 
 def bags_there() -> Job:

@@ -39,7 +39,7 @@ KEPT = ("params_sha256", "bytes_sent", "updates_applied", "loss", "devices", "fa
 """What is told of a summary."""
 
 
-THERE = ("dyadic", "bags", "plain", "slow")
+THERE = ("dyadic", "bags", "sparse_bags", "plain", "slow")
 """Jobs that have a form, called `dyadic_there`, which fails unless gradients are computed on the device."""
 
 

@@ -16,7 +16,7 @@ from accelerator import target
 HERE = Path(__file__).parent
 JOBS = HERE / "train_jobs.py"
 KIND = target.device_type()
-EXACT = ("dyadic", "bags", "slow")
+EXACT = ("dyadic", "bags", "sparse_bags", "slow")
 """Jobs whose sums are exact, so that their results are equal on every device. Others are so on the stand-in alone."""
 
 K = TypeVar("K", bound=Hashable)
