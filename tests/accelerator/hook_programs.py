@@ -26,7 +26,8 @@ import dure
 from dure.codec.base import Codec
 from dure.codec.coder import Coder, SliceLayout
 from dure.user_loop import bucket_thread
-from dure.user_loop.ddp_hook import Hook
+from dure.user_loop.bucket_exchange import _to_each
+from dure.user_loop.ddp_hook import Hook, _own_groups
 
 Result = tuple[Tensor, Tensor]
 PROGRAMS: dict[str, Callable[..., Result]] = {}
@@ -158,6 +159,21 @@ def a_group_for_the_device_alone() -> Result:
     """The sizes of messages need a group for the CPU, which the user has not."""
     backend = target.backend().removeprefix("cpu:gloo,")
     return on_both(partial(trained, "strom:threshold=0.02", torch.float32), backend)
+
+
+@program
+def messages_of_ranks_that_share_a_device() -> Result:
+    """They travel by Gloo, which sends memory of the host."""
+
+    def work(rank: int, device: str) -> Tensor:
+        groups = _own_groups(None)
+        sent = [torch.arange(5, dtype=torch.uint8, device=device) + 10 * rank + other for other in range(2)]
+        received = _to_each(sent, groups)
+        assert received is not None
+        assert {each.device.type for each in received} == {torch.device(device).type}
+        return torch.cat(received).cpu()
+
+    return on_both(work, f"cpu:gloo,{target.device_type()}:gloo")
 
 
 @program

@@ -19,6 +19,7 @@ CORRECT = [
     "each_kind_of_codec",
     "narrow_buckets",
     "a_group_for_the_device_alone",
+    "messages_of_ranks_that_share_a_device",
     "a_stream_of_the_users_own",
     "a_model_dropped_after_a_failed_backward",
     "autocast_and_a_scaler",

@@ -33,6 +33,10 @@ class Groups(NamedTuple):
     bytes: dist.ProcessGroup
     sizes: dist.ProcessGroup
 
+    def sends_from_the_host(self, device: torch.device) -> bool:
+        """Whether tensors of `device` travel by Gloo, whose sends and receives use memory of the host alone."""
+        return f"{device.type}:gloo" in dist.get_backend_config(self.bytes).split(",")
+
 
 class Span(NamedTuple):
     """The place of a parameter in a bucket."""
@@ -134,6 +138,9 @@ def _to_each(messages: Sequence[torch.Tensor] | None, groups: Groups) -> list[to
     dist.all_to_all_single(coming, sizes, group=groups.sizes)
     if messages is None or _NOTHING in coming.tolist():
         return None
+    device = messages[here].device
+    if device.type != "cpu" and groups.sends_from_the_host(device):
+        messages = [message.cpu() for message in messages]
     received = [
         messages[here] if rank == here else messages[here].new_empty(size) for rank, size in enumerate(coming.tolist())
     ]
@@ -147,7 +154,7 @@ def _to_each(messages: Sequence[torch.Tensor] | None, groups: Groups) -> list[to
             work.wait(default_pg_timeout)
         else:
             work.synchronize()  # lets the current stream wait; NCCL's wait with a limit would let the host wait
-    return received
+    return [message.to(device) for message in received]
 
 
 def _to_all(message: torch.Tensor | None, groups: Groups) -> list[torch.Tensor] | None:
