@@ -1,4 +1,4 @@
-"""Processes of a check: each is a rank with a device, as torchrun would start it."""
+"""Processes of a check: each is a rank with a device, as torchrun starts it. The script has the store of the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _check import Setting, target
-from _side_by_side import LIMIT, free_port
+from _side_by_side import LIMIT
 
 Work = Callable[..., Any]
 """Called as `work(rank, setting, *arguments)` in each process."""
@@ -31,11 +31,11 @@ def on_ranks(
     the script; its message is on standard error.
     """
     spawn = multiprocessing.get_context("spawn")
-    ports = free_port(), free_port()
+    store = dist.TCPStore("127.0.0.1", 0, ranks, True, timeout=LIMIT, wait_for_workers=False)
     processes, answers = [], []
     for rank in range(ranks):
         ours, theirs = spawn.Pipe(duplex=False)
-        told = (theirs, work, rank, ranks, ports, setting, group, arguments)
+        told = (theirs, work, rank, ranks, store.port, setting, group, arguments)
         processes.append(spawn.Process(target=_be, args=told))
         processes[-1].start()
         theirs.close()
@@ -57,18 +57,17 @@ def _answer(pipe: Any) -> Any:
         raise SystemExit("a process failed; its message is above.") from None
 
 
-def _be(
-    pipe: Any, work: Work, rank: int, ranks: int, ports: tuple[int, int], setting: Setting, group: bool, arguments: Any
-) -> None:
+def _be(pipe: Any, work: Work, rank: int, ranks: int, port: int, setting: Setting, group: bool, arguments: Any) -> None:
     torch.set_num_threads(1)
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     target.prepare()
     if setting.device == "cuda":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     if group:
-        store = dist.TCPStore("127.0.0.1", ports[1], ranks, rank == 0, timeout=LIMIT)
+        store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, ranks, False, timeout=LIMIT))
         dist.init_process_group(target.backend(), store=store, rank=rank, world_size=ranks, timeout=LIMIT)
     pipe.send(work(rank, setting, *arguments))
     if group:

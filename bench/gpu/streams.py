@@ -18,7 +18,7 @@ from _training import Training, WithAttach, WithDDP
 import dure
 
 OVER_NCCL = ("bsp", "averaging:period=2", "hook sign")
-OVER_MESSAGES = ("bsp ps", "ssp:bound=0 ps", "bsp collective:algorithm=ring")
+OVER_MESSAGES = ("bsp ps", "averaging:period=2 ps", "bsp collective:algorithm=ring")
 """They need no device for each rank."""
 
 
