@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from dure.errors import PeerLost
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
@@ -38,3 +42,18 @@ def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
     threading.Timer(0.1, rendezvous.fail, ["too little memory"]).start()
     with pytest.raises(PeerLost, match="rank 0 waited for the others: rank 0 failed with too little memory"):
         rendezvous.get("about 1")
+
+
+def test_the_store_of_rank_0_outlives_its_first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes to the second meeting first counts it in the store of the first."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = RankEnvironment(0, 2, "127.0.0.1")
+    for number in (1, 2):
+        Rendezvous(place, "test").put("number", number)
+        gc.collect()
+    other = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=5))
+    assert other.add("dure/test/0", 0) == 2
+    assert other.get("dure/test/meeting 1/number") == b"1"

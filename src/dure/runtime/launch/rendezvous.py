@@ -193,14 +193,21 @@ class Rendezvous:
         return json.loads(self.store.get("failure")) if self.store.check(["failure"]) else None
 
 
+_OPEN: dict[tuple[str, int], Any] = {}
+"""Stores that this process has opened, by address. They stay open: other ranks count their meetings there."""
+
+
 def _engine_store(place: RankEnvironment) -> Any:
     import torch.distributed as dist
 
     if place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if _hosts_store(place):
-        with suppress(OSError):  # a store of this process has the port; the engine uses it again
-            return listening_store(place.interface, int(os.environ["MASTER_PORT"]), place.world_size)
+        address = place.interface, int(os.environ["MASTER_PORT"])
+        with suppress(OSError):  # the user's own store has the port; the engine uses it again
+            if address not in _OPEN:
+                _OPEN[address] = listening_store(*address, place.world_size)
+            return _OPEN[address]
     meetings = dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS))  # type: ignore[attr-defined]
     store, _, _ = next(meetings)
     return store
