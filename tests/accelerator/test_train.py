@@ -138,6 +138,7 @@ def commands(folder):
     arguments = {name: ["train", f"{JOBS}:dyadic", *options] for name, options in COMMANDS.items()}
     arguments["auto"] += ["--out", str(folder / "run")]
     arguments["elsewhere"] = ["train", f"{JOBS}:elsewhere"]
+    arguments["data elsewhere"] = ["train", f"{JOBS}:data_elsewhere"]
     arguments["report"] = ["report", str(folder / "run"), "--out", str(folder / "report.html")]
     several = ["--strategy", "ssp", "--strategy", "bsp", "--on", "virtual", "--report", str(folder / "several.html")]
     arguments["compare"] = ["compare", f"{JOBS}:dyadic", "--workers", "2", *several]
@@ -177,6 +178,7 @@ def test_a_run_on_the_cpu_names_the_accelerator_that_it_leaves_idle(done):
         ("absent", f'device="{KIND}:99" was asked for, and '),
         ("idle", f'timing_only computes no gradient, and device="{KIND}:0" was asked for'),
         ("elsewhere", f"its model() builds on {KIND}"),
+        ("data elsewhere", f"its samples lie on {KIND}"),
     ],
 )
 def test_a_device_that_a_run_cannot_use_is_refused(done, name, said):

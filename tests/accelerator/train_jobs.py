@@ -143,6 +143,13 @@ def elsewhere() -> Job:
     return job
 
 
+def data_elsewhere() -> Job:
+    """A job whose samples are on the device from the start."""
+    job = dyadic()
+    job.train = Data(job.train.inputs.to(DEVICE), job.train.targets.to(DEVICE))
+    return job
+
+
 def slow() -> Job:
     """As `dyadic`; a step takes some milliseconds, so that a test can interfere."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import ReplicaError, UsageError
+from dure.job.data.dataset import Data
 from dure.job.data.structure import called, described, tensors
 from dure.job.replica import Replica
 
@@ -79,6 +80,8 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
+    if isinstance(data, Data):
+        _check_place("its samples lie", [*tensors(data.inputs), *tensors(data.targets)])
     with explain_user_errors("reading its first samples raised"):
         inputs, targets = data.batch(torch.arange(rows) % len(data))
     _check_place("its samples lie", [*tensors(inputs), *tensors(targets)])
