@@ -99,3 +99,8 @@ def test_the_fault_is_caught(outcomes, name):
 
 def test_every_fault_has_its_evidence():
     assert set(CAUGHT) == {name for name, program in PROGRAMS.items() if signature(program).parameters}
+
+
+def test_the_process_of_the_tests_has_no_stand_in():
+    """It would change the results of other tests, which find an accelerator then."""
+    assert "torch.standin" not in sys.modules
