@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: the device they run on, the lines they print, and ratios of alternating pairs.
+"""Shared by the checks on a GPU: the device, the lines they print, and ratios of alternating pairs.
 
 A check is a function of a `Setting` that yields findings. A script hands its checks to `main`. Without a CUDA device
 each check is skipped with the reason. `--device standin --rehearse` runs the same code on the stand-in of
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured, the bar, and whether it was met. Without a bar (`met` is None) it is a report alone."""
+    """A measured figure, the bar, and whether it was met. Without a bar (`met` is None) it is a report alone."""
 
     what: str
     measured: str

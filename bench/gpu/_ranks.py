@@ -25,7 +25,7 @@ def on_ranks(
     group: bool = True,
     lost: Collection[int] = (),
 ) -> list[Any]:
-    """What `work` gives at each rank; None for those that are to be `lost`.
+    """The result of `work` at each rank; None for those that are to be `lost`.
 
     With `group` the processes form one of `torch.distributed`: the device's backend, and Gloo. A rank that fails ends
     the script; its message is on standard error.

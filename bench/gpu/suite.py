@@ -21,7 +21,7 @@ from _check import ROOT, Finding, Setting, main
 
 SANITIZER = "TORCH_CUDA_SANITIZER"
 REPORT = "CSAN detected"
-"""What the sanitizer's messages have in them."""
+"""Text in each message of the sanitizer."""
 
 
 def programs(setting: Setting) -> Iterator[Finding]:

@@ -92,7 +92,7 @@ def turn(strategy: str) -> Iterator[None]:
 
 
 def train(place: str, text: str) -> dict[str, Any]:
-    """What a training at `place` gave; `text` is a strategy, or one and what the loop does: `bsp ps @scaler`."""
+    """The results of a training at `place`; `text` is a strategy, or one and what the loop does: `bsp ps @scaler`."""
     strategy, *how = text.split(" @")
     model = Net().to(place)
     scaler = GradScaler(place.partition(":")[0], init_scale=2.0**10) if "scaler" in how else None
@@ -154,7 +154,7 @@ def resumed():
 
 
 def half(place: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a user saves after some steps: the state of the model and of the optimizer."""
+    """The state that a user saves after some steps: that of the model and of the optimizer."""
     model = Net().to(place)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if state is not None:

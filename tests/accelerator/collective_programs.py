@@ -353,7 +353,7 @@ def codecs():
 
 
 def on_two_ranks(work: Callable[[], Any]) -> list[Any]:
-    """What each rank gave, or the text of its error."""
+    """The result of each rank, or the text of its error."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     children = [_rank(rank, port, work) for rank in range(2)]

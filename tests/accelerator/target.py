@@ -6,6 +6,7 @@ calls `prepare()` and uses the device type that it returns.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerator import standin
@@ -50,6 +52,23 @@ def prepare() -> str:
     if device_type() == "standin":
         standin.register()
     return device_type()
+
+
+def results(programs: str, *names: str, ranks: int = 1) -> list[Any]:
+    """The values that the `programs` print, a line of JSON each, in a process of their own.
+
+    Skips the test where no program for so many `ranks` can run.
+    """
+    import pytest  # the programs themselves do without it
+
+    if reason := absent(ranks):
+        pytest.skip(reason)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"accelerator.{programs}", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(map(json.loads, done.stdout.splitlines()))
 
 
 def of_rank(rank: int) -> str:

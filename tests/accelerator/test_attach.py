@@ -1,9 +1,5 @@
 """`dure.attach` over servers: two ranks on a device give what two on the CPU give (`attach_programs.py`)."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,14 +40,8 @@ MORE = [
 
 
 def ran(*names):
-    """What both ranks gave under each name."""
-    if reason := target.absent(2):
-        pytest.skip(reason)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerator.attach_programs", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {name: ranks for name, *ranks in map(json.loads, done.stdout.splitlines())}
+    """The values of both ranks, by name."""
+    return {name: ranks for name, *ranks in target.results("attach_programs", *names, ranks=2)}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)] 
 
 @pytest.fixture(scope="module")
 def outcomes(device):
-    """What became of each program with each codec, run in a process of its own."""
+    """The outcome of each program with each codec, run in a process of its own."""
     path = os.pathsep.join([str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "accelerator.codec_programs"]

@@ -1,10 +1,6 @@
 """`dure.attach` over collectives: two ranks on a device give what two on the CPU give (`collective_programs.py`)."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,15 +25,8 @@ MORE += [f"{sync} collective:algorithm={each}" for sync in ENGINE[1:5] for each 
 
 
 def ran(*names):
-    """What both ranks gave under each name."""
-    if reason := target.absent(2):
-        pytest.skip(reason)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerator.collective_programs", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    sys.stderr.write(done.stderr)
-    return {name: ranks for name, *ranks in map(json.loads, done.stdout.splitlines())}
+    """The values of both ranks, by name."""
+    return {name: ranks for name, *ranks in target.results("collective_programs", *names, ranks=2)}
 
 
 @pytest.fixture(scope="module")

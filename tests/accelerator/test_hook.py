@@ -1,10 +1,6 @@
 """`dure.hook` on a device equals `dure.hook` on the CPU, and the planted faults are caught (`hook_programs.py`)."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,13 +36,7 @@ PLANTED = {f"{program} with {fault}": evidence for fault, (program, evidence) in
 
 def ran(*names):
     """The outcome of each program."""
-    if reason := target.absent(2):
-        pytest.skip(reason)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerator.hook_programs", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return dict(target.results("hook_programs", *names, ranks=2))
 
 
 @pytest.fixture(scope="module")

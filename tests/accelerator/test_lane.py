@@ -1,10 +1,6 @@
 """The lane of a device replica: correct programs pass, and each planted fault of synchronization is caught."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,17 +27,7 @@ CAUGHT = {
 @pytest.fixture(scope="module")
 def outcomes():
     """Outcomes of each program, by fault."""
-    if reason := target.absent():
-        pytest.skip(reason)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1] / "src"))),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "accelerator.lane_programs"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    return dict(map(json.loads, ran.stdout.splitlines()))
+    return dict(target.results("lane_programs"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(folder):
-    """What became of all tasks of this file, which one process has carried out."""
+    """The results of all tasks of this file, which one process has carried out."""
     tasks = {("run", name): task(name, **options) for name, options in {**RUNS, **ANY_ORDER}.items()}
     for name, devices in MOVES.items():
         tasks["moved", name] = task(name, moves=devices, every=3)

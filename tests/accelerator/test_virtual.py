@@ -1,9 +1,5 @@
 """A virtual run on a device gives what it gives on the CPU (`virtual_programs.py`)."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,12 +50,8 @@ OTHERS = [
 
 
 def ran(*names):
-    """What came out under each name."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerator.virtual_programs", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    """The results by name."""
+    return dict(target.results("virtual_programs", *names))
 
 
 @pytest.fixture(scope="module")

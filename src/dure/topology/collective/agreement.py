@@ -60,7 +60,7 @@ class Counts(NamedTuple):
 
 
 class Agreement:
-    """What the ranks of `group` are about to do. The counts are on the CPU, where they are read."""
+    """The intentions of the ranks of `group`. The counts are on the CPU, where they are read."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
