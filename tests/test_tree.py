@@ -36,7 +36,7 @@ SHARED = {
         "worker",
     },
     "codec": {"base", "bits", "blocks", "cast", "coder", "cost", "exchange", "gaps", "residual", "timing", "vote"},
-    "partition": {"base"},
+    "partition": {"action", "blocks", "cut"},
 }
 
 

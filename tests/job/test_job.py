@@ -244,6 +244,10 @@ def test_a_job_refuses_what_would_fail_later() -> None:
         Job(nn.Linear(2, 2), loss, data)
     with pytest.raises(UsageError, match=r"Job\.accuracy must be a function or None, got 0\.5"):
         Job(lambda: nn.Linear(2, 2), loss, data, accuracy=0.5)
+    with pytest.raises(
+        UsageError, match=r"Job\.stages must be a function of the module .*, got \[\]\. Write stages=lam"
+    ):
+        Job(lambda: nn.Linear(2, 2), loss, data, stages=[])
     for optimizer in ("adam", torch.optim.Adam):
         with pytest.raises(UsageError, match=r'Job\.optimizer must be an OptimizerSpec.*dure\.OptimizerSpec\("adam"'):
             Job(lambda: nn.Linear(2, 2), loss, data, optimizer=optimizer)

@@ -71,6 +71,10 @@ class Job:
     a function of the step that returns a factor for all learning rates, or a text such as "cosine:steps=1000"
     (`schedule.py`); the step counts the mini-batches of a worker from 0.
 
+    `stages(module)` is for partitions that split the model by layers. It returns the blocks of the model in the order
+    of the computation, each an `nn.Module` that takes the output of the block before it (`partition/blocks.py`). A
+    model that is an `nn.Sequential` needs none.
+
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
 
@@ -89,6 +93,7 @@ class Job:
     rows: Callable[[Any], Mapping[str, Tensor]] | None = None
     groups: Groups | None = None
     schedule: Schedule | str | None = None
+    stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
@@ -117,6 +122,11 @@ class Job:
             raise UsageError(
                 f"Job.groups must be a function of a parameter's name and the parameter, got {self.groups!r:.80}. "
                 'Write groups=lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {}.'
+            )
+        if self.stages is not None and not callable(self.stages):
+            raise UsageError(
+                f"Job.stages must be a function of the module that returns its blocks, got {self.stages!r:.80}. "
+                "Write stages=lambda module: [module.embedding, *module.layers, module.head]."
             )
         self.schedule = schedule_of(self.schedule)
         if isinstance(self.split, str):

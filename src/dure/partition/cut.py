@@ -1,0 +1,108 @@
+"""Cutting a list of blocks into stages: `cuts` of a partition.
+
+    | `cuts`       | stages                                                                      |
+    |--------------|-----------------------------------------------------------------------------|
+    | `4/8/12`     | by hand: the numbers of the first block of each stage but the first, from 0 |
+    | `parameters` | the largest stage has as few parameters as possible; the default            |
+    | `even`       | the largest stage has as few blocks with parameters as possible             |
+
+Every stage needs a trainable parameter, since it is a worker of its own. Blocks without parameters (activations,
+pooling) stay with the block before them where the rule leaves a choice, so equal models are cut equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from dure.core.spec_text import nearest
+from dure.errors import StrategyError
+
+RULES = ("parameters", "even")
+
+
+def cut_of(cuts: str, blocks: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
+    """The numbers of the first block of each stage but the first. `cuts` is a text of the table above.
+
+    Raises `StrategyError` for a text that names no rule, and for blocks that cannot be cut so.
+    """
+    sizes = [sum(each.numel() for each in block.parameters()) for block in blocks]
+    trains = [any(each.requires_grad for each in block.parameters()) for block in blocks]
+    if sum(trains) < num_stages:
+        raise StrategyError(
+            f"{num_stages} stages need {num_stages} blocks with trainable parameters or more, and this model has "
+            f"{sum(trains)}. Write fewer stages, or let Job.stages return smaller blocks."
+        )
+    if cuts in ("", "parameters"):
+        return balanced(sizes, trains, num_stages)
+    if cuts == "even":
+        return balanced([*map(int, trains)], trains, num_stages)
+    return _by_hand(cuts, trains, num_stages)
+
+
+def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int) -> tuple[int, ...]:
+    example = "/".join(map(str, balanced([*map(int, trains)], trains, num_stages))) or "parameters"
+    words = cuts.split("/")
+    if not all(word.isdecimal() for word in words):
+        raise StrategyError(
+            f"cuts={cuts} is no way to cut a model: write block numbers such as cuts={example}, or one of "
+            f"{', '.join(RULES)}.{nearest(cuts, RULES)}"
+        )
+    numbers = tuple(map(int, words))
+    if len(numbers) != num_stages - 1:
+        raise StrategyError(
+            f"cuts={cuts} makes {len(numbers) + 1} stages, and this partition has {num_stages}: write "
+            f"{num_stages - 1} block numbers, such as cuts={example}."
+        )
+    bounds = (0, *numbers, len(trains))
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        if start >= stop:
+            raise StrategyError(
+                f"cuts={cuts} leaves stage {stage} no block: write ascending numbers from 1 to {len(trains) - 1}, the "
+                f"last of this model's {len(trains)} blocks, such as cuts={example}."
+            )
+        if not any(trains[start:stop]):
+            raise StrategyError(
+                f"cuts={cuts} leaves stage {stage} (blocks {start} to {stop - 1}) no trainable parameter, so its "
+                f"worker would have nothing to train: write cuts such as {example}."
+            )
+    return numbers
+
+
+def balanced(sizes: Sequence[int], trains: Sequence[bool], num_stages: int) -> tuple[int, ...]:
+    """Cut so that the largest stage is as small as possible; each stage has a block that `trains`.
+
+    Of several such cuts, the one with the smallest sum of squared sizes of stages is taken, then the one with the
+    latest cuts. Sizes are whole numbers, so the result is exact.
+
+    >>> balanced([0, 600, 0, 100, 0, 100, 0, 100], [size > 0 for size in [0, 600, 0, 100, 0, 100, 0, 100]], 3)
+    (3, 7)
+    """
+    largest = _least(sizes, trains, num_stages, power=0, limit=sum(sizes))[0]
+    return _least(sizes, trains, num_stages, power=2, limit=largest)[1]
+
+
+def _least(
+    sizes: Sequence[int], trains: Sequence[bool], num_stages: int, *, power: int, limit: int
+) -> tuple[int, tuple[int, ...]]:
+    """The least cost of stages of at most `limit`, and its cuts, by dynamic programming over the first blocks.
+
+    The cost of stages is the sum of their sizes to the `power`, or the largest size for `power=0`. The table for k
+    stages gives, for each number of first blocks, the least cost and the cuts negated, so that `min` takes the latest.
+    """
+    total = [0, *accumulate(sizes)]
+    training = [0, *accumulate(map(int, trains))]
+    table: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for _ in range(num_stages):
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for stop in range(1, len(sizes) + 1):
+            for start, (before, cuts) in table.items():
+                size = total[stop] - total[start] if start < stop else 0
+                if start < stop and training[start] < training[stop] and size <= limit:
+                    new = (before + size**power if power else max(before, size), (*cuts, -start))
+                    found[stop] = min(found.get(stop, new), new)
+        table = found
+    cost, starts = table[len(sizes)]
+    return cost, tuple(-start for start in starts[1:])
