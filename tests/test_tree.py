@@ -36,7 +36,6 @@ SHARED = {
         "worker",
     },
     "codec": {"base", "bits", "blocks", "cast", "coder", "cost", "exchange", "gaps", "residual", "timing", "vote"},
-    "partition": {"action", "blocks", "cut"},
 }
 
 
@@ -195,6 +194,12 @@ def test_catalogues_equal_files(axis):
     files = {path.stem for path in (SOURCE / axis).glob("*.py")} - {"__init__"} - SHARED[axis]
     listed = {place.partition(":")[0].rpartition(".")[2] for place in catalogue(axis).values()}
     assert listed == files
+
+
+def test_catalogue_of_partitions_equals_files():
+    files = {path.stem for path in (SOURCE / "partition" / "methods").glob("*.py")} - {"__init__"}
+    listed = {place.partition(":")[0] for place in catalogue("partition").values()}
+    assert listed == {*(f"dure.partition.methods.{file}" for file in files), "dure.partition.whole"}
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -14,7 +14,8 @@ from torch.nn import functional
 from dure.core.node import Ghost
 from dure.errors import UsageError
 from dure.job.gradient import Gradient, GradientWork
-from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine, _Isolated
+from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine
+from dure.job.isolated import Isolated
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 
@@ -465,7 +466,7 @@ def test_a_gradient_on_one_device_seeds_its_generator_and_leaves_those_of_all_de
     monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
     monkeypatch.setattr(torch.accelerator, "device_index", devices.device_index)
     before = [torch.get_rng_state(), *(each.get_state() for each in devices.generators)]
-    with _Isolated(False, 17, torch.device("cuda:1")):
+    with Isolated(False, 17, torch.device("cuda:1")):
         seeds = [torch.initial_seed(), *(each.initial_seed() for each in devices.generators)]
     after = [torch.get_rng_state(), *(each.get_state() for each in devices.generators)]
     assert seeds == [17, 5, 17]

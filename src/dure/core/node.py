@@ -434,6 +434,33 @@ class Apply:
         return self.function()
 
 
+@dataclass(slots=True)
+class StepTime:
+    """The time of one whole mini-batch of `flops` operations at a node.
+
+    Virtual time draws the `seconds` when the first portion starts.
+    """
+
+    flops: float
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class StepPortion:
+    """A portion of a mini-batch: `forward` is its share of the forward pass, `backward` that of the backward pass.
+
+    `function` reads parameters that may change later, so a runtime calls it when the computation starts.
+    """
+
+    function: Callable[[], Any]
+    step: StepTime
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def run(self) -> Any:
+        return self.function()
+
+
 def taking(*codec_works: CodecWork) -> Apply:
     """Work without a function, which lets the time of `codec_works` pass in virtual time.
 

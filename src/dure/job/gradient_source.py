@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 class MeanGradients(Protocol):
     """The part of a worker's group that a source uses."""
 
-    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+    @property
+    def encodes(self) -> bool:
+        """Whether a codec encodes what travels over the group."""
+        ...
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Gradient]:
         """Start the gradient of `work`, times `share`, summed over the group."""
+        ...
+
+    def mean(self, values: torch.Tensor, share: float | None = None) -> Operation[torch.Tensor]:
+        """Start on the mean of `values` over the group; each member has a `share` of the samples."""
         ...
 
 
@@ -34,6 +43,9 @@ class Requester(Protocol):
     @property
     def group(self) -> MeanGradients: ...
 
+    @property
+    def drained_at(self) -> int: ...
+
     def settle(self, values: torch.Tensor) -> None:
         """Copy the parameters to `values`, the memory in which a user's loop reads them."""
         ...
@@ -42,11 +54,13 @@ class Requester(Protocol):
 class GradientSource(Protocol):
     """Source of a worker's gradients: a job's data, or a user's own training loop.
 
-    `can_stop`: whether a gradient can be cancelled after its start.
+    `can_stop`: whether a gradient can be cancelled after its start. `whole`: a gradient is that of the whole model, not
+    that of a stage, and its time is the computation's.
     """
 
     batch_size: int
     can_stop: bool
+    whole: bool
 
     def gradient(self, requester: Requester) -> Operation[Gradient]:
         """Start the next gradient at the worker's parameters."""
@@ -54,6 +68,10 @@ class GradientSource(Protocol):
 
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
         """As `gradient`, averaged over the worker's group, weighted by batch size."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until others have received all that this source has sent."""
         ...
 
     def state(self) -> dict[str, Any]: ...

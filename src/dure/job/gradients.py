@@ -42,6 +42,7 @@ from dure.job.batched_gradients import Stacked, Vmapped
 from dure.job.data.structure import Batch, called, described, tensors
 from dure.job.dense_gradients import Dense
 from dure.job.gradient import Gradient, GradientWork, ServerGradient
+from dure.job.isolated import Isolated
 from dure.job.replica import Replica
 
 LEAST_PENDING = 16
@@ -275,8 +276,8 @@ class GradientEngine:
         parts = [_flat(gradients[index], self._parameters[index]) for index in indices]
         return torch.cat(parts) if parts else self.replica.params.new_empty(0)
 
-    def _isolated(self, work: GradientWork) -> _Isolated:
-        return _Isolated(self.exact, _seed_of(work) if self._may_draw else None, self.replica.device)
+    def _isolated(self, work: GradientWork) -> Isolated:
+        return Isolated(self.exact, _seed_of(work) if self._may_draw else None, self.replica.device)
 
     def _loss(self, work: GradientWork) -> Tensor:
         """Run the forward pass of `work` with its parameters and buffers. Returns a scalar tensor."""
@@ -307,7 +308,7 @@ class GradientEngine:
         replica.load(values)
 
     def _build(self, seed: int) -> nn.Module:
-        with _Isolated(False, seed, torch.device("cpu")):
+        with Isolated(False, seed, torch.device("cpu")):
             return self.job.model()
 
 
@@ -449,47 +450,3 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer of PyTorch or a `Sequential`, without hooks."""
     own = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
     return (own or type(module) is nn.Sequential) and not _has_hooks(module)
-
-
-class _Isolated:
-    """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
-
-    On exit it restores the previous settings. With `seed=None` the generators stay as they are. It is a class, since
-    three nested `contextmanager` functions take a tenth of a small model's step.
-    """
-
-    __slots__ = ("_device", "_exact", "_fork", "_grad", "_seed", "_state", "_threads")
-
-    def __init__(self, exact: bool, seed: int | None, device: torch.device) -> None:
-        self._exact = exact
-        self._seed = seed
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._threads = torch.get_num_threads() if self._exact else 1
-        if self._threads != 1:
-            torch.set_num_threads(1)
-        self._grad = torch.is_grad_enabled()
-        if not self._grad:
-            torch.set_grad_enabled(True)
-        if self._seed is None:
-            return
-        if self._device.type == "cpu":
-            self._state = torch.get_rng_state()  # costs a fiftieth of fork_rng
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
-            self._fork.__enter__()
-            torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` would seed all devices, also others
-            with torch.accelerator.device_index(self._device.index):
-                torch.get_device_module(self._device).manual_seed(self._seed)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._seed is not None and self._device.type == "cpu":
-            torch.set_rng_state(self._state)
-        elif self._seed is not None:
-            self._fork.__exit__(*error)
-        if not self._grad:
-            torch.set_grad_enabled(False)
-        if self._threads != 1:
-            torch.set_num_threads(self._threads)

@@ -27,6 +27,7 @@ class JobSource:
     """
 
     can_stop = True
+    whole = True
 
     def __init__(
         self, job: Job, sampler: BatchSampler | None, *, batch_size: int, share: float, seed: int, flops: float = 0.0
@@ -89,6 +90,9 @@ class JobSource:
         if device.type == "cpu":
             return inputs, targets
         return moved(inputs, device), moved(targets, device)
+
+    async def settled(self) -> None:
+        """Return at once: no other node reads from this source."""
 
     def state(self) -> dict[str, Any]:
         return {} if self.sampler is None else dict(self.sampler.state())

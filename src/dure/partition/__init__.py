@@ -4,4 +4,7 @@ __all__ = ["CATALOGUE"]
 
 CATALOGUE = {
     "none": "dure.partition.whole:Whole",
+    "gpipe": "dure.partition.methods.gpipe:GPipe",
+    "1f1b": "dure.partition.methods.one_f_one_b:OneFOneB",
+    "pipedream": "dure.partition.methods.pipedream:PipeDream",
 }

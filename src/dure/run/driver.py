@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.core.deployment import by_rank
+from dure.core.deployment import NodeId, by_rank
 from dure.core.meter import SPAN_KINDS
 from dure.core.node import Call, Reply, TensorSpec
 from dure.core.protocol import (
@@ -183,11 +183,11 @@ class Driver:
     def expects(self, method: str) -> Sequence[TensorSpec]:
         if method not in ("snapshot", "part", "done"):
             return ()
-        replica = self.setup.replica
-        specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel)]
+        replica, of_stage = self.setup.replica, self.setup.stages is not None
+        specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel, at_most=of_stage)]
         buffers = replica.buffers_flat()
         if buffers.numel():
-            specs.append(TensorSpec(str(buffers.dtype).removeprefix("torch."), buffers.numel()))
+            specs.append(TensorSpec(str(buffers.dtype).removeprefix("torch."), buffers.numel(), at_most=of_stage))
         return specs
 
     def handle(self, call: Call) -> Any:
@@ -223,7 +223,8 @@ class Driver:
         self.progress.report(call.caller, call.fields)
         self.history.evaluate_means()
         steps, loss = call.fields["steps"], call.fields["loss"]
-        self.callbacks.progress(steps, self.setup.steps, loss, self.progress.samples())
+        if self.setup.reports(NodeId.of(call.caller).rank):
+            self.callbacks.progress(steps, self.setup.steps, loss, self.progress.samples())
         return Reply()
 
     def _evicted(self, call: Call) -> Reply:

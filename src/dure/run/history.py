@@ -10,7 +10,6 @@ import torch
 from dure.core.deployment import NodeId
 from dure.core.meter import Span
 from dure.core.node import Call, Reply
-from dure.run.gathering import Gathering
 from dure.run.snapshot_evaluator import Snapshot, SnapshotEvaluator
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class History:
         self._callbacks = callbacks
         self._progress = progress
         self._now = now
-        self._gathering = Gathering(setup.delivery.merge_buffers)
+        self._gathering = setup.gathering()
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_step = 0
 
@@ -55,7 +54,10 @@ class History:
         step, rank = fields["steps"], NodeId.of(call.caller).rank
         if step > self._last_step:
             self._at_servers[step] = fields["at_servers"]
-            more: dict[str, Any] = {"updates": fields["updates"], "weight": self._setup.delivery.weight(rank)}
+            more: dict[str, Any] = {
+                "updates": fields["updates"],
+                "weight": self._setup.delivery.weight(self._setup.replica_of(rank)),
+            }
             self._gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
         self._progress.at[call.caller] = fields["at"]
         self.evaluate_means()

@@ -110,13 +110,14 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     kind, rank = spec.name.split()
     identity = Identity(spec.run, spec.name, int(rank), spec.incarnation)
     config = setup.config
-    # One worker per process: its gradients are computed one at a time.
     gradient_engine: GradientEngine | None = None
     if kind == "worker":
         setup = setup.for_worker(int(rank))
         take(setup.device)
-        gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
-        setup.configure(gradient_engine)
+        if setup.stages is None:  # a stage computes its gradients itself
+            # One worker per process: its gradients are computed one at a time.
+            gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
+            setup.configure(gradient_engine)
     credentials = Credentials.of(spec.credentials)
     node = ProcessNode(
         identity,
@@ -124,7 +125,7 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
         seed=config.seeded,
         trace=config.trace,
         gradient_engine=gradient_engine,
-        device="cpu" if gradient_engine is None else gradient_engine.replica.device,
+        device=setup.device if kind == "worker" else "cpu",
     )
     node.loop.check = check
     node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
@@ -337,17 +338,17 @@ class WorkerProcess(RunProcess):
         self.worker = worker = build_worker(setup, node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
-        assert node.gradient_engine is not None
-        mapped = await setup.topology.map(worker)
-        if mapped:
-            node.gradient_engine.read_in_place(*mapped)
+        engine = node.gradient_engine
+        mapped = await setup.of_worker(node.rank).topology.map(worker)
+        if mapped and engine is not None:
+            engine.read_in_place(*mapped)
         worker.on_step = self._on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
-        if setup.topology.needs_everybody:
-            node.gradient_engine.read_in_place(worker.params)  # no server replaces them
+        if setup.topology.needs_everybody and engine is not None:
+            engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
         if not resumed:
             await membership.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
@@ -364,6 +365,7 @@ class WorkerProcess(RunProcess):
         """Go on from a checkpoint if this worker is in it; whether it was."""
         if self.setup.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
+            self.worker.boundary.checkpoint = lambda: self.next_checkpoint
         mine = restore_worker(self.worker, parts)
         if mine is not None:
             with checkpoint.fitting(f"worker-{self.node.rank}"):
@@ -515,7 +517,9 @@ def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device
 
     def group(ranks: Sequence[int]) -> ProcessGroup:
         with without_watchdog(device):
-            engine = None if len(ranks) == workers else dist.new_group(list(ranks), timeout=TIMEOUT)
+            engine = None
+            if len(ranks) < workers:  # other ranks make groups of their own, and would never join this call
+                engine = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
         return ProcessGroup(node, ranks, engine)
 
     return group

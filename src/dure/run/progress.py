@@ -27,7 +27,7 @@ class RunProgress:
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}
         self.refused_of_failed = 0
-        self._batch_sizes = setup.batch_sizes
+        self._setup = setup
         self._roster = roster
 
     def restore(self, totals: Mapping[str, Any], seconds: float, reports: Mapping[str, Mapping[str, Any]]) -> None:
@@ -82,4 +82,6 @@ class RunProgress:
         self.totals.counts["updates_refused"] += self.refused_of_failed + of_finished
 
     def _batch_size(self, name: str) -> int:
-        return self._batch_sizes[NodeId.of(name).rank]
+        """The samples of a mini-batch that count for a worker; in a pipeline they count for one of its workers."""
+        setup, number = self._setup, NodeId.of(name).rank
+        return setup.batch_sizes[setup.replica_of(number)] if setup.reports(number) else 0

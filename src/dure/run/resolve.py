@@ -13,6 +13,7 @@ from typing import Any
 from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
+from dure.partition.whole import Whole
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
@@ -41,7 +42,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
         cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
     workers = _workers(config, cluster)
     job = _build_job(config, strategy, workers, prebuilt.job)
-    sizes = _batch_sizes(config, job, workers)
+    parts = _parts(strategy, workers)
+    sizes = _batch_sizes(config, job, workers // parts)
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
@@ -96,10 +98,26 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
     return cluster.workers
 
 
+def _parts(strategy: Strategy, workers: int) -> int:
+    """The number of workers that hold one copy of the model. Raises `UsageError` where `workers` are no multiple."""
+    if isinstance(strategy.partition, Whole):
+        return 1
+    parts = strategy.partition.stages
+    if workers % parts:
+        raise UsageError(
+            f"{strategy.text()['partition']} needs {parts} workers for each copy of the model, and there are "
+            f"{workers}. Use {parts * max(1, workers // parts)} workers, or another number of stages."
+        )
+    return parts
+
+
 def _batch_sizes(config: TrainConfig, job: Job, workers: int) -> tuple[int, ...]:
     given = config.batch_sizes
     if given and len(given) != workers:
-        raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers} workers. Give one per worker.")
+        raise UsageError(
+            f"batch_sizes gives {len(given)} sizes for {workers} workers. Give one per worker; with a partition, one "
+            "per copy of the model."
+        )
     return given or (job.batch_size,) * workers
 
 

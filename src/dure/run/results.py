@@ -58,23 +58,30 @@ def count_updates(totals: Totals, statuses: Reports) -> None:
     )
 
 
-def count_steps(totals: Totals, finished: Reports) -> int:
-    """Count the updates of a run without a clock: every step is one. Returns how many are in the model."""
-    done = sum(int(report["done"]) - int(report.get("refused", 0)) for report in finished.values())
+def count_steps(totals: Totals, finished: Reports, parts: int = 1) -> int:
+    """Count the updates of a run without a clock: every step is one, of a model that `parts` workers hold together.
+
+    Returns how many are in the model.
+    """
+    done = sum(int(report["done"]) - int(report.get("refused", 0)) for report in finished.values()) // parts
     totals.counts["updates_applied"] = done
     totals.staleness.histogram[0] = done
-    return sum(int(report["updates"]) for report in finished.values())
+    return sum(int(report["updates"]) for report in finished.values()) // parts
 
 
 def model_of_workers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor:
     """The parameters that the workers of a run without a clock deliver together."""
     models = [delivered[name].values for name in by_rank(delivered)]
+    if setup.stages is not None:
+        return setup.stages.delivered(models)
     return models[0] if setup.topology.needs_everybody else torch.stack(models).mean(dim=0)
 
 
 def merged_buffers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor | None:
     """The buffers of all workers as one; None where training changes none."""
     found = [delivered[name].buffers for name in by_rank(delivered)]
+    if setup.stages is not None:
+        return setup.stages.buffers({number: each for number, each in enumerate(found) if each is not None})
     given = [buffers for buffers in found if buffers is not None]
     return setup.delivery.merge_buffers(given) if given else None
 
@@ -103,7 +110,7 @@ class Results:
             self.statuses[name] = (await self._node.call(Address(name, "shard"), "status")).fields
         count_servers(totals, self.statuses)
         if not setup.topology.clocked:
-            return model_of_workers(setup, self.delivered), count_steps(totals, self._roster.finished)
+            return model_of_workers(setup, self.delivered), count_steps(totals, self._roster.finished, setup.parts)
         count_updates(totals, self.statuses)
         self.clock = (await self._node.call(Address(self._commands.clock, "clock"), "status")).fields
         totals.counts["updates_refused"] += self.clock["refused"]

@@ -11,9 +11,13 @@ from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel
+from dure.partition.whole import Whole
 from dure.run.delivery import Delivery
 from dure.run.devices import CPU
+from dure.run.gathering import Gathering
 from dure.run.server_side import ServerSide
+from dure.run.stage_gathering import StageGathering
+from dure.run.stages import StagedTopology, Stages
 from dure.run.worker_data import WorkerData
 from dure.runtime.memory import MappedMemory
 from dure.sync.base import Periodic, Traits, server_rule_of, traits_of
@@ -80,8 +84,11 @@ class Setup:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers are at the same clock at a step boundary: over collectives they always are."""
-        return self.topology.needs_everybody or self.traits.lockstep
+        """Whether all workers are at the same clock at a checkpoint.
+
+        Over collectives they always are. The stages of a pipeline are, since a pipeline is drained for a checkpoint.
+        """
+        return self.stages is not None or self.topology.needs_everybody or self.traits.lockstep
 
     @property
     def synchronous(self) -> bool:
@@ -89,7 +96,7 @@ class Setup:
 
         All workers then are at the same clock where they meet, and discarded gradients count as steps.
         """
-        return self.lockstep and not self.coordinated
+        return (self.topology.needs_everybody or self.traits.lockstep) and not self.coordinated
 
     @property
     def codec(self) -> Codec | None:
@@ -97,11 +104,67 @@ class Setup:
         codec = self.strategy.codec
         return None if isinstance(codec, Float32) else codec
 
+    # ---- the stages of a pipeline
+
+    @cached_property
+    def stages(self) -> Stages | None:
+        """The stages of the run; None where every worker has the whole model."""
+        pipeline, config = self.strategy.partition, self.config
+        if isinstance(pipeline, Whole):
+            return None
+        return Stages(
+            job=self.job,
+            pipeline=pipeline,
+            whole=self.model,
+            data=self.data,
+            workers=self.workers,
+            batch_sizes=self.batch_sizes,
+            seed=config.seeded,
+            timing_only=config.timing_only,
+            virtual=config.virtual,
+            device=self.device,
+            of=lambda rank: self._of_rank[rank],
+        )
+
+    @cached_property
+    def _of_rank(self) -> list[Setup]:
+        """The set-up of each rank of the pipelines: its workers are those of one rank, and their model is a part."""
+        assert self.stages is not None
+        return [self._of_stage(self.stages, rank) for rank in range(self.parts)]
+
+    def _of_stage(self, stages: Stages, rank: int) -> Setup:
+        own = replace(self, workers=self.workers // self.parts)
+        own.__dict__.update(model=stages.model(rank), data=self.data, stages=None)
+        return own
+
+    @property
+    def parts(self) -> int:
+        """The number of workers that hold one copy of the model together."""
+        return 1 if self.stages is None else self.stages.count
+
+    def of_worker(self, number: int) -> Setup:
+        """The set-up of worker `number`: in a pipeline, that of its stage."""
+        return self if self.stages is None else self._of_rank[number % self.parts]
+
+    def reports(self, number: int) -> bool:
+        """Whether worker `number` knows the loss of its mini-batches, and counts their samples."""
+        return self.stages is None or self.stages.reports(number)
+
+    def replica_of(self, number: int) -> int:
+        """The number of the copy of the model that worker `number` holds, or holds a stage of."""
+        return number // self.parts
+
+    def gathering(self) -> Gathering | StageGathering:
+        """An empty gathering of the models of all workers after the same step."""
+        if self.stages is not None:
+            return StageGathering(self.stages)
+        return Gathering(self.delivery.merge_buffers)
+
     # ---- the nodes
 
     @cached_property
     def topology(self) -> Topology:
-        """The strategy's topology in this run."""
+        """The strategy's topology in this run; in a pipeline, that of all stages together."""
         config, traits, side = self.config, self.traits, ServerSide(self.sync, self.workers, 0)
         needs = MethodNeeds(
             ordered=side.ordered,
@@ -126,6 +189,8 @@ class Setup:
             memory=MappedMemory,
             mapped_memory=MappedMemory.of,
         )
+        if self.stages is not None:
+            return StagedTopology(self.strategy.topology, plan, self.stages)
         return deployed(self.strategy.topology, plan)
 
     @cached_property
@@ -228,6 +293,8 @@ class Setup:
         """Load and compute what all processes of a run share, before they are forked."""
         _ = self.replica, self.data.samplers
         self.topology.check()
+        if self.stages is not None:
+            self.stages.prepare()
 
 
 def check_rates(setup: Setup) -> None:

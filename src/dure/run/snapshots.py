@@ -67,7 +67,7 @@ class Snapshots:
             self._buffers = _copied(worker.buffers)
         elif not setup.synchronous:
             self._take_of_others(worker)
-        elif worker.buffers is None and setup.delivery.is_common(worker, worker.clock):
+        elif setup.stages is None and worker.buffers is None and setup.delivery.is_common(worker, worker.clock):
             self._take(worker)
         elif worker.clock and worker.clock % setup.eval_every == 0:
             self._send_part(worker)

@@ -27,6 +27,7 @@ from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
 from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters, parse_members, typed, value_text
 from dure.errors import StrategyError, UsageError
+from dure.partition.pipeline import Pipeline
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
 from dure.sync.corrected import parts
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from dure.sync.base import Sync
 
 Topology = Collective | ParameterServer | Hybrid | SharedMemory | Gossip
+Partition = Whole | Pipeline
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",
@@ -54,6 +56,9 @@ WRAPPER = "codec wrapper"
 
 JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
 """The kind of member that each joins."""
+
+STAGED_TOPOLOGIES = ("collective",)
+"""The topologies that connect the same stage of several pipelines."""
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
@@ -70,7 +75,7 @@ class Strategy:
     sync: Sync
     topology: Topology
     codec: Codec = field(default_factory=Float32)
-    partition: Whole = field(default_factory=Whole)
+    partition: Partition = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
         name, traits = name_of("topology", self.topology), traits_of(self.sync)
@@ -85,6 +90,24 @@ class Strategy:
             raise StrategyError(self._refusal(name, because))
         if not isinstance(self.codec, Float32):
             self._check_codec(name)
+        if not isinstance(self.partition, Whole):
+            self._check_partition(name)
+
+    def _check_partition(self, topology: str) -> None:
+        """Raise `StrategyError` if the method or the topology does not run over the stages of a pipeline."""
+        sync, traits = name_of("sync", self.sync), traits_of(self.sync)
+        partition = member_text("partition", self.partition)
+        if not traits.staged:
+            raise StrategyError(
+                f"{sync} does not run over {partition}: it decides on each gradient, or uses more than the next one, "
+                "and a stage has only its part of a gradient. The nearest that works is "
+                f'"bsp collective {partition}", or {sync} without a partition.'
+            )
+        if topology not in STAGED_TOPOLOGIES:
+            raise StrategyError(
+                f"{topology} does not connect the replicas of {partition}: there are {names(STAGED_TOPOLOGIES)}. "
+                f'The nearest that works is "{sync} {STAGED_TOPOLOGIES[0]} {partition}".'
+            )
 
     def _check_codec(self, topology: str) -> None:
         """Raise `StrategyError` if the codec does not fit what the method sends."""
@@ -125,7 +148,7 @@ class Strategy:
         sync: Sync | str | None = None,
         topology: Topology | str | None = None,
         codec: Codec | str | None = None,
-        partition: Whole | str | None = None,
+        partition: Partition | str | None = None,
     ) -> Strategy:
         """From one choice per axis, each an object, its text, or None for the default. Raises `StrategyError`."""
         method = _resolve("sync", sync)

@@ -139,7 +139,7 @@ class VirtualSegment:
         self.last_end = self.last_crash = self.started
         self.servers: list[HostedServer] = []
         self.workers: dict[int, Worker] = {}
-        self.first = setup.workers  # the lowest rank among them
+        self.first = setup.workers  # the lowest number among those that know a loss
         self.steps = [0] * setup.workers
         self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
@@ -252,6 +252,7 @@ class VirtualSegment:
         boundary = self.setup.boundary()
         if self.checkpoint_step:
             boundary.suspend = self._suspend
+            boundary.checkpoint = lambda: self.checkpoint_step
         return boundary
 
     @cached_property
@@ -263,7 +264,7 @@ class VirtualSegment:
     def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
         worker = build_worker(self.setup, node, rank, node.meter)
-        self.setup.topology.attach(worker, self.shards)
+        self.setup.of_worker(rank).topology.attach(worker, self.shards)
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
         buffers = worker.buffers
@@ -276,7 +277,8 @@ class VirtualSegment:
         if not newcomer:
             self.attendance.at.setdefault(rank, 0)
         self.workers[rank] = worker
-        self.first = min(self.first, rank)
+        if self.setup.reports(rank):
+            self.first = min(self.first, rank)
         role = node.spawn(self._role(worker, join=part is None, newcomer=newcomer), f"worker {rank}")
         role.when_done(lambda: self._ended(rank))
         self.roles[rank] = role
@@ -307,18 +309,19 @@ class VirtualSegment:
 
     def _on_step(self, worker: Worker, gradient: Gradient) -> None:
         setup = self.setup
-        self.totals.counts["samples"] += worker.source.batch_size
+        if setup.reports(worker.number):
+            self.totals.counts["samples"] += worker.source.batch_size
         self._on_made(worker)
-        if worker.rank == self.first:
+        if worker.number == self.first:
             self.whole.callbacks.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])
 
     def _on_made(self, worker: Worker) -> None:
         """Count a step that has been made, or begun in vain."""
         self.attendance.done += 1
-        self.steps[worker.rank] += 1
+        self.steps[worker.number] += 1
         self.totals.steps = max(self.totals.steps, worker.clock)
         if self.setup.coordinated:  # the coordinator hands out the work: there are no step boundaries
-            self.attendance.at[worker.rank] = worker.clock
+            self.attendance.at[worker.number] = worker.clock
             self.rows.count_passed()
 
     # ---- failures of workers
@@ -411,7 +414,7 @@ class VirtualSegment:
             if node.meter.spans is not None:
                 self.whole.spans.extend(node.meter.spans)
         if not self.model.at_servers:
-            totals.counts["updates_applied"] = self.attendance.done
+            totals.counts["updates_applied"] = self.attendance.done // self.setup.parts
 
     def _parts(self) -> Parts:
         of_finished, retired = self.model.parts()

@@ -54,6 +54,9 @@ class VirtualModel:
 
     def buffers(self) -> torch.Tensor | None:
         """The merged buffers of the workers; None where training changes none."""
+        stages = self._setup.stages
+        if stages is not None:
+            return stages.buffers({n: model["buffers"] for n, model in enumerate(self._models()) if "buffers" in model})
         found = [tensors["buffers"] for tensors in self._models() if "buffers" in tensors]
         return self._setup.delivery.merge_buffers(found) if found else None
 
@@ -62,7 +65,8 @@ class VirtualModel:
         if self.at_servers:
             return self.updates_at_servers()
         living = (worker for rank, worker in self._workers.items() if rank not in self._attendance.crashed)
-        return sum(map(self._setup.delivery.gradients_in, living)) + sum(self._retired_updates.values())
+        gradients = sum(map(self._setup.delivery.gradients_in, living)) + sum(self._retired_updates.values())
+        return gradients // self._setup.parts
 
     def updates_at_servers(self) -> int:
         """The number of gradients that every shard of the model has applied; 0 where servers do not hold it."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dure.run.gathering import Gathering
-
 if TYPE_CHECKING:
     import torch
 
     from dure.job.evaluation import Evaluator
     from dure.run.callbacks import Callbacks, Row
+    from dure.run.gathering import Gathering
     from dure.run.outcome import Totals
     from dure.run.setup import Setup
+    from dure.run.stage_gathering import StageGathering
     from dure.run.virtual_attendance import Attendance
     from dure.run.virtual_model import VirtualModel
     from dure.sync.worker import Worker
@@ -42,14 +42,14 @@ class VirtualRows:
     totals: Totals
     now: Callable[[], float]
     bytes_sent: Callable[[], int]
-    gathering: Gathering = field(init=False)
+    gathering: Gathering | StageGathering = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gathering = Gathering(self.setup.delivery.merge_buffers)
+        self.gathering = self.setup.gathering()
 
     def at_boundary(self, worker: Worker) -> None:
         """Record that a worker begins its next step; a boundary at which a checkpoint is taken counts once."""
-        rank, clock, attendance = worker.rank, worker.clock, self.attendance
+        rank, clock, attendance = worker.number, worker.clock, self.attendance
         before = attendance.at.get(rank)
         attendance.at[rank] = clock
         attendance.away.discard(rank)
@@ -62,7 +62,12 @@ class VirtualRows:
         if self.model.shards and not self.model.at_servers:
             if due and self._slowest() == clock:
                 self.add()  # the last worker is here: servers have applied this step, and no later gradient
-        elif due and worker.buffers is None and self.setup.delivery.is_common(worker, clock):
+        elif (
+            due
+            and self.setup.stages is None
+            and worker.buffers is None
+            and self.setup.delivery.is_common(worker, clock)
+        ):
             self._add_common(worker)
         else:
             if due:
@@ -107,10 +112,10 @@ class VirtualRows:
         updates = worker.clock - worker.given if self.model.at_servers else delivery.gradients_in(worker)
         self.gathering.add(
             worker.clock,
-            worker.rank,
+            worker.number,
             delivery.shown(worker),
             updates=updates,
-            weight=delivery.weight(worker.rank),
+            weight=delivery.weight(self.setup.replica_of(worker.number)),
             buffers=worker.buffers,
         )
 

@@ -43,9 +43,13 @@ class WorkerData:
         """The samplers of all workers, at their first batch: to be copied, not drawn from."""
         return self.draw_samplers()
 
+    def sampler(self, rank: int) -> Any:
+        """A sampler of worker `rank`, at its first batch."""
+        return copy(self.samplers[rank])
+
     def source(self, rank: int) -> JobSource:
         """The source of the gradients of worker `rank`, at its first batch."""
         size = self.batch_sizes[rank]
-        sampler = None if self.timing_only else copy(self.samplers[rank])
+        sampler = None if self.timing_only else self.sampler(rank)
         flops = self.job.flops_per_sample * size if self.modelled else 0.0
         return JobSource(self.job, sampler, batch_size=size, share=size / self.total, seed=self.seed, flops=flops)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from dure.job.optimizer import FlatOptimizer
 from dure.run.checkpoint import fitting
 from dure.sync import saved
@@ -20,8 +22,15 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
 
 
-def build_worker(setup: Setup, node: Node, rank: int, meter: Meter) -> Worker:
-    """Build worker `rank` on `node`, with its replica, its data and its sessions with servers or group."""
+def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
+    """Build worker `number` of a run on `node`, with its replica, its data and its sessions with servers or group.
+
+    In a pipeline its replica is its stage, and it is one of the workers that have the same stage.
+    """
+    setup, rank, source = run, number, None
+    if run.stages is not None:
+        rank, place = run.stages.place(number)
+        setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
     model, optimizer = setup.model, setup.job.optimizer
     worker = Worker(
         node=node,
@@ -36,13 +45,16 @@ def build_worker(setup: Setup, node: Node, rank: int, meter: Meter) -> Worker:
             device=model.replica.device,
         ),
         rates=model.rates.at if model.rates else None,
-        source=setup.data.source(rank),
+        source=source or setup.data.source(rank),
         meter=meter,
         boundary=setup.boundary(),
         total_weight=float(setup.data.total),
         buffers=model.buffers,
         merge_buffers=setup.delivery.merge_buffers,
+        number=number,
     )
+    if worker.buffers is None and run.model.buffers is not None:
+        worker.buffers = torch.empty(0, dtype=torch.float64)  # of a stage without any, in a model with some
     topology = setup.topology
     group = topology.group(node, meter)
     if group is not None:
@@ -61,7 +73,7 @@ def restore_worker(worker: Worker, parts: Parts) -> State | None:
 
     Raises `CheckpointError` where the part does not fit.
     """
-    name = f"worker-{worker.rank}"
+    name = f"worker-{worker.number}"
     part = parts.get(name)
     if part is not None:
         with fitting(name):

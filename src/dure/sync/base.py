@@ -38,6 +38,8 @@ class Traits:
     - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
     - `encodes`: the topologies over which a codec may encode messages; `uncoded` is the reason against the others.
       `changes`: the messages are changes of the model, not gradients. `tallies`: the messages may be signs for a vote.
+    - `staged`: the method takes one gradient after another and decides on none, so it may run over each stage of a
+      pipeline.
     - `fewest`: the least number of workers.
     - `vectors`: names of the vectors beside the model in shared memory.
     - `sampling`: replaces the job's split of the data. `local_optimizer` replaces the job's optimizer, unless the run
@@ -61,6 +63,7 @@ class Traits:
     uncoded: str = ""
     changes: bool = False
     tallies: bool = False
+    staged: bool = False
     fewest: int = 1
     vectors: tuple[str, ...] = ()
     sampling: Any = None

@@ -41,6 +41,7 @@ class BSP:
         delivers="replica",
         encodes=("collective", "ps"),
         tallies=True,
+        staged=True,
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

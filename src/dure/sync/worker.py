@@ -74,6 +74,8 @@ class Boundary:
     The work ends after `steps` mini-batches or `seconds`. `suspend` says whether a checkpoint is due. If workers need
     not be at the same clock for a checkpoint (`waiting`), a wait for admission is a boundary too.
 
+    `checkpoint` gives the clock of the next checkpoint.
+
     Workers of a group must end at the same step, so they compare their times where they synchronize: every `period`
     steps, or at the clock `Worker.last_sync`. If the method lets each worker end `alone`, they do not compare.
     """
@@ -84,6 +86,12 @@ class Boundary:
     waiting: bool = False
     period: int = 1
     alone: bool = False
+    checkpoint: Callable[[], int] | None = None
+
+    def drained_at(self) -> int:
+        """The clock at which a pipeline is drained: the end of the work or the next checkpoint."""
+        assert self.steps is not None
+        return self.steps if self.checkpoint is None else min(self.steps, self.checkpoint())
 
     async def stop(self, worker: Worker) -> None:
         """Raise `Suspend` or `EndOfWork` if the work stops here; otherwise begin the step."""
@@ -92,8 +100,10 @@ class Boundary:
             return
         if worker.suspends():
             await worker.sessions.settled()
+            await worker.source.settled()
             raise Suspend
         if self.steps is not None and worker.clock >= self.steps:
+            await worker.source.settled()
             raise EndOfWork
         if self.seconds is not None and await self._is_late(worker, self.seconds):
             raise EndOfWork
@@ -130,6 +140,9 @@ class Worker:
     `given` is the clock up to which gradients of this worker are in its updates. `on_boundary` is called at each step
     boundary after which the work goes on: the model then has this worker's gradients up to its clock.
 
+    `number` counts the workers of the run. `rank` counts those that hold the same part of the model: it differs from
+    `number` in a pipeline only.
+
     A gradient that holds NaN or infinity is refused: the method gets zeros in its place. `pausing`: the present step is
     skipped, and an update of zeros makes no step of a server. `step_begun`: `begin_step` has passed the boundary of the
     next gradient.
@@ -164,8 +177,13 @@ class Worker:
     pausing: bool = False
     asking: bool = False
     step_begun: bool = False
+    number: int = -1
     refusals: Refusals = field(default_factory=Refusals)
     storage: Storage = field(default_factory=Storage)
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            self.number = self.rank
 
     # ---- over its topology
 
@@ -233,7 +251,8 @@ class Worker:
         await self.boundary.stop(self)
         started = self.node.now()
         gradient = await self.source.gradient(self)
-        self.meter.add("compute", started, self.node.now())
+        if self.source.whole:
+            self.meter.add("compute", started, self.node.now())
         return self._done(gradient)
 
     async def gradient_unless_aborted(self) -> torch.Tensor | None:
@@ -266,6 +285,11 @@ class Worker:
                 await examined_mean(await self.source.gradient(self), self.share, self.group), shared=True
             )
         return self._done(await self.source.mean_gradient(self), shared=True)
+
+    @property
+    def drained_at(self) -> int:
+        """The clock at which a pipeline of this worker is drained."""
+        return self.boundary.drained_at()
 
     @property
     def samples(self) -> int:
@@ -310,6 +334,11 @@ class Worker:
             if self.refusals.in_a_row:
                 self.refusals.in_a_row, self.pausing = 0, False
             return gradient.values
+        if not self.source.whole:
+            raise DivergedError(
+                f"a gradient of worker {self.number}, step {self.clock}, holds NaN or infinity: the training diverged. "
+                f"Try a learning rate below {self.optimizer.spec.lr:g}."
+            )
         self.given += 1  # the refused gradient is in no update
         self.pausing = True
         return self.refusals.refuse(self, gradient, shared=shared)
@@ -318,7 +347,7 @@ class Worker:
         """Raise `DivergedError` for a loss that is NaN or infinite."""
         if not math.isfinite(gradient.loss):
             raise DivergedError(
-                f"the loss became {gradient.loss} at worker {self.rank}, step {self.clock}: "
+                f"the loss became {gradient.loss} at worker {self.number}, step {self.clock}: "
                 f"the training diverged. Try a learning rate below {self.optimizer.spec.lr:g}."
             )
 

@@ -22,6 +22,7 @@ class LoopSource:
     """
 
     can_stop = False
+    whole = True
 
     def __init__(self, node: ProcessNode, replica: Replica, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -85,6 +86,9 @@ class LoopSource:
     def end(self) -> None:
         """There is no more work."""
         self._answer().fail(EndOfWork())
+
+    async def settled(self) -> None:
+        """Return at once: no other node reads from this source."""
 
     def state(self) -> dict[str, Any]:
         return {}

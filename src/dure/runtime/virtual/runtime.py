@@ -29,6 +29,7 @@ from dure.core.node import (
     Operation,
     Reply,
     Service,
+    StepPortion,
     Task,
     Work,
     nothing,
@@ -89,7 +90,10 @@ class Computation(Operation[Any]):
         self.timer = None  # breaks a reference cycle, so that the memory is free at once
         self.node.running.pop(self, None)
         work = self.work
-        self.resolve(self.node.runtime.value_of(self) if isinstance(work, GradientWork) else work.run())
+        if isinstance(work, GradientWork):
+            self.resolve(self.node.runtime.value_of(self))
+        else:
+            self.resolve(self.value if self.evaluated else work.run())
 
     def cancel(self) -> None:
         if not self.done:
@@ -139,7 +143,9 @@ class VirtualNode:
         if begin < self.paused_until:
             begin = self.paused_until
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
-        if runtime.gradient_engine is not None and isinstance(work, GradientWork):
+        if isinstance(work, StepPortion):
+            operation.value, operation.evaluated = work.run(), True
+        elif runtime.gradient_engine is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
         return operation
@@ -541,6 +547,13 @@ class VirtualRuntime:
             return (
                 self._coding_seconds(node, work.codec_works) if work.codec_works else work.nbytes * self.cluster.gamma
             )
+        if isinstance(work, StepPortion):
+            step = work.step
+            if step.seconds is None:
+                step.seconds = self.durations[node.name].draw(step.flops)
+            of_backward = self.cluster.backward
+            share = (1 - of_backward) * work.forward + of_backward * work.backward
+            return step.seconds * share * node.slowness
         flops = work.flops if isinstance(work, GradientWork) else 0.0
         return self.durations[node.name].draw(flops) * node.slowness
 

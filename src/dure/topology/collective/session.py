@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,7 @@ from dure.topology.collective.compressed import CompressedGroup
 
 if TYPE_CHECKING:
     from dure.core.node import Group, Operation
-    from dure.job.gradient import Gradient, GradientWork
+    from dure.job.gradient import Gradient
     from dure.topology.replica import Stats, WorkerReplica
 
 
@@ -30,7 +30,7 @@ class GroupSession:
         """Whether a codec encodes what travels over this group."""
         return isinstance(self.members, CompressedGroup)
 
-    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+    def mean_gradient(self, work: Any, share: float) -> Operation[Gradient]:
         """Start the gradient of `work`, times `share`, summed over the group."""
         return self.members.mean_gradient(work, share)
 

@@ -1,0 +1,143 @@
+"""The layout of a pipeline in one run: the blocks of each stage, the flat ranges of each worker, borders and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.job.data.structure import mapped
+from dure.partition.blocks import block_name, blocks_of, call_of, refuse_ties, tied, tied_stages
+from dure.partition.borders import BlockCost, Border, measure
+from dure.partition.cut import cut_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dure.job.job import Job
+    from dure.job.replica import Replica
+    from dure.partition.pipeline import Pipeline
+
+
+class StageLayout:
+    """A job's model, of which `whole` is a replica, cut into the stages of `pipeline`.
+
+    Raises `UsageError` for a model that cannot be cut.
+    """
+
+    def __init__(self, job: Job, pipeline: Pipeline, whole: Replica) -> None:
+        self.job = job
+        self.pipeline = pipeline
+        self.whole = whole
+        self.blocks = blocks_of(job, whole.module)
+        self.call = call_of(job)
+        self.depth = pipeline.stages * pipeline.chunks
+        self.bounds = (0, *cut_of(pipeline.cuts, self.blocks, self.depth), len(self.blocks))
+        if not pipeline.flushes:
+            refuse_ties("a pipeline without a flush", tied_stages(tied(whole.module, self.blocks), self.bounds[1:-1]))
+        self._measured: dict[int, tuple[list[Border], list[BlockCost]]] = {}
+
+    @property
+    def ranks(self) -> range:
+        """The workers of one pipeline."""
+        return range(self.pipeline.stages)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages at worker `rank` of the pipeline, by chunk."""
+        return [self.pipeline.stage_of(rank, chunk) for chunk in range(self.pipeline.chunks)]
+
+    def place_of(self, stage: int) -> tuple[int, int]:
+        """The worker of the pipeline that holds a stage, and the number of its chunk there."""
+        return self._places[stage]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {stage: (rank, chunk) for rank in self.ranks for chunk, stage in enumerate(self.stages_of(rank))}
+
+    def blocks_in(self, stage: int) -> range:
+        """The numbers of the blocks of a stage."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    # ---- parameters
+
+    @cached_property
+    def layers(self) -> list[list[int]]:
+        """For each worker of a pipeline, the layers of the whole model that it holds, in the model's order."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.whole.parameters)}
+        found = []
+        for rank in self.ranks:
+            held = [self.blocks[i] for stage in self.stages_of(rank) for i in self.blocks_in(stage)]
+            own = {numbers[id(each)] for block in held for each in block.parameters() if id(each) in numbers}
+            found.append(sorted(own))
+        return found
+
+    def part(self, rank: int, values: Tensor) -> Tensor:
+        """The parameters of worker `rank` of a pipeline, from those of the whole model; a copy."""
+        layers = self.whole.layers
+        return torch.cat([values[layers[number].start : layers[number].stop] for number in self.layers[rank]])
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parameters of the whole model, from those of the workers of a pipeline."""
+        values = self.whole.params.detach().clone().to(parts[0].device)
+        for own, part in zip(self.layers, parts, strict=True):
+            place = 0
+            for number in own:
+                layer = self.whole.layers[number]
+                values[layer.start : layer.stop] = part[place : place + layer.numel]
+                place += layer.numel
+        return values
+
+    # ---- borders and costs
+
+    def border(self, stage: int, rows: int) -> Border:
+        """The border behind a stage, for a micro-batch of `rows` samples."""
+        return self._measure(rows)[0][self.bounds[stage + 1] - 1]
+
+    def activation_nbytes(self, stage: int, rows: int) -> int:
+        """The bytes that the backward of a stage keeps for a micro-batch of `rows` samples."""
+        costs = self._measure(rows)[1]
+        return sum(costs[number].activation_nbytes for number in self.blocks_in(stage))
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The share of each stage in the operations of the model; where none are counted, in its parameters."""
+        costs = self._measure(2)[1]
+        totals = [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
+        if not sum(totals):
+            totals = [float(self._numel(stage)) for stage in range(self.depth)]
+        return [total / sum(totals) for total in totals]
+
+    def _numel(self, stage: int) -> int:
+        return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())
+
+    def _measure(self, rows: int) -> tuple[list[Border], list[BlockCost]]:
+        if rows not in self._measured:
+            before = self.whole.buffers_flat()
+            inputs, _ = self.job.train.batch(torch.arange(rows) % len(self.job.train))
+            inputs = mapped(lambda each: each.to(self.whole.device), inputs)
+            names = [block_name(number, block) for number, block in enumerate(self.blocks)]
+            self._measured[rows] = measure(self.blocks, self.call, inputs, names)
+            if before.numel():
+                self.whole.load_buffers(before)
+        return self._measured[rows]
+
+    # ---- buffers
+
+    def joined_buffers(self, replicas: Mapping[int, Replica], parts: Mapping[int, Tensor]) -> Tensor:
+        """The buffers of the whole model, from those of the workers of a pipeline by rank.
+
+        `replicas` are the workers' own, whose modules have the buffers under the whole model's names.
+        """
+        whole = self.whole
+        before = whole.buffers_flat()
+        named = dict(whole.module.named_buffers())
+        for rank, part in parts.items():
+            replica = replicas[rank]
+            replica.load_buffers(part)
+            for name, buffer in replica.module.named_buffers():
+                named[name].copy_(buffer)
+        joined = whole.buffers_flat()
+        whole.load_buffers(before)
+        return joined

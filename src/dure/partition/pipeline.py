@@ -1,0 +1,70 @@
+"""The base of pipelines: a model split by layers into stages, one worker for each.
+
+A pipeline method is an order of actions and two rules: the weights that a forward reads, and the weights that its
+backward reads. `order` gives the actions of one worker as data; a scheduler checks them before a run starts
+(`ticks.py`), and each worker plays its own (`stage.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dure.partition.action import Action
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dure.partition.weights import StageWeights
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model split into `stages` of consecutive blocks.
+
+    `cuts` says where: the number of the first block of each later stage, as in `4/8/12`, or a rule of `cut.py`. With
+    `remat` a stage keeps only its inputs, and computes its forward again before the backward.
+
+    `flushes`: all forwards and backwards of a mini-batch end before its update, so that the method is SGD.
+    """
+
+    stages: int = 2
+    cuts: str = ""
+    remat: bool = False
+
+    flushes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages} splits nothing: write a whole number from 1, such as stages=2")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each mini-batch."""
+        return 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the model at each worker."""
+        return 1
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
+        return chunk * self.stages + rank
+
+    def order(self, rank: int, batches: range) -> Iterator[Action]:
+        """The actions of worker `rank` of the pipeline for these mini-batches, to the last update."""
+        raise NotImplementedError
+
+    def staleness(self, rank: int) -> int:
+        """Updates of worker `rank` between a forward and the update by its gradient, in the steady state."""
+        return 0
+
+    def forward_reads(self, stage: StageWeights, batch: int) -> Tensor:
+        """The flat weights that the forward of mini-batch `batch` reads."""
+        return stage.fixed(batch)
+
+    def backward_reads(self, stage: StageWeights, batch: int) -> Tensor:
+        """The flat weights that the backward of mini-batch `batch` reads."""
+        return stage.fixed(batch)

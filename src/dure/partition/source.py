@@ -1,0 +1,105 @@
+"""The source of gradients of a stage: plays the actions of its worker up to the next update."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from dure.core.node import StepPortion, StepTime
+
+if TYPE_CHECKING:
+    from dure.core.node import Operation
+    from dure.job.gradient import Gradient
+    from dure.job.gradient_source import Requester
+    from dure.partition.stage import Stage
+
+AHEAD = 2
+"""Actions for whose messages a worker asks ahead. The message of an action then travels during the one before."""
+
+
+@runtime_checkable
+class Programmed(Protocol):
+    """A pipeline method that is no order of forwards and backwards: a program on the primitives of a stage."""
+
+    def run(self, stage: Stage, batches: range) -> AsyncIterator[Gradient]:
+        """Work through `batches` at one worker; give the gradient of each update."""
+        ...
+
+
+class StageSource:
+    """Gradients of the parameters of one `stage`, for a worker that is the same stage of all replicas' pipelines."""
+
+    can_stop = False
+    whole = False
+
+    def __init__(self, stage: Stage, *, share: float, samples: int) -> None:
+        self.stage = stage
+        self.share = share
+        self.samples = samples
+        self.batch_size = stage.batches.batch_size
+        self._updates: AsyncIterator[Gradient] | None = None
+        self._until = 0
+
+    @property
+    def epoch(self) -> float:
+        """Passes so far over the samples of this pipeline."""
+        sampler = self.stage.batches.sampler
+        return 0.0 if sampler is None else sampler.epoch
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        """Start the actions up to the next update."""
+        return requester.node.spawn(self._next(requester), "the next update of its stage")
+
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        """As `gradient`, averaged over the same stage of all replicas."""
+        return requester.node.spawn(self._mean(requester), "the mean gradient of its stage")
+
+    async def settled(self) -> None:
+        """Wait until the neighbors have received all messages."""
+        await self.stage.settled()
+
+    def state(self) -> dict[str, Any]:
+        return self.stage.batches.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.stage.batches.restore(state)
+
+    async def _next(self, requester: Requester) -> Gradient:
+        stage = self.stage
+        stage.requester = requester
+        if self._updates is None or requester.clock >= self._until:
+            self._until = requester.drained_at
+            stage.batches.begin(requester.clock)
+            pipeline, batches = stage.pipeline, range(requester.clock, self._until)
+            self._updates = pipeline.run(stage, batches) if isinstance(pipeline, Programmed) else played(stage, batches)
+        return await anext(self._updates)
+
+    async def _mean(self, requester: Requester) -> Gradient:
+        gradient = await self._next(requester)
+        group = requester.group
+        if group.encodes:
+            ready = StepPortion(lambda: gradient, StepTime(0.0, 0.0))
+            return await group.mean_gradient(ready, self.share)
+        return gradient.with_values(await group.mean(gradient.values, self.share))
+
+
+async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
+    """Play the order of a worker's actions for `batches`; give the gradient of each update."""
+    actions = stage.pipeline.order(stage.rank, batches)
+    window = list(islice(actions, AHEAD))
+    for action in window:
+        stage.expect(action)
+    while window:
+        action = window.pop(0)
+        for later in islice(actions, 1):
+            stage.expect(later)
+            window.append(later)
+        if action.kind == "U":
+            yield stage.update(action.batch)
+            continue
+        if action.kind == "F":
+            await stage.forward(action)
+        else:
+            await stage.backward(action, inputs=action.kind != "W", weights=action.kind != "I")
+        await stage.node.sleep(0.0)  # messages leave now, not after the next computation

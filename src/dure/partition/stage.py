@@ -1,0 +1,366 @@
+"""A stage of a pipeline at one worker: the primitives that pipeline methods are written in.
+
+    receive  ->  forward  ->  send  ...  receive  ->  backward  ->  send  ->  update
+
+The same code runs in virtual time and on processes. A message leaves when its receiver has asked for it, so a worker
+asks for the next few messages ahead of its actions. A worker may hold several stages (chunks); they share one flat
+vector of parameters, and an update is that of all chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dure.core.node import Ghost, Operation, StepPortion, StepTime
+from dure.core.ranges import equal_ranges
+from dure.job.gradient import Gradient
+from dure.partition.stage_module import Leaves, Passed, StageModule
+
+if TYPE_CHECKING:
+    from dure.core.meter import Meter
+    from dure.core.node import Node
+    from dure.job.gradient_source import Requester
+    from dure.partition.action import Action
+    from dure.partition.batches import StageBatches
+    from dure.partition.borders import Border
+    from dure.partition.layout import StageLayout
+
+TAGS = 1000
+"""The first tag of messages between stages, above those of groups."""
+
+HALF = 0.5
+"""The share of a backward pass in the gradient of the inputs, and in that of the weights."""
+
+
+@dataclass(slots=True)
+class StageCounts:
+    """Figures of one worker of a pipeline, for the record of a run.
+
+    `staleness` counts updates by the number of updates between their forward and them. `most_versions` is the largest
+    number of weights kept at once, the newest included; `most_sets` that of micro-batches between forward and backward.
+    """
+
+    staleness: dict[int, int] = field(default_factory=dict)
+    most_versions: int = 1
+    most_sets: int = 0
+    actions: int = 0
+
+
+class Stage:
+    """The stages at worker `rank` of pipeline `replica`, on `node`; `peers` are the nodes of the pipeline by rank.
+
+    `module` is None in a timing-only run. `requester` is the worker whose parameters the stage reads. `version` counts
+    its updates.
+    """
+
+    requester: Requester
+
+    def __init__(
+        self,
+        layout: StageLayout,
+        module: StageModule | None,
+        node: Node,
+        meter: Meter,
+        batches: StageBatches,
+        *,
+        rank: int,
+        peers: Sequence[str],
+        aliases: bool,
+    ) -> None:
+        self.layout = layout
+        self.pipeline = layout.pipeline
+        self.module = module
+        self.node = node
+        self.meter = meter
+        self.batches = batches
+        self.rank = rank
+        self.peers = peers
+        self.version = 0
+        self.counts = StageCounts()
+        self._aliases = aliases
+        self._mirror: Tensor | None = None
+        self._mirrored = -1
+        self._leaves: dict[int, Leaves] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._free: list[Tensor] = []
+        self._passed: dict[tuple[int, int, int], Passed | None] = {}
+        self._versions: dict[int, int] = {}
+        self._times: dict[int, StepTime] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._summed: dict[int, set[int]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._expected: dict[tuple[str, int, int, int], list[Operation[Tensor]]] = {}
+        self._handed: dict[tuple[str, int, int, int], Sequence[Tensor]] = {}
+        self._sent: list[Operation[None]] = []
+        self._buffers: Tensor | None = None
+        self._given_buffers: Tensor | None = None
+
+    # ---- weights
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest weights. They change with each update, and a backward that reads them reads them as they are."""
+        params = self.requester.params
+        if self._aliases or isinstance(params, Ghost):
+            return params
+        if self._mirror is None:
+            self._mirror = params.clone()
+        return self._mirror.copy_(params)
+
+    def fixed(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, for all its actions."""
+        if self._mirrored == batch and self._mirror is not None:
+            return self._mirror
+        self._mirrored = batch
+        return self.newest
+
+    def keep(self, batch: int, weights: Tensor) -> Tensor:
+        """Keep a copy of `weights` for a mini-batch until its update; return the copy."""
+        if isinstance(weights, Ghost):
+            self._kept[batch] = weights
+        elif batch not in self._kept:
+            memory = self._free.pop() if self._free else torch.empty_like(weights)
+            self._kept[batch] = memory.copy_(weights)
+        self.counts.most_versions = max(self.counts.most_versions, 1 + len(self._kept))
+        return self._kept[batch]
+
+    def kept(self, batch: int) -> Tensor:
+        """The weights kept for a mini-batch."""
+        return self._kept[batch]
+
+    # ---- actions
+
+    def rows(self, micro: int) -> int:
+        """The number of samples of a micro-batch."""
+        start, stop = equal_ranges(self.batches.batch_size, self.pipeline.micro_batches)[micro]
+        return stop - start
+
+    async def forward(self, action: Action) -> None:
+        """Compute the forward of a micro-batch through a chunk, and send its outputs to the next stage."""
+        stage = self.pipeline.stage_of(self.rank, action.chunk)
+        inputs = await self._received("F", stage, action)
+        self._versions.setdefault(action.batch, self.version)
+        weights = self.pipeline.forward_reads(self, action.batch)
+        passed = None if self.module is None else self._begun(stage, action, inputs, weights)
+        await self._compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
+        self._passed[action.batch, action.micro, action.chunk] = passed
+        self.counts.most_sets = max(self.counts.most_sets, len(self._passed))
+        if stage < self.layout.depth - 1:
+            outputs = [] if passed is None else [each.detach() for each in passed.outputs]
+            self._send("F", stage, stage + 1, action, outputs)
+        if passed is not None and self.pipeline.remat:
+            passed.outputs = ()
+
+    async def backward(self, action: Action, *, inputs: bool = True, weights: bool = True) -> None:
+        """Compute the backward of a micro-batch through a chunk, and send the gradient of its inputs on.
+
+        Without `weights` only the gradient of the `inputs` is computed, for the stage before; without `inputs` only
+        that of the weights.
+        """
+        stage = self.pipeline.stage_of(self.rank, action.chunk)
+        gradients: Sequence[Tensor] = await self._received("B", stage, action) if inputs else ()
+        key = action.batch, action.micro, action.chunk
+        passed = self._passed[key]
+        if weights:
+            del self._passed[key]
+        found: list[Tensor] = []
+        if passed is not None:
+            if inputs:
+                passed.gradients = gradients
+            self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
+
+        def function() -> None:
+            if passed is not None:
+                found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
+
+        part = self._share(stage, action) * (HALF * inputs + HALF * weights)
+        again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
+        await self._compute(action, function, forward=again, backward=part)
+        if inputs and stage > 0:
+            self._send("B", stage - 1, stage - 1, action, found)
+
+    def update(self, batch: int) -> Gradient:
+        """The gradient of a mini-batch: the sum of its micro-batches'."""
+        behind = self.version - self._versions.pop(batch)
+        self.counts.staleness[behind] = self.counts.staleness.get(behind, 0) + 1
+        self.version += 1
+        self._times.pop(batch, None)
+        self.batches.drop(batch)
+        kept = self._kept.pop(batch, None)
+        if kept is not None and not isinstance(kept, Ghost):
+            self._free.append(kept)
+        if self.module is None:
+            return Gradient(self.requester.params, 0.0, 0)
+        total, summed = self._sums.pop(batch), self._summed.pop(batch)
+        for number, layer in enumerate(self.module.replica.layers):
+            if number not in summed:
+                total[layer.start : layer.stop].zero_()
+        loss = self._losses.pop(batch, None)
+        self._given_buffers = self._buffers
+        return Gradient(total, 0.0 if loss is None else float(loss), self.batches.batch_size, buffers=self._buffers)
+
+    async def settled(self) -> None:
+        """Wait until the neighbors have received all messages of this stage."""
+        for sent in self._sent:
+            await sent
+        self._sent.clear()
+
+    # ---- computing
+
+    async def _compute(self, action: Action, function: Any, *, forward: float = 0.0, backward: float = 0.0) -> None:
+        time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
+        started = self.node.now()
+        await self.node.compute(StepPortion(function, time, forward, backward))
+        self.counts.actions += 1
+        self.meter.add("compute", started, self.node.now(), str(action))
+
+    def _share(self, stage: int, action: Action) -> float:
+        return self.layout.shares[stage] * self.rows(action.micro) / self.batches.batch_size
+
+    def _begun(self, stage: int, action: Action, received: Sequence[Tensor], weights: Tensor) -> Passed:
+        """A forward before its computation."""
+        rows = self.rows(action.micro)
+        passed = Passed((), self._over(weights), rows, share=rows / self.batches.batch_size)
+        if stage == 0:
+            passed.batch = self.batches.inputs(action.batch, action.micro)
+        else:
+            specs = self.layout.border(stage - 1, rows).tensors
+            passed.inputs = [each.requires_grad_(spec.gradient) for each, spec in zip(received, specs, strict=True)]
+        if stage == self.layout.depth - 1:
+            passed.targets = self.batches.targets(action.batch, action.micro)
+        return passed
+
+    def _forward(self, action: Action, stage: int, passed: Passed | None) -> None:
+        if self.module is None or passed is None:
+            return
+        if self.module.has_buffers:
+            self._use_buffers()
+        with torch.set_grad_enabled(not self.pipeline.remat):
+            self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
+        if self.module.has_buffers:
+            self._buffers = self.module.buffers()
+
+    def _backward(self, action: Action, stage: int, passed: Passed, *, inputs: bool, weights: bool) -> list[Tensor]:
+        assert self.module is not None
+        if self.pipeline.remat and inputs:
+            self._forward_again(action, stage, passed)
+        if inputs and stage == self.layout.depth - 1:
+            loss = passed.outputs[0].detach()
+            self._losses[action.batch] = self._losses[action.batch] + loss if action.batch in self._losses else loss
+        of_inputs, of_layers = self.module.backward(
+            action.chunk, passed, inputs=inputs and stage > 0, weights=weights, keep=not weights
+        )
+        self._add(action.batch, of_layers)
+        return of_inputs
+
+    def _forward_again(self, action: Action, stage: int, passed: Passed) -> None:
+        """Compute a forward again, from the inputs that were kept, with the same random draws; buffers stay."""
+        assert self.module is not None
+        if self.module.has_buffers:
+            self._use_buffers()
+        with torch.enable_grad():
+            self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
+
+    def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        """Add the gradients of layers to the sum of a mini-batch."""
+        assert self.module is not None
+        replica = self.module.replica
+        total = self._sums.setdefault(batch, torch.empty_like(replica.params))
+        summed = self._summed.setdefault(batch, set())
+        for number, gradient in gradients:
+            layer = replica.layers[number]
+            part = total[layer.start : layer.stop].view(layer.shape)
+            if number in summed:
+                part.add_(gradient)
+            else:
+                part.copy_(gradient)
+                summed.add(number)
+
+    def _over(self, memory: Tensor) -> Leaves:
+        assert self.module is not None
+        found = self._leaves.get(memory.data_ptr())
+        if found is None:
+            found = self._leaves[memory.data_ptr()] = self.module.leaves(memory)
+        return found
+
+    def _place_weights(self, passed: Passed, weights: Tensor) -> None:
+        """Have a backward read `weights`: its leaves are over memory of the mini-batch, or over the newest weights."""
+        memory = passed.leaves.memory
+        if memory.data_ptr() != weights.data_ptr():
+            memory.copy_(weights)
+
+    def _draw(self, stage: int, action: Action) -> Sequence[int]:
+        return (self.batches.seed, self.batches.replica, action.batch, stage, action.micro)
+
+    def _use_buffers(self) -> None:
+        """Set the module's buffers to this worker's; a synchronization may have replaced those of the last update."""
+        assert self.module is not None
+        if self.requester.buffers is not self._given_buffers:
+            self._buffers = self._given_buffers = self.requester.buffers
+        self.module.use_buffers(self._buffers)
+
+    # ---- messages
+
+    def _border_in(self, stage: int, action: Action) -> Border | None:
+        return self.layout.border(stage - 1, self.rows(action.micro)) if stage > 0 else None
+
+    def _crossing(self, kind: str, border: int, action: Action) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and shape of each tensor that crosses a border: outputs forward, and their gradients backward."""
+        specs = self.layout.border(border, self.rows(action.micro)).tensors
+        return [(each.dtype, each.shape) for each in specs if kind == "F" or each.gradient]
+
+    def expect(self, action: Action) -> None:
+        """Ask for the messages that an action needs."""
+        stage = self.pipeline.stage_of(self.rank, action.chunk)
+        if action.kind == "F" and stage > 0:
+            self._ask("F", stage - 1, stage - 1, action)
+        elif action.kind in ("B", "I") and stage < self.layout.depth - 1:
+            self._ask("B", stage, stage + 1, action)
+
+    def _ask(self, kind: str, border: int, source: int, action: Action) -> None:
+        peer, _ = self.layout.place_of(source)
+        if peer == self.rank:
+            return
+        rooms = [self._room(dtype, shape) for dtype, shape in self._crossing(kind, border, action)]
+        tag = _tag(kind, border)
+        key = kind, border, action.batch, action.micro
+        self._expected[key] = [self.node.recv(self.peers[peer], room, tag=tag) for room in rooms]
+
+    def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+        if self.module is None:
+            return Ghost(torch.Size(shape).numel(), dtype.itemsize)
+        return torch.empty(shape, dtype=dtype, device=self.module.replica.device)
+
+    async def _received(self, kind: str, stage: int, action: Action) -> Sequence[Tensor]:
+        """The outputs of the stage before, or the gradients from the next stage; none at the ends of the model."""
+        border = stage - 1 if kind == "F" else stage
+        if border < 0 or border == self.layout.depth - 1:
+            return ()
+        key = kind, border, action.batch, action.micro
+        if key in self._handed:
+            return self._handed.pop(key)
+        started = self.node.now()
+        found = [await operation for operation in self._expected.pop(key)]
+        self.meter.add("wait", started, self.node.now(), str(action))
+        return found
+
+    def _send(self, kind: str, border: int, target: int, action: Action, values: Sequence[Tensor]) -> None:
+        """Send the tensors of a border to the stage `target`."""
+        peer, _ = self.layout.place_of(target)
+        if self.module is None:
+            values = [self._room(dtype, shape) for dtype, shape in self._crossing(kind, border, action)]
+        if peer == self.rank:
+            self._handed[kind, border, action.batch, action.micro] = values
+            return
+        self._sent = [sent for sent in self._sent if not sent.done]
+        tag = _tag(kind, border)
+        self._sent += [self.node.send(self.peers[peer], each.contiguous(), tag=tag) for each in values]
+
+
+def _tag(kind: str, border: int) -> int:
+    return TAGS + 2 * border + (kind == "B")

@@ -1,0 +1,184 @@
+"""Forward and backward of the blocks that one worker of a pipeline holds, at any flat weights.
+
+A forward reads weights through *leaves*: tensors that require a gradient and are views of a flat memory, one for each
+parameter. A backward that comes later reads the same memory again. So the values in that memory at the time of the
+backward are the weights that it reads, and autograd does not check them: leaves have version counters of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.errors import UsageError
+from dure.job.isolated import Isolated
+from dure.job.replica import Replica
+from dure.partition.blocks import blocks_of
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.partition.borders import Border, Call
+    from dure.partition.layout import StageLayout
+
+
+@dataclass(slots=True)
+class Leaves:
+    """The parameters of a worker as leaves over the flat `memory`, in the order of its layers."""
+
+    memory: Tensor
+    tensors: list[Tensor]
+
+
+@dataclass(slots=True)
+class Passed:
+    """The forward of `rows` samples whose backward is to come: inputs, outputs with their graph, and weights read.
+
+    `batch` holds the job's inputs at the first stage, `targets` the job's targets at the last. A loss is multiplied by
+    `share`. `gradients` are those of the outputs, once they are known.
+    """
+
+    inputs: Sequence[Tensor]
+    leaves: Leaves
+    rows: int
+    batch: Any = None
+    targets: Any = None
+    share: float = 1.0
+    outputs: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()
+
+
+class StageModule:
+    """The chunks of worker `rank` of a pipeline.
+
+    `replica` holds the parameters of this worker, with their names in the whole model. Their initial values are drawn
+    from `seed`.
+    """
+
+    def __init__(self, layout: StageLayout, rank: int, seed: int, device: str = "cpu") -> None:
+        self.layout = layout
+        self.job: Job = layout.job
+        self.stages = layout.stages_of(rank)
+        module = self.job.build(seed)
+        blocks = blocks_of(self.job, module)
+        self._blocks = [[blocks[number] for number in layout.blocks_in(stage)] for stage in self.stages]
+        own = [block for blocks in self._blocks for block in blocks]
+        self.replica = replica = Replica(own_part(module, own).to(device))
+        self._call: Call = layout.call
+        numbers = {id(parameter): number for number, parameter in enumerate(replica.parameters)}
+        self._slots = [_slots(blocks, numbers) for blocks in self._blocks]
+        self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
+        self._draws = replica.is_stochastic
+        self._fresh_buffers = replica.buffers_flat()
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether training changes buffers of these blocks."""
+        return bool(self._fresh_buffers.numel())
+
+    def leaves(self, memory: Tensor) -> Leaves:
+        """Leaves over a flat memory."""
+        parts = [memory[layer.start : layer.stop].view(layer.shape) for layer in self.replica.layers]
+        return Leaves(memory, [part.data.requires_grad_() for part in parts])  # `.data` has its own version counter
+
+    def use_buffers(self, buffers: Tensor | None) -> None:
+        """Set the buffers of the blocks to a worker's."""
+        if self.has_buffers:
+            self.replica.load_buffers(self._fresh_buffers if buffers is None else buffers)
+
+    def forward(self, chunk: int, passed: Passed, draw: Sequence[int], border_in: Border | None) -> None:
+        """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
+
+        Random layers draw from the numbers in `draw`.
+        """
+        for owner, name, number in self._slots[chunk]:
+            owner[name] = passed.leaves.tensors[number]
+        value = passed.batch if border_in is None else border_in.value(passed.inputs)
+        with Isolated(False, _seed(draw) if self._draws else None, self.replica.device):
+            for block in self._blocks[chunk]:
+                value = self._call(block, value)
+            if self.stages[chunk] == self.layout.depth - 1:
+                passed.outputs = (self._loss(value, passed.targets) * passed.share,)
+                return
+        passed.outputs = self.layout.border(self.stages[chunk], passed.rows).flat(value)
+
+    def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        loss: Tensor = self.job.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise UsageError(
+                f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. "
+                "Write loss=lambda outputs, targets: (...).mean()."
+            )
+        return loss.reshape(())
+
+    def backward(
+        self, chunk: int, passed: Passed, *, inputs: bool, weights: bool, keep: bool = False
+    ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+        """Compute the gradients of a chunk from those of its outputs (`passed.gradients`; none for a loss).
+
+        Returns the gradients of the inputs that have one, and the gradient of each layer by number. `keep` the graph
+        for another backward.
+        """
+        wanted = [each for each in passed.inputs if each.requires_grad] if inputs else []
+        layers = self._layers[chunk] if weights else []
+        leaves = [passed.leaves.tensors[number] for number in layers]
+        roots = [each for each in passed.outputs if each.requires_grad]
+        if not roots or not (wanted or leaves):
+            return [torch.zeros_like(each) for each in wanted], []
+        found = torch.autograd.grad(
+            roots,
+            [*wanted, *leaves],
+            grad_outputs=list(passed.gradients) or None,
+            retain_graph=keep,
+            allow_unused=True,
+        )
+        of_inputs = [
+            torch.zeros_like(each) if gradient is None else gradient
+            for each, gradient in zip(wanted, found[: len(wanted)], strict=True)
+        ]
+        of_layers = [
+            (number, gradient.to_dense() if gradient.layout != torch.strided else gradient)
+            for number, gradient in zip(layers, found[len(wanted) :], strict=True)
+            if gradient is not None
+        ]
+        return of_inputs, of_layers
+
+    def buffers(self) -> Tensor | None:
+        """A snapshot of the buffers; None where training changes none."""
+        return self.replica.buffers_flat() if self.has_buffers else None
+
+
+def _slots(blocks: Iterable[nn.Module], numbers: dict[int, int]) -> list[tuple[dict[str, Any], str, int]]:
+    """The places of a chunk's trainable parameters: a module's dictionary, the name in it, and the layer's number."""
+    found, seen = [], set()
+    for block in blocks:
+        for module in block.modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                own: dict[str, Any] = module._parameters
+                found += [(own, name, numbers[id(each)]) for name, each in own.items() if id(each) in numbers]
+    return found
+
+
+def own_part(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    """Remove from `module` the parameters and buffers that are in none of `blocks`, so that their memory is free."""
+    parameters = {id(each) for block in blocks for each in block.parameters()}
+    buffers = {id(each) for block in blocks for each in block.buffers()}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if id(parameter) not in parameters:
+                part._parameters[name] = None
+        for name, buffer in part._buffers.items():
+            if id(buffer) not in buffers:
+                part._buffers[name] = None
+    return module
+
+
+def _seed(draw: Sequence[int]) -> int:
+    """A seed for random layers, of the 32 bits that PyTorch's CPU generator uses."""
+    text = "/".join(map(str, draw))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

@@ -1,0 +1,38 @@
+"""The weights of a stage, as the rules of a pipeline see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dure.job.gradient_source import Requester
+
+
+class StageWeights(Protocol):
+    """The weights of one stage: the newest, and those that are kept for mini-batches in flight.
+
+    `requester` is the worker of the stage, `rank` that of the stage in its pipeline. `version` counts updates.
+    """
+
+    requester: Requester
+    rank: int
+    version: int
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest weights. They change with each update, and a backward that reads them reads them as they are."""
+        ...
+
+    def fixed(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, for all its actions."""
+        ...
+
+    def keep(self, batch: int, weights: Tensor) -> Tensor:
+        """Keep a copy of `weights` for a mini-batch until its update; return the copy."""
+        ...
+
+    def kept(self, batch: int) -> Tensor:
+        """The weights kept for a mini-batch. A rule may write to them."""
+        ...

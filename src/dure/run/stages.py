@@ -1,0 +1,222 @@
+"""The stages of a run: the set-up of each stage, and the whole model put together from its stages.
+
+Worker `replica * K + rank` of a run over pipelines of K workers holds the stages of worker `rank` of pipeline
+`replica`. The workers of one rank, one in each pipeline, are a set of data-parallel workers of their own: they have a
+set-up in which the model is their part of it, and the method and the topology of the strategy run among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
+from dure.core.node_view import Names, NodeView
+from dure.core.ranges import equal_ranges
+from dure.job.initial_model import InitialModel
+from dure.partition.batches import StageBatches
+from dure.partition.layout import StageLayout
+from dure.partition.source import StageSource
+from dure.partition.stage import Stage
+from dure.partition.stage_module import StageModule
+from dure.topology.base import RunPlan, Topology
+
+if TYPE_CHECKING:
+    from dure.core.meter import Meter
+    from dure.core.node import Node
+    from dure.job.job import Job
+    from dure.partition.pipeline import Pipeline
+    from dure.run.delivery import Delivery
+    from dure.run.worker_data import WorkerData
+
+
+class StageSetup(Protocol):
+    """The set-up of the workers of one rank: the model is their part of it."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def delivery(self) -> Delivery: ...
+
+
+@dataclass
+class Stages:
+    """A job's model over the stages of `pipeline`, for a run of `workers`. `whole` are the initial values of the model.
+
+    `batch_sizes` holds the mini-batch size of each pipeline. `of` gives the set-up of the workers of a rank. A
+    `virtual` run needs the operations of each mini-batch. Raises `UsageError` for a model that cannot be cut.
+    """
+
+    job: Job
+    pipeline: Pipeline
+    whole: InitialModel
+    data: WorkerData
+    workers: int
+    batch_sizes: Sequence[int]
+    seed: int
+    timing_only: bool
+    virtual: bool
+    device: str
+    of: Callable[[int], StageSetup]
+
+    @property
+    def count(self) -> int:
+        """The workers of one pipeline."""
+        return self.pipeline.stages
+
+    @cached_property
+    def layout(self) -> StageLayout:
+        """The model cut into its stages."""
+        return StageLayout(self.job, self.pipeline, self.whole.replica)
+
+    @cached_property
+    def modules(self) -> list[StageModule]:
+        """The part of the model at each rank."""
+        return [StageModule(self.layout, rank, self.seed, self.device) for rank in self.layout.ranks]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The pipeline of worker `number` of the run, and its rank there."""
+        return divmod(number, self.count)
+
+    def model(self, rank: int) -> InitialModel:
+        """The initial values of the part of the model at `rank`."""
+        model = InitialModel(self.job, self.seed, timing_only=self.timing_only, device=self.device)
+        model.__dict__["replica"] = self.modules[rank].replica
+        return model
+
+    # ---- nodes
+
+    def names(self, rank: int) -> Names:
+        """The names of the nodes of one rank among themselves."""
+        servers = self.of(rank).topology.servers
+        return Names(
+            {
+                WORKER: range(rank, self.workers, self.count),
+                SERVER: range(rank * servers, (rank + 1) * servers),
+            }
+        )
+
+    def view(self, node: Node, rank: int) -> NodeView:
+        """A node of one rank, among the nodes of that rank."""
+        return NodeView(node, self.names(rank))
+
+    def source(self, node: Node, meter: Meter) -> StageSource:
+        """The source of the gradients of the worker on `node`."""
+        replica, rank = self.place(node.rank)
+        size = self.batch_sizes[replica]
+        batches = StageBatches(
+            self.job,
+            None if self.timing_only else self.data.sampler(replica),
+            replica=replica,
+            batch_size=size,
+            micro_batches=self.pipeline.micro_batches,
+            seed=self.seed,
+            flops=self.job.flops_per_sample * size if self.virtual else 0.0,
+            device=self.device,
+        )
+        stage = Stage(
+            self.layout,
+            None if self.timing_only else self.modules[rank],
+            node,
+            meter,
+            batches,
+            rank=rank,
+            peers=[str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.ranks],
+            aliases=self.of(rank).topology.needs_everybody,
+        )
+        return StageSource(stage, share=size / self.data.total, samples=len(self.job.train))
+
+    def prepare(self) -> None:
+        """Measure the borders and make the set-ups of all ranks, before processes are forked."""
+        layout = self.layout
+        _ = self.modules, layout.shares
+        for rows in self._sizes():
+            layout.border(0, rows)
+
+    def _sizes(self) -> set[int]:
+        """The sizes of micro-batches."""
+        micro = self.pipeline.micro_batches
+        return {stop - start for size in set(self.batch_sizes) for start, stop in equal_ranges(size, micro)}
+
+    # ---- the whole model
+
+    @cached_property
+    def reporter(self) -> int:
+        """The rank in a pipeline of the worker that knows the loss."""
+        return self.layout.place_of(self.layout.depth - 1)[0]
+
+    def reports(self, number: int) -> bool:
+        """Whether worker `number` of the run knows the loss of its pipeline, and so counts its samples."""
+        return self.place(number)[1] == self.reporter
+
+    def delivered(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole model, from the models that all workers of the run deliver, by number."""
+        each = [self.of(rank).topology.result((), models[rank :: self.count]) for rank in self.layout.ranks]
+        return self.joined(each)
+
+    def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole model, from the model of each rank."""
+        return self.layout.joined(models)
+
+    def buffers(self, found: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """The buffers of the whole model, from those of the workers, by number; None where training changes none."""
+        if not found:
+            return None
+        parts: dict[int, torch.Tensor] = {}
+        for rank in self.layout.ranks:
+            own = [found[number] for number in sorted(found) if self.place(number)[1] == rank]
+            if own:
+                parts[rank] = self.of(rank).delivery.merge_buffers(own)
+        return self.layout.joined_buffers({rank: self.modules[rank].replica for rank in parts}, parts)
+
+
+class StagedTopology(Topology):
+    """The topology of a strategy, deployed once for each rank of the pipelines."""
+
+    def __init__(self, choice: Any, plan: RunPlan, stages: Stages) -> None:
+        super().__init__(choice, plan)
+        self._stages = stages
+        self._each = each = [stages.of(rank).topology for rank in stages.layout.ranks]
+        self.needs_everybody = each[0].needs_everybody
+        self.uses_engine = each[0].uses_engine
+        self.clocked = each[0].clocked
+        self.one_machine = each[0].one_machine
+        self.in_place = each[0].in_place
+        self.colocated = each[0].colocated
+        self.servers = sum(topology.servers for topology in each)
+
+    def check(self) -> None:
+        for topology in self._each:
+            topology.check()
+
+    def deploy(self) -> Deployment:
+        """The nodes of all ranks under their names in the run. A pipeline cannot go on without one of its workers."""
+        found: dict[str, NodeSpec] = {}
+        for rank, topology in enumerate(self._each):
+            names = self._stages.names(rank)
+
+            def outside(node: NodeId | None, names: Names = names) -> NodeId | None:
+                return None if node is None else NodeId.of(names.outside(str(node)))
+
+            for node in topology.deploy().nodes:
+                lost = WhenLost.END if node.id.kind == WORKER else node.when_lost
+                there = outside(node.id)
+                assert there is not None
+                found[str(there)] = NodeSpec(there, outside(node.beside), lost)
+        workers = [found[str(NodeId(WORKER, number))] for number in range(self.plan.workers)]
+        return Deployment((*workers, *(node for node in found.values() if node.id.kind != WORKER)))
+
+    def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
+        count, models_of = self._stages.count, list(models)
+        each = self.servers // count
+        return self._stages.joined(
+            [
+                topology.result(shards[rank * each : (rank + 1) * each], models_of[rank::count])
+                for rank, topology in enumerate(self._each)
+            ]
+        )
