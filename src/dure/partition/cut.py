@@ -5,6 +5,10 @@
     | `4/8/12`     | by hand: the numbers of the first block of each stage but the first, from 0 |
     | `parameters` | the largest stage has as few parameters as possible; the default            |
     | `even`       | the largest stage has as few blocks with parameters as possible             |
+    | `profile`    | the slowest stage or border is as fast as possible, by counted operations   |
+    | `FILE.json`  | as `profile`, by the profile in a file (`Profile.write`)                    |
+
+The last two use the dynamic programme of PipeDream (`plan.py`) with one replica of each stage.
 
 Every stage needs a trainable parameter, since it is a worker of its own. Blocks without parameters (activations,
 pooling) stay with the block before them where the rule leaves a choice, so equal models are cut equally.
@@ -12,19 +16,31 @@ pooling) stay with the block before them where the rule leaves a choice, so equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from torch import nn
 
 from dure.core.spec_text import nearest
-from dure.errors import StrategyError
+from dure.errors import StrategyError, UsageError
+from dure.partition.plan import Level, plan
+from dure.partition.profile import Profile
 
-RULES = ("parameters", "even")
+RULES = ("parameters", "even", "profile")
 
 
-def cut_of(cuts: str, blocks: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
+def cut_of(
+    cuts: str,
+    blocks: Sequence[nn.Module],
+    num_stages: int,
+    profile: Callable[[], Profile] | None = None,
+    bandwidth: float = math.inf,
+) -> tuple[int, ...]:
     """The numbers of the first block of each stage but the first. `cuts` is a text of the table above.
+
+    `profile` makes the profile of the blocks for `cuts=profile`; `bandwidth` of the links is in bytes per second.
 
     Raises `StrategyError` for a text that names no rule, and for blocks that cannot be cut so.
     """
@@ -39,7 +55,18 @@ def cut_of(cuts: str, blocks: Sequence[nn.Module], num_stages: int) -> tuple[int
         return balanced(sizes, trains, num_stages)
     if cuts == "even":
         return balanced([*map(int, trains)], trains, num_stages)
+    if cuts == "profile" and profile is not None:
+        return _by_profile(profile(), num_stages, bandwidth)
+    if cuts.endswith((".json", ".yaml")):
+        found = Profile.read(Path(cuts))
+        if len(found.blocks) != len(blocks):
+            raise UsageError(f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {len(blocks)}.")
+        return _by_profile(found, num_stages, bandwidth)
     return _by_hand(cuts, trains, num_stages)
+
+
+def _by_profile(profile: Profile, num_stages: int, bandwidth: float) -> tuple[int, ...]:
+    return plan(profile, [Level(num_stages, bandwidth)], replicas={1}).cuts
 
 
 def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int) -> tuple[int, ...]:
@@ -47,8 +74,8 @@ def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int) -> tuple[int, .
     words = cuts.split("/")
     if not all(word.isdecimal() for word in words):
         raise StrategyError(
-            f"cuts={cuts} is no way to cut a model: write block numbers such as cuts={example}, or one of "
-            f"{', '.join(RULES)}.{nearest(cuts, RULES)}"
+            f"cuts={cuts} is no way to cut a model: write block numbers such as cuts={example}, one of "
+            f"{', '.join(RULES)}, or the file of a profile.{nearest(cuts, RULES)}"
         )
     numbers = tuple(map(int, words))
     if len(numbers) != num_stages - 1:

@@ -1,0 +1,207 @@
+"""Profiles of a model's blocks: the time and the sizes from which the stages of a pipeline are planned (`plan.py`).
+
+`counted` counts floating-point operations, so equal models have equal profiles on every machine; virtual time uses it.
+`timed` measures the blocks where they will run. Both compute the first samples of the job's data, block after block, in
+the mode of the modules, and leave buffers and random state as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.core.user_code import explain_user_errors
+from dure.core.yaml_text import read_yaml
+from dure.errors import UsageError
+from dure.job.data.structure import Batch, checked, mapped, tensors
+from dure.partition.blocks import block_name, call_of
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """A block: seconds of forward and backward of one mini-batch, and sizes in bytes.
+
+    `output_nbytes` counts all tensors that go to the next block, `parameter_nbytes` trainable parameters, and
+    `activation_nbytes` the tensors that forward keeps for backward. A tensor that two blocks keep counts in each.
+    """
+
+    seconds: float
+    output_nbytes: int = 0
+    parameter_nbytes: int = 0
+    activation_nbytes: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise UsageError(f"{field.name} of a block must be a number that is not negative, got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The blocks of a model for mini-batches of `samples`."""
+
+    blocks: tuple[BlockProfile, ...]
+    samples: int = 0
+
+    def trains(self, start: int, stop: int) -> bool:
+        """Whether blocks `start` to `stop` - 1 have trainable parameters."""
+        return any(block.parameter_nbytes for block in self.blocks[start:stop])
+
+    def write(self, path: Path) -> None:
+        """Write the profile as JSON, which `read` and every reader of YAML accept."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Read a profile in JSON or YAML. Raises `UsageError` for a file that has none."""
+        try:
+            found = read_yaml(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UsageError(f"the profile {path} cannot be read: {error}.") from error
+        try:
+            return cls(tuple(BlockProfile(**_mapping(each)) for each in found["blocks"]), found.get("samples", 0))
+        except (TypeError, KeyError, AttributeError) as error:
+            known = ", ".join(field.name for field in fields(BlockProfile))
+            raise UsageError(
+                f"{path} is no profile ({error}): it needs a list `blocks`, whose entries have {known}."
+            ) from error
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r:.40} is no block")
+    return value
+
+
+# ---- measuring
+
+
+def counted(job: Job, blocks: Sequence[nn.Module], samples: int, *, flops: float = 1.0) -> Profile:
+    """The profile of the blocks on a machine of `flops` operations per second, for mini-batches of `samples`.
+
+    Operations are those of `Job.flops_per_sample`: matrix products and convolutions, forward and backward. If the model
+    has none, a block is charged six operations per parameter and sample.
+    """
+
+    def operations(step: Callable[[], None]) -> float:
+        with FlopCounterMode(display=False) as counter:
+            step()
+        return float(counter.get_total_flops()) / flops
+
+    found = _profile(job, blocks, samples, operations)
+    if any(block.seconds for block in found.blocks):
+        return found
+    sizes = [sum(each.numel() for each in block.parameters()) for block in blocks]
+    charged = [
+        replace(block, seconds=6.0 * size * samples / flops) for block, size in zip(found.blocks, sizes, strict=True)
+    ]
+    return replace(found, blocks=tuple(charged))
+
+
+def timed(
+    job: Job, blocks: Sequence[nn.Module], samples: int, *, clock: Callable[[], float], repeats: int = 5
+) -> Profile:
+    """The profile of the blocks on this machine: medians of `repeats` computations, after one that is not counted.
+
+    `clock` returns seconds. On an accelerator it first waits for the device.
+    """
+
+    def seconds(step: Callable[[], None]) -> float:
+        step()
+        spent = []
+        for _ in range(repeats):
+            start = clock()
+            step()
+            spent.append(clock() - start)
+        return statistics.median(spent)
+
+    return _profile(job, blocks, samples, seconds)
+
+
+_Cost = Callable[[Callable[[], None]], float]
+"""Calls its argument, forward and backward of a block, and returns the cost."""
+
+
+def _profile(job: Job, blocks: Sequence[nn.Module], samples: int, cost: _Cost) -> Profile:
+    call, found = call_of(job), []
+    value, _ = job.train.batch(torch.arange(samples) % len(job.train))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _restoring_buffers(blocks):
+        for number, block in enumerate(blocks):
+            value, profile = _profile_block(block, block_name(number, block), call, _detached(value), cost)
+            found.append(profile)
+    return Profile(tuple(found), samples)
+
+
+def _profile_block(
+    block: nn.Module, name: str, call: Callable[[nn.Module, Any], Any], inputs: Batch, cost: _Cost
+) -> tuple[Batch, BlockProfile]:
+    """The outputs of a block, with their graph, and its profile."""
+    kept: dict[int, int] = {}
+    with explain_user_errors(f"{name} raised"):
+        with _keeping(block, kept):
+            outputs = checked(call(block, mapped(Tensor.clone, inputs)), f"the output of {name}")
+        leaves = [each for each in (*tensors(inputs), *block.parameters()) if each.requires_grad]
+
+        def step() -> None:
+            arguments = mapped(Tensor.clone, inputs)  # no leaves: a block may change its inputs in place
+            roots = [each for each in tensors(call(block, arguments)) if each.requires_grad]
+            if roots and leaves:
+                torch.autograd.grad(roots, leaves, [torch.ones_like(each) for each in roots], allow_unused=True)
+
+        seconds = cost(step)
+    return outputs, BlockProfile(
+        seconds,
+        output_nbytes=sum(each.nbytes for each in tensors(outputs)),
+        parameter_nbytes=sum(each.nbytes for each in block.parameters() if each.requires_grad),
+        activation_nbytes=sum(kept.values()),
+        name=name,
+    )
+
+
+def _detached(value: Batch) -> Batch:
+    """Copies without a graph, which need a gradient where the originals have one: not integers, masks or inputs."""
+    return mapped(lambda each: each.detach().requires_grad_(each.requires_grad), value)
+
+
+@contextmanager
+def _keeping(block: nn.Module, kept: dict[int, int]) -> Iterator[None]:
+    """Within the context, add to `kept` the bytes of each memory that autograd saves, but that of parameters."""
+    own = {each.untyped_storage()._cdata for each in block.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()  # has an address of its own on the meta device too, unlike `data_ptr`
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+
+
+@contextmanager
+def _restoring_buffers(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    before = [(each, each.clone()) for block in blocks for each in block.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,183 @@
+"""Profiles of blocks: counted sizes against closed forms, a file and back, and nothing changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import dure
+from dure.errors import StrategyError, UsageError
+from dure.job.models.mlp import mlp
+from dure.job.models.vgg16 import vgg16
+from dure.partition.blocks import blocks_of
+from dure.partition.cut import cut_of
+from dure.partition.plan import Level, plan
+from dure.partition.profile import BlockProfile, Profile, counted, timed
+
+
+def job_of(model, width=8, targets=None):
+    targets = torch.zeros(6, dtype=torch.int64) if targets is None else targets
+    return dure.Job(model, cross_entropy, dure.Data(torch.randn(6, width), targets), name="small")
+
+
+def profiled(job, samples, **settings):
+    return counted(job, blocks_of(job, job.build()), samples, **settings)
+
+
+def test_sizes_of_dense_layers_are_those_of_the_closed_forms():
+    """A dense layer of (n, m): 2 b n m operations forward, as many for each gradient; the first needs one only."""
+    b = 4
+    found = profiled(job_of(lambda: mlp(8, 16, 4)), b, flops=2.0).blocks
+    assert [block.seconds * 2.0 for block in found] == [0, 2 * 2 * b * 8 * 16, 0, 3 * 2 * b * 16 * 4]
+    assert [block.output_nbytes for block in found] == [4 * b * n for n in (8, 16, 16, 4)]
+    assert [block.parameter_nbytes for block in found] == [0, 4 * (8 * 16 + 16), 0, 4 * (16 * 4 + 4)]
+    assert [block.activation_nbytes for block in found] == [0, 4 * b * 8, 4 * b * 16, 4 * b * 16]
+    assert [block.name for block in found][1] == "block 1 (Linear)"
+
+
+def test_the_operations_of_the_blocks_are_those_of_the_job():
+    job = job_of(lambda: mlp(8, 16, 4))
+    assert sum(block.seconds for block in profiled(job, 2).blocks) == 2 * job.flops_per_sample
+
+
+def test_a_block_without_counted_operations_is_charged_by_its_parameters():
+    job = dure.Job(
+        lambda: nn.Sequential(nn.Embedding(10, 3), nn.LayerNorm(3)), mse_loss, dure.Data(torch.arange(4), torch.ones(4))
+    )
+    assert [block.seconds for block in profiled(job, 4).blocks] == [6 * 30 * 4, 6 * 6 * 4]
+
+
+def test_all_tensors_of_a_border_count_and_integers_have_no_gradient():
+    class Split(nn.Linear):
+        def forward(self, x):
+            return {"x": super().forward(x), "mask": x > 0}
+
+    class Join(nn.Linear):
+        def forward(self, x, mask):
+            assert not mask.requires_grad
+            return super().forward(x * mask)
+
+    job = dure.Job(
+        lambda: nn.Sequential(Split(8, 8), Join(8, 2)),
+        cross_entropy,
+        dure.Data(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)),
+        stages=list,
+    )
+    assert [block.output_nbytes for block in profiled(job, 4).blocks] == [4 * 8 * 4 + 4 * 8, 4 * 2 * 4]
+
+
+def test_a_profile_changes_nothing():
+    job = job_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)))
+    module = job.build()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    counted(job, list(module), 4)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(each.grad is None for each in module.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_block_may_change_its_inputs_in_place():
+    job = job_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)))
+    before = job.train.inputs.clone()
+    assert [block.seconds for block in profiled(job, 2).blocks] == [2 * 2 * 2 * 64, 0, 3 * 2 * 2 * 16]
+    assert torch.equal(before, job.train.inputs)
+
+
+def test_frozen_parameters_are_no_gradient_to_exchange():
+    job = job_of(lambda: mlp(8, 8, 4))
+    module = job.build()
+    module[1].requires_grad_(False)
+    found = counted(job, list(module), 2)
+    assert [block.parameter_nbytes for block in found.blocks] == [0, 0, 0, 4 * 36]
+    assert not found.trains(0, 3)
+
+
+def test_times_are_medians_without_the_first_computation():
+    seconds = [0]
+
+    class Slow(nn.Linear):
+        costs = iter([0, 100, 1, 5, 2])  # the first call finds the sizes
+
+        def forward(self, x):
+            seconds[0] += next(self.costs)
+            return super().forward(x)
+
+    job = job_of(lambda: nn.Sequential(Slow(8, 4)))
+    found = timed(job, list(job.build()), 4, clock=lambda: seconds[0], repeats=3)
+    assert [block.seconds for block in found.blocks] == [2]
+
+
+def test_an_output_that_is_no_tensor_is_refused_by_the_blocks_name():
+    class Lost(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), None
+
+    with pytest.raises(UsageError, match=r"the output of block 0 \(Lost\)\[1\] must be a tensor, got NoneType"):
+        profiled(job_of(lambda: nn.Sequential(Lost(8, 8), nn.Linear(8, 2))), 4)
+
+
+# ---- plans by profile
+
+
+def test_the_plan_of_vgg16_is_that_of_pipedream():
+    """PipeDream's plan of VGG-16 on 4 workers, 3 replicas and 1: at 64 images, 6 TFLOP/s and links of 10 Gbit/s."""
+    profile = profiled(vgg16(), 64, flops=6e12)
+    for combine in ("max", "add"):
+        stages = plan(profile, [Level(4, 1.25e9)], combine=combine).stages
+        assert [stage.replicas for stage in stages] == [3, 1]
+        assert stages[1].start < 32  # the dense layers, with 89 % of the parameters, are not replicated
+
+
+def test_cuts_by_profile_balance_operations():
+    job = job_of(lambda: mlp(8, 64, 64, 64, 4))
+    blocks = blocks_of(job, job.build())
+    assert cut_of("profile", blocks, 2, profile=lambda: counted(job, blocks, 4)) == (4,)
+    assert cut_of("parameters", blocks, 2) == (5,)
+
+
+def test_a_profile_in_a_file_cuts_as_the_profile(tmp_path):
+    path = tmp_path / "small.json"
+    job = job_of(lambda: mlp(8, 64, 64, 4))
+    profile = profiled(job, 4)
+    profile.write(path)
+    assert Profile.read(path) == profile
+    blocks = blocks_of(job, job.build())
+    assert cut_of(str(path), blocks, 2) == cut_of("profile", blocks, 2, profile=lambda: profile)
+    with pytest.raises(UsageError, match=r"small\.json is a profile of 6 blocks, and this model has 4"):
+        cut_of(str(path), list(mlp(8, 8, 4)), 2)
+
+
+def test_a_slow_link_moves_the_cut_to_the_smaller_border():
+    blocks = list(mlp(8, 4, 16, 4))
+    profile = Profile(tuple(BlockProfile(1.0, 4 * each, 10) for each in (8, 4, 4, 16, 16, 4)))
+    assert cut_of("profile", blocks, 2, profile=lambda: profile) == (3,)
+    profile = Profile(tuple(BlockProfile(1.0, 4 * each, 10) for each in (8, 4, 16, 16, 16, 4)))
+    assert cut_of("profile", blocks, 2, profile=lambda: profile, bandwidth=10.0) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("blocks: [{seconds: 1}, {seconds: -2}]", "seconds of a block must be a number that is not negative, got -2"),
+        ("blocks: [{seconds: 1, flops: 3}]", r"is no profile \(.*flops.*\): it needs a list `blocks`"),
+        ("blocks: [3]", r"is no profile \(3 is no block\)"),
+        ("[1, 2]", "is no profile"),
+        ("blocks: [", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        Profile.read(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"absent\.json cannot be read"):
+        cut_of(str(tmp_path / "absent.json"), list(mlp(8, 8)), 1)
+
+
+def test_a_cut_by_profile_needs_one():
+    with pytest.raises(StrategyError, match="is no way to cut"):
+        cut_of("profile", list(mlp(8, 8, 8)), 2)
