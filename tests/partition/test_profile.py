@@ -108,13 +108,18 @@ def test_times_are_medians_without_the_first_computation():
     assert [block.seconds for block in found.blocks] == [2]
 
 
-def test_an_output_that_is_no_tensor_is_refused_by_the_blocks_name():
-    class Lost(nn.Linear):
+def test_a_block_may_return_what_only_its_successor_or_the_loss_understands():
+    class Nested(nn.Linear):
         def forward(self, x):
-            return super().forward(x), None
+            return super().forward(x), [None, (x,)]
 
-    with pytest.raises(UsageError, match=r"the output of block 0 \(Lost\)\[1\] must be a tensor, got NoneType"):
-        profiled(job_of(lambda: nn.Sequential(Lost(8, 8), nn.Linear(8, 2))), 4)
+    class Out(nn.Linear):
+        def forward(self, both):
+            x, (_, (y,)) = both
+            return {"logits": super().forward(x + y), "hidden": None}
+
+    found = profiled(job_of(lambda: nn.Sequential(Nested(8, 8), Out(8, 2))), 4).blocks
+    assert [block.output_nbytes for block in found] == [2 * 4 * 4 * 8, 4 * 4 * 2]
 
 
 # ---- plans by profile

@@ -1,8 +1,8 @@
-"""The tensors that cross the border between two blocks, and the cost of each block, found by one forward pass."""
+"""The tensors that cross each border between two stages, and the cost of each block, found by one forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.structure import Batch, described, tensors
+from dure.partition.blocks import block_name
 
 Call = Callable[[nn.Module, Any], Any]
 """The call of a block with the output of the block before."""
@@ -71,34 +73,65 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """The cost of a block for one micro-batch: operations of its forward, and bytes that its backward keeps."""
+    """The cost of a block for one micro-batch: operations of its forward, and the memory that its backward keeps.
+
+    `kept` has the bytes of each memory by a number of the memory, so that one that several blocks keep counts once.
+    """
 
     flops: float
-    activation_nbytes: int
+    kept: Mapping[int, int]
 
 
 def measure(
-    blocks: Sequence[nn.Module], call: Call, inputs: Any, names: Sequence[str]
-) -> tuple[list[Border], list[BlockCost]]:
-    """Run `inputs` through the blocks: the border behind each block, and the cost of each.
+    blocks: Sequence[nn.Module], call: Call, inputs: Any, cuts: Collection[int]
+) -> tuple[dict[int, Border], list[BlockCost]]:
+    """Run `inputs` through the blocks: the border before each block in `cuts`, and the cost of each block.
 
-    Random state is left as it was; the caller takes care of buffers.
+    Random state is left as it was; the caller takes care of buffers. Raises `UsageError` for an output that cannot
+    cross a border, and for a block behind a border that changes its inputs in place.
     """
-    borders, costs = [], []
-    value = inputs
+    borders: dict[int, Border] = {}
+    costs = []
+    value, before = inputs, "the inputs"
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for block, name in zip(blocks, names, strict=True):
-            own = {parameter.data_ptr() for parameter in block.parameters()}
-            kept: dict[int, int] = {}
-
-            def keep(tensor: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
-                if tensor.data_ptr() not in own:
-                    kept[tensor.data_ptr()] = tensor.nbytes
-                return tensor
-
-            counter = FlopCounterMode(display=False)
-            with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                value = call(block, value)
-            borders.append(Border.of(value, name))
-            costs.append(BlockCost(float(counter.get_total_flops()), sum(kept.values())))
+        alive: list[Tensor] = []  # a memory that is freed could give its number to another
+        for number, block in enumerate(blocks):
+            name = block_name(number, block)
+            if number in cuts:
+                borders[number] = Border.of(value, before)
+            versions = [each._version for each in borders[number].flat(value)] if number in cuts else []
+            counter, kept = FlopCounterMode(display=False), Kept(block, alive)
+            with explain_user_errors(f"{name} raised"), counter, kept:
+                passed, value = value, call(block, value)
+            if number in cuts and versions != [each._version for each in borders[number].flat(passed)]:
+                raise UsageError(
+                    f"{name} changes its inputs in place, and a stage keeps its inputs for the backward. Write "
+                    "inplace=False in the model, or cut before another block."
+                )
+            costs.append(BlockCost(float(counter.get_total_flops()), kept.nbytes))
+            before = name
     return borders, costs
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Context that finds the memory that autograd saves for the backward of a block, without its parameters.
+
+    `nbytes` has the bytes of each memory by a number of the memory; `alive` gets a tensor of each.
+    """
+
+    def __init__(self, block: nn.Module, alive: list[Tensor]) -> None:
+        self.nbytes: dict[int, int] = {}
+        self._own = {each.untyped_storage()._cdata for each in block.parameters()}
+        self._alive = alive
+        super().__init__(self._keep, _same)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()  # has a number of its own on the meta device too, where `data_ptr` is 0
+        if storage._cdata not in self._own:
+            self.nbytes[storage._cdata] = storage.nbytes()
+            self._alive.append(tensor)
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

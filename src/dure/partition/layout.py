@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.job.data.structure import mapped
-from dure.partition.blocks import block_name, blocks_of, call_of, refuse_ties, tied, tied_stages
+from dure.partition.blocks import blocks_of, call_of, check_composition, refuse_ties, tied, tied_stages
 from dure.partition.borders import BlockCost, Border, measure
 from dure.partition.cut import cut_of
+from dure.partition.profile import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +35,13 @@ class StageLayout:
         self.blocks = blocks_of(job, whole.module)
         self.call = call_of(job)
         self.depth = pipeline.stages * pipeline.chunks
-        self.bounds = (0, *cut_of(pipeline.cuts, self.blocks, self.depth), len(self.blocks))
+        if job.stages is not None:
+            check_composition(job, whole.module, self.blocks)
+        cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size))
+        self.bounds = (0, *cuts, len(self.blocks))
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", tied_stages(tied(whole.module, self.blocks), self.bounds[1:-1]))
-        self._measured: dict[int, tuple[list[Border], list[BlockCost]]] = {}
+        self._measured: dict[int, tuple[dict[int, Border], list[BlockCost]]] = {}
 
     @property
     def ranks(self) -> range:
@@ -93,17 +97,19 @@ class StageLayout:
 
     def border(self, stage: int, rows: int) -> Border:
         """The border behind a stage, for a micro-batch of `rows` samples."""
-        return self._measure(rows)[0][self.bounds[stage + 1] - 1]
+        return self.measured(rows)[0][self.bounds[stage + 1]]
 
     def activation_nbytes(self, stage: int, rows: int) -> int:
         """The bytes that the backward of a stage keeps for a micro-batch of `rows` samples."""
-        costs = self._measure(rows)[1]
-        return sum(costs[number].activation_nbytes for number in self.blocks_in(stage))
+        costs = self.measured(rows)[1]
+        return sum(
+            {place: nbytes for number in self.blocks_in(stage) for place, nbytes in costs[number].kept.items()}.values()
+        )
 
     @cached_property
     def shares(self) -> list[float]:
         """The share of each stage in the operations of the model; where none are counted, in its parameters."""
-        costs = self._measure(2)[1]
+        costs = self.measured(2)[1]
         totals = [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
         if not sum(totals):
             totals = [float(self._numel(stage)) for stage in range(self.depth)]
@@ -112,13 +118,13 @@ class StageLayout:
     def _numel(self, stage: int) -> int:
         return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())
 
-    def _measure(self, rows: int) -> tuple[list[Border], list[BlockCost]]:
+    def measured(self, rows: int) -> tuple[dict[int, Border], list[BlockCost]]:
+        """The border before the first block of each stage but the first, and the costs of all blocks, for `rows`."""
         if rows not in self._measured:
             before = self.whole.buffers_flat()
             inputs, _ = self.job.train.batch(torch.arange(rows) % len(self.job.train))
             inputs = mapped(lambda each: each.to(self.whole.device), inputs)
-            names = [block_name(number, block) for number, block in enumerate(self.blocks)]
-            self._measured[rows] = measure(self.blocks, self.call, inputs, names)
+            self._measured[rows] = measure(self.blocks, self.call, inputs, self.bounds[1:-1])
             if before.numel():
                 self.whole.load_buffers(before)
         return self._measured[rows]

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.core.user_code import explain_user_errors
 from dure.core.yaml_text import read_yaml
 from dure.errors import UsageError
-from dure.job.data.structure import Batch, checked, mapped, tensors
 from dure.partition.blocks import block_name, call_of
+from dure.partition.borders import Call, Kept
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -142,58 +143,50 @@ _Cost = Callable[[Callable[[], None]], float]
 
 def _profile(job: Job, blocks: Sequence[nn.Module], samples: int, cost: _Cost) -> Profile:
     call, found = call_of(job), []
+    value: Any
     value, _ = job.train.batch(torch.arange(samples) % len(job.train))
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _restoring_buffers(blocks):
         for number, block in enumerate(blocks):
-            value, profile = _profile_block(block, block_name(number, block), call, _detached(value), cost)
+            value, profile = _profile_block(block, block_name(number, block), call, tree_map(_detached, value), cost)
             found.append(profile)
     return Profile(tuple(found), samples)
 
 
-def _profile_block(
-    block: nn.Module, name: str, call: Callable[[nn.Module, Any], Any], inputs: Batch, cost: _Cost
-) -> tuple[Batch, BlockProfile]:
+def _profile_block(block: nn.Module, name: str, call: Call, inputs: Any, cost: _Cost) -> tuple[Any, BlockProfile]:
     """The outputs of a block, with their graph, and its profile."""
-    kept: dict[int, int] = {}
+    kept = Kept(block, alive=[])
     with explain_user_errors(f"{name} raised"):
-        with _keeping(block, kept):
-            outputs = checked(call(block, mapped(Tensor.clone, inputs)), f"the output of {name}")
-        leaves = [each for each in (*tensors(inputs), *block.parameters()) if each.requires_grad]
+        with kept:
+            outputs = call(block, tree_map(_cloned, inputs))
+        leaves = [each for each in (*_tensors(inputs), *block.parameters()) if each.requires_grad]
 
         def step() -> None:
-            arguments = mapped(Tensor.clone, inputs)  # no leaves: a block may change its inputs in place
-            roots = [each for each in tensors(call(block, arguments)) if each.requires_grad]
+            arguments = tree_map(_cloned, inputs)  # no leaves: a block may change its inputs in place
+            roots = [each for each in _tensors(call(block, arguments)) if each.requires_grad]
             if roots and leaves:
                 torch.autograd.grad(roots, leaves, [torch.ones_like(each) for each in roots], allow_unused=True)
 
         seconds = cost(step)
     return outputs, BlockProfile(
         seconds,
-        output_nbytes=sum(each.nbytes for each in tensors(outputs)),
+        output_nbytes=sum(each.nbytes for each in _tensors(outputs)),
         parameter_nbytes=sum(each.nbytes for each in block.parameters() if each.requires_grad),
-        activation_nbytes=sum(kept.values()),
+        activation_nbytes=sum(kept.nbytes.values()),
         name=name,
     )
 
 
-def _detached(value: Batch) -> Batch:
-    """Copies without a graph, which need a gradient where the originals have one: not integers, masks or inputs."""
-    return mapped(lambda each: each.detach().requires_grad_(each.requires_grad), value)
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-@contextmanager
-def _keeping(block: nn.Module, kept: dict[int, int]) -> Iterator[None]:
-    """Within the context, add to `kept` the bytes of each memory that autograd saves, but that of parameters."""
-    own = {each.untyped_storage()._cdata for each in block.parameters()}
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()  # has an address of its own on the meta device too, unlike `data_ptr`
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield
+def _detached(value: Any) -> Any:
+    """A tensor without its graph, which needs a gradient if the tensor has one: not integers, masks or inputs."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Stages:
         layout = self.layout
         _ = self.modules, layout.shares
         for rows in self._sizes():
-            layout.border(0, rows)
+            layout.measured(rows)
 
     def _sizes(self) -> set[int]:
         """The sizes of micro-batches."""

@@ -1,0 +1,166 @@
+"""Tensors at the borders of stages, and the memory that blocks keep."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dure
+from dure.errors import UsageError
+from dure.job.data.structure import called
+from dure.job.models.mlp import mlp
+from dure.job.models.vgg16 import vgg16
+from dure.job.replica import Replica
+from dure.partition.borders import Border, BorderTensor
+from dure.partition.layout import StageLayout
+
+
+class Split(nn.Linear):
+    """Gives a mapping: floats with a gradient, a mask, indices, and floats without a gradient."""
+
+    def forward(self, x):
+        return {"x": super().forward(x), "mask": x > 0, "index": x.argmax(1), "scale": x.detach()}
+
+
+class Through(nn.Linear):
+    def forward(self, x, mask, index, scale):
+        return super().forward(x * mask * scale), index
+
+
+class Last(nn.Linear):
+    def forward(self, x, index):
+        return super().forward(x + index.unsqueeze(1))
+
+
+class Threaded(nn.Sequential):
+    def forward(self, value):
+        for block in self:
+            value = called(block, value)
+        return value
+
+
+def layout_of(model, cuts="", stages=2, blocks=None):
+    data = dure.Data(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
+    job = dure.Job(model, cross_entropy, data, stages=blocks, name="small")
+    return StageLayout(job, dure.GPipe(stages=stages, cuts=cuts), Replica(job.build()))
+
+
+def test_each_structure_keeps_its_form_and_only_floats_with_a_graph_have_gradients():
+    layout = layout_of(lambda: Threaded(Split(8, 8), Through(8, 8), Last(8, 2)), "1/2", 3, blocks=list)
+    assert layout.border(0, 4) == Border(
+        (
+            BorderTensor(torch.float32, (4, 8), True),
+            BorderTensor(torch.bool, (4, 8), False),
+            BorderTensor(torch.int64, (4,), False),
+            BorderTensor(torch.float32, (4, 8), False),
+        ),
+        keys=("x", "mask", "index", "scale"),
+        single=False,
+    )
+    assert layout.border(1, 4) == Border(
+        (BorderTensor(torch.float32, (4, 8), True), BorderTensor(torch.int64, (4,), False)), single=False
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 8])
+def test_shapes_follow_the_size_of_the_micro_batch(rows):
+    layout = layout_of(lambda: mlp(8, 16, 4), "3")
+    assert layout.border(0, rows).tensors == (BorderTensor(torch.float32, (rows, 16), True),)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 3),
+        (torch.ones(2), torch.zeros(2, dtype=torch.bool)),
+        (torch.ones(2),),
+        {"x": torch.ones(2), "mask": torch.zeros(2, dtype=torch.int32)},
+    ],
+)
+def test_the_tensors_of_a_value_make_it_again(value):
+    border = Border.of(value, "block 0 (Linear)")
+    again = border.value(border.flat(value))
+    assert type(again) is type(value)
+    assert again.keys() == value.keys() if isinstance(value, dict) else len(again) == len(value)
+    torch.testing.assert_close(again, value)
+
+
+def test_other_shapes_than_those_of_the_border_are_refused():
+    border = Border.of((torch.ones(2), torch.ones(3)), "block 0 (Linear)")
+    for wrong in ((torch.ones(2), torch.ones(4)), (torch.ones(2).double(), torch.ones(3)), (torch.ones(2),)):
+        with pytest.raises(UsageError, match="the tensors between two stages have one shape"):
+            border.flat(wrong)
+
+
+class Both(nn.Linear):
+    """Gives what is no mapping or tuple of tensors."""
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class First(nn.Linear):
+    def forward(self, both):
+        return super().forward(both[0])
+
+
+def test_an_output_that_cannot_cross_is_refused_at_a_border_only():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), Both(8, 8), First(8, 2))
+
+    assert layout_of(model, "1").border(0, 4).single
+    with pytest.raises(UsageError, match=r"block 1 \(Both\) returns type tuple, which cannot cross a border"):
+        layout_of(model, "2").border(0, 4)
+
+
+def test_a_change_in_place_is_refused_at_a_border_only():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+    assert layout_of(model, "2").border(0, 4).single
+    with pytest.raises(UsageError, match=r"block 1 \(ReLU\) changes its inputs in place.* inplace=False"):
+        layout_of(model, "1").border(0, 4)
+
+
+def test_a_block_that_raises_is_named():
+    with pytest.raises(UsageError, match=r"block 2 \(Linear\) raised RuntimeError: mat1 and mat2"):
+        layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(7, 2)), "2").border(0, 4)
+
+
+def test_blocks_that_compute_something_else_than_the_model_are_refused():
+    with pytest.raises(UsageError, match="the blocks in order have a loss of"):
+        layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), blocks=lambda m: [m[0], m[2]])
+
+
+def test_measuring_leaves_buffers_and_random_state():
+    layout = layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)))
+    before, state = layout.whole.buffers_flat(), torch.get_rng_state()
+    layout.border(0, 4)
+    assert torch.equal(before, layout.whole.buffers_flat())
+    assert torch.equal(state, torch.get_rng_state())
+    assert layout.whole.module.training
+
+
+# ---- costs
+
+
+def test_a_stage_keeps_a_tensor_once():
+    """Backward of dense layers with ReLU reads the inputs of each layer, which the ReLU before it reads too."""
+    layout = layout_of(lambda: mlp(8, 16, 16, 4), "5")
+    assert layout.activation_nbytes(0, 3) == 4 * 3 * (8 + 16 + 16)
+    assert layout.activation_nbytes(1, 3) == 4 * 3 * 16
+
+
+def test_cuts_by_profile_balance_the_operations_of_the_stages():
+    layout = layout_of(lambda: mlp(8, 64, 64, 64, 4), "profile")
+    assert layout.bounds == (0, 4, 8)
+    assert sum(layout.shares) == 1.0
+
+
+def test_a_model_without_values_is_measured_too():
+    job = vgg16()
+    layout = StageLayout(job, dure.GPipe(stages=2), Replica(job.build()))
+    (tensor,) = layout.border(0, 2).tensors
+    assert (tensor.dtype, tensor.gradient) == (torch.float32, True)
+    images = 2 * 3 * 224 * 224 * 4
+    assert layout.activation_nbytes(0, 2) > 10 * images
