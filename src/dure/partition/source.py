@@ -78,6 +78,8 @@ class StageSource:
     async def _mean(self, requester: Requester) -> Gradient:
         gradient = await self._next(requester)
         group = requester.group
+        if self.share == 1.0 and not group.encodes:
+            return gradient  # there is one pipeline
         if group.encodes:
             ready = StepPortion(lambda: gradient, StepTime(0.0, 0.0))
             return await group.mean_gradient(ready, self.share)
