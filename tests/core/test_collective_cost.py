@@ -138,6 +138,78 @@ def test_all_reduce_takes_as_long_as_its_messages_over_the_network(ranks: int) -
     assert tuple(network.bytes_sent) == cost.sent
 
 
+INSIDE = {"bandwidth": 4e6, "latency": 2e-4}
+
+
+def hosted_network(per_host: int, hosts: int, **inside: float) -> tuple[HeapKernel, Network]:
+    kernel = HeapKernel()
+    link = Link(bandwidth=PATH.bandwidth, latency=PATH.latency)
+    machines = Machines(count=hosts, workers=per_host, cores=32)
+    cluster = Cluster(
+        machines=[machines], link=link, inside={**INSIDE, **inside}, alpha=PATH.alpha, beta=PATH.beta, gamma=0
+    )
+    return kernel, Network(cluster, kernel, placed(cluster))
+
+
+def play(kernel: HeapKernel, network: Network, rounds: list[list[tuple[int, int, int]]]) -> None:
+    """Send the messages (sender, receiver, bytes) of each round once all of the round before have arrived."""
+    waiting = len(rounds[0])
+
+    def arrived() -> None:
+        nonlocal waiting
+        waiting -= 1
+        if not waiting and len(rounds) > 1:
+            play(kernel, network, rounds[1:])
+
+    for src, dst, nbytes in rounds[0]:
+        network.send(src, dst, nbytes, arrived, 0)
+
+
+@pytest.mark.parametrize("slow_inside", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 2, 1), (0, 1, 3, 2), (1, 3)])
+def test_a_ring_over_hosts_of_two_workers_takes_as_long_as_its_messages(order, slow_inside: bool) -> None:
+    """In order of hosts a card carries one message of a round in each direction; if hosts alternate, two."""
+    kernel, network = hosted_network(2, 2, **({"bandwidth": 5e5} if slow_inside else {}))
+    ranks, chunk = len(order), 20_000
+    hops = [(order[i], order[(i + 1) % ranks], chunk) for i in range(ranks)]
+    play(kernel, network, [hops] * (2 * (ranks - 1)))
+    kernel.run()
+    cost = network.cost("all_reduce", chunk * ranks, order)
+    assert kernel.now == pytest.approx(cost.seconds, rel=1e-9)
+    per_card = 2 if order in ((0, 2, 1, 3), (3, 0, 2, 1)) else 1
+    over_cards = PATH.latency + PATH.alpha + chunk * (PATH.beta + per_card / PATH.bandwidth)
+    inside = INSIDE["latency"] + PATH.alpha + chunk / 5e5
+    slowest = max(over_cards, inside if slow_inside and ranks == 4 and per_card == 1 else 0.0)
+    assert cost.seconds == pytest.approx(2 * (ranks - 1) * slowest, rel=1e-12)
+    assert ring_all_gather(chunk // 4, ranks, network.paths(order)).seconds == pytest.approx(cost.seconds / 2)
+
+
+@pytest.mark.parametrize(("per_host", "hosts"), [(2, 2), (4, 2), (3, 3), (2, 5), (6, 1), (1, 6)])
+def test_a_broadcast_over_hosts_takes_as_long_as_its_messages(per_host: int, hosts: int) -> None:
+    kernel, network = hosted_network(per_host, hosts)
+    ranks = per_host * hosts
+    rounds = [[(i, i + 2**r, 20_000) for i in range(2**r) if i + 2**r < ranks] for r in range((ranks - 1).bit_length())]
+    play(kernel, network, rounds)
+    kernel.run()
+    cost = network.cost("broadcast", 20_000, range(ranks))
+    assert kernel.now == pytest.approx(cost.seconds, rel=1e-9)
+    assert cost.received == (0, *[20_000] * (ranks - 1))
+
+
+def test_a_barrier_inside_a_host_does_not_wait_for_the_card() -> None:
+    _, network = hosted_network(4, 2)
+    inside = INSIDE["latency"] + PATH.alpha + HEADER / INSIDE["bandwidth"]
+    assert network.cost("barrier", 0, range(4)).seconds == pytest.approx(2 * inside)
+    across = PATH.latency + PATH.alpha + HEADER * (PATH.beta + 1 / PATH.bandwidth)
+    assert network.cost("barrier", 0, (0, 4)).seconds == pytest.approx(across)
+
+
+def test_without_shared_hosts_the_costs_are_those_of_one_path() -> None:
+    _, network = hosted_network(2, 4)
+    assert network.paths([0, 2, 4]) == network.path([0, 2, 4])
+    assert network.paths([1, 7]) == network.path([1, 7])
+
+
 def test_the_network_charges_and_counts_a_collective() -> None:
     _, network = ring_network(4)
     names = [f"worker {i}" for i in (1, 2, 3)]

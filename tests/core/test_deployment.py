@@ -21,9 +21,9 @@ def test_a_name_is_read_back():
 
 def test_each_node_has_a_machine_or_that_of_another():
     worker = NodeId(WORKER, 0)
-    assert list(nodes(3, 2).machines().values()) == [0, 1, 2, 3, 4]
-    assert list(nodes(3, 2, server=worker).machines().values()) == [0, 1, 2, 0, 0]
-    assert set(nodes(3, 2, server=worker, worker=worker).machines().values()) == {0}
+    assert list(nodes(3, 2).places().values()) == [0, 1, 2, 3, 4]
+    assert list(nodes(3, 2, server=worker).places().values()) == [0, 1, 2, 0, 0]
+    assert set(nodes(3, 2, server=worker, worker=worker).places().values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_each_node_has_a_machine_or_that_of_another():
 def test_topologies_say_where_nodes_stand_and_what_their_loss_means(strategy, machines, worker_lost, server_lost):
     setup, _ = resolved("digits-mlp", strategy, workers=3)
     deployment = setup.deployment
-    assert list(deployment.machines().values()) == machines
+    assert list(deployment.places().values()) == machines
     assert deployment["worker 2"].when_lost is worker_lost
     lost = {deployment[name].when_lost for name in deployment.names(SERVER)}
     assert lost == ({server_lost} if server_lost else set())

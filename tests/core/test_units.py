@@ -34,6 +34,9 @@ PAIRS: dict[str, tuple[Callable[[object], float], Callable[[float], str]]] = {
         (units.rate, 5e6, 5e6),
         (units.per_byte, "0.1 ns/B", 1e-10),
         (units.flops, "20 GFLOP/s", 2e10),
+        (units.size, "11 GB", 11 * 10**9),
+        (units.size, "0.5 KiB", 512),
+        (units.size, 7, 7),
     ],
 )
 def test_reads(read: Callable[[object], float], text: object, value: float) -> None:
@@ -55,6 +58,9 @@ def test_reads(read: Callable[[object], float], text: object, value: float) -> N
         (units.rate, float("inf")),
         (units.flops, "0"),
         (units.per_byte, "1 ns"),
+        (units.size, "0"),
+        (units.size, "1 GB/s"),
+        (units.size, "0.5 B"),
     ],
 )
 def test_refuses_and_says_what_it_was_given(read: Callable[[object], float], given_: object) -> None:
@@ -68,6 +74,16 @@ def test_refuses_and_says_what_it_was_given(read: Callable[[object], float], giv
 def test_what_is_written_reads_back_exactly(name: str, value: float) -> None:
     read, write = PAIRS[name]
     assert read(write(value)) == value
+
+
+@given(value=st.integers(1, 2**50))
+def test_a_written_size_reads_back_exactly(value: int) -> None:
+    assert units.size(units.as_size(value)) == value
+
+
+def test_a_size_is_written_short() -> None:
+    sizes = {11 * 10**9: "11 GB", 24 * 2**30: "24 GiB", 1536: "1536 B"}
+    assert [units.as_size(value) for value in sizes] == list(sizes.values())
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,19 @@
 
 The ring cuts a tensor into K chunks whose sizes differ by at most one element, the larger chunks first. A round lasts
 as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), plus gamma for
-each byte where the round adds. Chunks have no headers. A collective neither slows other traffic on the same network
-cards nor is slowed by it. Collectives that algorithms build from sends are simulated messages instead
-(`planner.closed_forms`).
+each byte where the round adds. If several ranks are on one machine (`HostedRanks`), the messages of a round that leave
+the machine share its card, and so do those that enter it; messages between its ranks take the link inside the machine.
+Chunks have no headers. A collective neither slows other traffic on the same network cards nor is slowed by it.
+Collectives that algorithms build from sends are simulated messages instead (`planner.closed_forms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 HEADER = 64
 """Bytes of a message's header, unless the cluster says otherwise."""
@@ -26,8 +30,30 @@ SMALL = 4096
 """Bytes with header up to which a message neither queues nor costs `beta`, unless the cluster says otherwise."""
 
 
+class Shift(NamedTuple):
+    """A round of a collective of K ranks: each rank i < `senders` sends to rank i + `distance`, modulo K."""
+
+    senders: int
+    distance: int = 1
+
+    def hops(self, ranks: int) -> Iterable[tuple[int, int]]:
+        """The sender and the receiver of each message among `ranks` ranks."""
+        return ((i, (i + self.distance) % ranks) for i in range(self.senders))
+
+
+class Paths(Protocol):
+    """Costs of the rounds of a collective."""
+
+    @property
+    def header(self) -> int: ...
+
+    def shift_seconds(self, shift: Shift, nbytes: int, *, adds: bool = False) -> float:
+        """Seconds of a round whose messages have `nbytes`; `adds`: receivers add the bytes up."""
+        ...
+
+
 class Path(NamedTuple):
-    """Costs of a message between neighbors.
+    """Costs of a message between neighbors. As `Paths`: all rounds are alike.
 
     Seconds: `latency`, and `alpha` per message. Bytes per second: `bandwidth`. Seconds per byte: `beta` for sending,
     `gamma` for adding. Bytes: `header` and `small`.
@@ -46,11 +72,49 @@ class Path(NamedTuple):
         per_byte = self.beta + 1.0 / self.bandwidth + (self.gamma if adds else 0.0)
         return self.latency + self.alpha + nbytes * per_byte
 
+    def shift_seconds(self, _shift: Shift, nbytes: int, *, adds: bool = False) -> float:
+        return self.seconds(nbytes, adds=adds)
+
     def message(self, nbytes: int = 0) -> float:
         """Seconds of a message of `nbytes` and a header in the network model, without other traffic."""
         wire = nbytes + self.header
         per_byte = 1.0 / self.bandwidth + (self.beta if wire > self.small else 0.0)
         return self.latency + self.alpha + wire * per_byte
+
+
+@dataclass(frozen=True)
+class HostedRanks:
+    """Costs of the rounds of ranks of which several are on one machine.
+
+    `machines` has the machine of each rank; `cards` and `inside` have the path over the card of each machine and the
+    path between two ranks there.
+    """
+
+    machines: Sequence[int]
+    cards: Mapping[int, Path]
+    inside: Mapping[int, Path]
+
+    @property
+    def header(self) -> int:
+        return self.cards[self.machines[0]].header
+
+    def shift_seconds(self, shift: Shift, nbytes: int, *, adds: bool = False) -> float:
+        return max(path.seconds(nbytes, adds=adds) for path in self.paths(shift))
+
+    def paths(self, shift: Shift) -> set[Path]:
+        """The paths of the messages of a round. Those through one direction of a card share its bandwidth equally."""
+        hops = [(self.machines[i], self.machines[j]) for i, j in shift.hops(len(self.machines))]
+        leaving = Counter(here for here, there in hops if here != there)
+        entering = Counter(there for here, there in hops if here != there)
+        found = set()
+        for here, there in set(hops):
+            if here == there:
+                found.add(self.inside[here])
+            else:
+                out, into = self.cards[here], self.cards[there]
+                bandwidth = min(out.bandwidth / leaving[here], into.bandwidth / entering[there])
+                found.add(out._replace(latency=max(out.latency, into.latency), bandwidth=bandwidth))
+        return found
 
 
 class Cost(NamedTuple):
@@ -72,7 +136,7 @@ def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:
     return tuple((size + (i < larger)) * itemsize for i in range(ranks))
 
 
-def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+def ring_all_reduce(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> Cost:
     """All-reduce by a ring. In round r of the first half, rank i sends chunk i - r (modulo `ranks`).
 
     >>> ring_all_reduce(10, 4, Path(latency=0.5, alpha=0.0, bandwidth=12.0))
@@ -82,42 +146,46 @@ def ring_all_reduce(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Co
     # Rank i sends all chunks but i + 1 in the first half, whose sum ends there, and all but i + 2 in the second half.
     rounds, twice = ranks - 1, 2 * sum(chunks)
     sent = tuple(twice - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
-    seconds = rounds * (path.seconds(chunks[0], adds=True) + path.seconds(chunks[0]))
+    ring = Shift(ranks)
+    seconds = rounds * (path.shift_seconds(ring, chunks[0], adds=True) + path.shift_seconds(ring, chunks[0]))
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (2 * rounds,) * ranks)
 
 
-def ring_reduce_scatter(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+def ring_reduce_scatter(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> Cost:
     """Reduce-scatter by a ring: rank i gets the sum of chunk i, and sends every other chunk once."""
     chunks = chunk_bytes(numel, ranks, itemsize)
     whole = sum(chunks)
     sent = tuple(whole - own for own in chunks)
-    seconds = (ranks - 1) * path.seconds(chunks[0], adds=True)
+    seconds = (ranks - 1) * path.shift_seconds(Shift(ranks), chunks[0], adds=True)
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (ranks - 1,) * ranks)
 
 
-def ring_all_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+def ring_all_gather(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> Cost:
     """All-gather of `numel` elements from each rank by a ring: a rank sends on all tensors but its neighbor's."""
     rounds, nbytes = ranks - 1, numel * itemsize
     moved = (rounds * nbytes,) * ranks
-    return Cost(rounds * path.seconds(nbytes), moved, moved, (rounds,) * ranks)
+    return Cost(rounds * path.shift_seconds(Shift(ranks), nbytes), moved, moved, (rounds,) * ranks)
 
 
-def tree_broadcast(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+def tree_broadcast(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> Cost:
     """Broadcast by a binomial tree. In round r, rank i < 2^r sends the tensor to rank i + 2^r."""
     nbytes, rounds = numel * itemsize, (ranks - 1).bit_length()
     messages = tuple(sum(i < 2**r and i + 2**r < ranks for r in range(rounds)) for i in range(ranks))
     received = tuple(nbytes * (i > 0) for i in range(ranks))
-    return Cost(rounds * path.seconds(nbytes), tuple(nbytes * m for m in messages), received, messages)
+    tree = (Shift(min(2**r, ranks - 2**r), 2**r) for r in range(rounds))
+    seconds = math.fsum(path.shift_seconds(shift, nbytes) for shift in tree)
+    return Cost(seconds, tuple(nbytes * m for m in messages), received, messages)
 
 
-def barrier(_numel: int, ranks: int, path: Path, _itemsize: int = 4) -> Cost:
+def barrier(_numel: int, ranks: int, path: Paths, _itemsize: int = 4) -> Cost:
     """Dissemination barrier. In round r, each rank sends a header to the rank 2^r further."""
     rounds = (ranks - 1).bit_length()
     moved = (rounds * path.header,) * ranks
-    return Cost(rounds * path.seconds(path.header), moved, moved, (rounds,) * ranks)
+    seconds = math.fsum(path.shift_seconds(Shift(ranks, 2**r), path.header) for r in range(rounds))
+    return Cost(seconds, moved, moved, (rounds,) * ranks)
 
 
-COLLECTIVES: dict[str, Callable[[int, int, Path, int], Cost]] = {
+COLLECTIVES: dict[str, Callable[[int, int, Paths, int], Cost]] = {
     "all_reduce": ring_all_reduce,
     "reduce_scatter": ring_reduce_scatter,
     "all_gather": ring_all_gather,

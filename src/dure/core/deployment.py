@@ -77,8 +77,11 @@ class Deployment:
         """The names of all nodes of a kind, in the order of ranks."""
         return [str(node.id) for node in self.nodes if node.id.kind == kind]
 
-    def machines(self) -> dict[str, int]:
-        """The number of each node's machine, from 0. Nodes beside each other share a machine."""
+    def places(self) -> dict[str, int]:
+        """The number of each node's place, from 0. Nodes beside each other share a place, and so a machine.
+
+        Places are machines, unless a cluster has several workers on one machine (`Cluster.machine_of`).
+        """
         found: dict[str, int] = {}
         for node in self.nodes:
             beside = node.beside is not None and str(node.beside) != str(node.id)

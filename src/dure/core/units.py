@@ -1,7 +1,7 @@
-"""Reading and writing of quantities with units: "20 ms", "10 Gbit/s", "0.1 ns/B", "20 GFLOP/s".
+"""Reading and writing of quantities with units: "20 ms", "10 Gbit/s", "0.1 ns/B", "20 GFLOP/s", "11 GB".
 
-A number without unit is in the base unit: seconds, bytes per second, seconds per byte, operations per second. Readers
-raise `ValueError`. A writer's text reads back as exactly the same number.
+A number without unit is in the base unit: seconds, bytes per second, seconds per byte, operations per second, bytes.
+Readers raise `ValueError`. A writer's text reads back as exactly the same number.
 
 >>> seconds("20 ms"), rate("10 Gbit/s"), per_byte("0.5 ns/B"), flops("20 GFLOP/s")
 (0.02, 1250000000.0, 5e-10, 20000000000.0)
@@ -26,6 +26,10 @@ _RATES = {
     "GiB/s": "1073741824", "MiB/s": "1048576", "KiB/s": "1024",
 }  # fmt: skip
 _PER_BYTE = {"s/B": "1", "ms/B": "1e-3", "us/B": "1e-6", "µs/B": "1e-6", "ns/B": "1e-9", "ps/B": "1e-12"}
+_SIZES = {
+    "TB": "1e12", "GB": "1e9", "MB": "1e6", "kB": "1e3", "B": "1",
+    "TiB": "1099511627776", "GiB": "1073741824", "MiB": "1048576", "KiB": "1024",
+}  # fmt: skip
 _FLOPS = {"PFLOP/s": "1e15", "TFLOP/s": "1e12", "GFLOP/s": "1e9", "MFLOP/s": "1e6", "FLOP/s": "1"}
 
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
@@ -76,6 +80,18 @@ def flops(given: object) -> float:
     return _read(above_zero(given), _FLOPS, "a speed", "20 GFLOP/s")
 
 
+def size(given: object) -> int:
+    """Read a size in whole bytes, above 0.
+
+    >>> size("11 GB"), size("0.5 KiB")
+    (11000000000, 512)
+    """
+    value = _read(above_zero(given), _SIZES, "a size", "11 GB")
+    if not value.is_integer():
+        raise ValueError(f"{given!r} is not a size: it must be a whole number of bytes, such as '11 GB'")
+    return int(value)
+
+
 def _times(number: str, unit: str) -> float:
     """The product, rounded once, so that "100 us" and "0.1 ms" are the same float."""
     return float(Decimal(number) * Decimal(unit))
@@ -110,6 +126,11 @@ def as_per_byte(value: float) -> str:
     return _write(value, _PER_BYTE, "us/B", "ns/B", "ps/B", "s/B")
 
 
+def as_size(value: int) -> str:
+    """Write a size in bytes."""
+    return _write(value, _SIZES, "GiB", "GB", "MiB", "MB", "B")
+
+
 def as_flops(value: float) -> str:
     """Write a speed in floating-point operations per second."""
     return _write(value, _FLOPS, "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s")
@@ -117,4 +138,5 @@ def as_flops(value: float) -> str:
 
 Seconds = Annotated[float, BeforeValidator(seconds), PlainSerializer(as_seconds, when_used="json")]
 PositiveSeconds = Annotated[Seconds, BeforeValidator(above_zero)]
+Size = Annotated[int, BeforeValidator(size), PlainSerializer(as_size, when_used="json")]
 Flops = Annotated[float, BeforeValidator(flops), PlainSerializer(as_flops, when_used="json")]

@@ -61,7 +61,7 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codec_works(setup, codec)) / setup.period
     sent = _by_servers(setup, totals) if setup.topology.servers else _by_collectives(setup, totals)
-    links = [] if cluster is None else [cluster.link_of(machine).bandwidth for machine in range(cluster.workers)]
+    links = [] if cluster is None else _links(cluster)
     return {
         "codec": name,
         "costs": source,
@@ -73,6 +73,12 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
         "steps": [_at(bandwidth, compute, coding, sent) for bandwidth in sorted({*BANDWIDTHS, *links})],
         "break_even": break_even(coding, sent),
     }
+
+
+def _links(cluster: Cluster) -> list[float]:
+    """The bandwidth of the network card of each worker."""
+    machines = map(cluster.machine_of, range(cluster.workers))
+    return [cluster.link_of(machine).bandwidth for machine in machines]
 
 
 def break_even(coding: float, sent: StepBytes) -> float | None:

@@ -92,8 +92,8 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
         return config.workers or 4
     if config.workers is not None and config.workers != cluster.workers:
         raise UsageError(
-            f"--workers {config.workers} was asked for, and the cluster has {cluster.workers} machines. "
-            "Leave --workers out, or describe as many machines."
+            f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. "
+            "Leave --workers out, or describe machines with as many workers."
         )
     return cluster.workers
 

@@ -178,7 +178,7 @@ class VirtualSegment:
 
     def _runtime(self) -> VirtualRuntime:
         setup, run = self.setup, self.whole
-        hosts = run.cluster.placed(setup.deployment.machines())
+        hosts = run.cluster.placed(setup.deployment.places())
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,

@@ -14,7 +14,7 @@ from dure.codec.cost import cost_of
 from dure.core import units
 from dure.core.catalogue import combines, load
 from dure.errors import ClusterError
-from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
+from dure.runtime.virtual.cluster import Cluster, Event, InsideLink, Link, Machines, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
 
 FULL = """
@@ -45,6 +45,9 @@ events:
 """
 
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
+
+
 def written(folder: Path, text: str) -> Path:
     file = folder / "cluster.yaml"
     file.write_text(text)
@@ -65,6 +68,44 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert [cluster.latency(0, i) for i in (1, 7, 8)] == [1e-4, 2e-3, 1e-4]
 
 
+def test_workers_are_numbered_machine_by_machine_and_servers_after_them() -> None:
+    slow = Link(bandwidth=1e6, latency=1e-3)
+    first = Machines(count=2, workers=2, cores=8, memory="1 GB", speed=[1, 2, 3, 4])
+    second = Machines(workers=3, link=slow, inside=InsideLink(bandwidth=3e9))
+    cluster = Cluster(machines=[first, second], servers=ServerMachines(cores=16))
+    assert cluster.workers == 7
+    assert [cluster.machine_of(place) for place in range(9)] == [0, 0, 1, 1, 2, 2, 2, 3, 4]
+    assert [cluster.cores_of(machine) for machine in range(4)] == [8, 8, 4, 16]
+    assert [cluster.link_of(machine) for machine in (1, 2, 3)] == [Link(), slow, Link()]
+    assert [cluster.inside_of(machine).bandwidth for machine in (1, 2, 3)] == [12e9, 3e9, 12e9]
+    assert [cluster.memory_of(worker) for worker in (0, 3, 4)] == [10**9, 10**9, None]
+    assert [cluster.durations(worker, 0).speed for worker in range(6)] == [1, 2, 3, 4, 1, 1]
+
+
+def test_a_worker_s_draws_do_not_depend_on_its_machine() -> None:
+    compute = LogNormal(seconds=1.0)
+    apart = Cluster(machines=[Machines(count=4, compute=compute, speed={"distribution": "lognormal"})])
+    together = Cluster(machines=[Machines(count=2, workers=2, compute=compute, speed={"distribution": "lognormal"})])
+    drawn = [[cluster.durations(worker, 3).draw(0.0) for worker in range(4)] for cluster in (apart, together)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "homes", "inside"),
+    [
+        ("two_gpus_per_host", [0, 0, 1, 1, 2, 2, 3, 3], [6e9] * 4),
+        ("two_and_four_gpus", [0, 0, 1, 1, 1, 1], [12e9, 24e9]),
+    ],
+)
+def test_the_papers_hosts_are_described(name: str, homes: list[int], inside: list[float]) -> None:
+    cluster = Cluster.from_yaml(EXAMPLES / f"{name}.yaml")
+    assert [cluster.machine_of(worker) for worker in range(cluster.workers)] == homes
+    assert [cluster.inside_of(machine).bandwidth for machine in range(len(inside))] == inside
+    assert {cluster.link_of(machine).bandwidth for machine in range(len(inside))} == {1.25e9}
+    assert cluster.memory_of(0) in (11e9, 24e9)
+
+
 CLUSTERS = {
     "default": Cluster(),
     "uniform": Cluster.uniform(64, compute=Pareto(tail=2.1, seconds="1 s"), cores=1, alpha=0),
@@ -75,6 +116,13 @@ CLUSTERS = {
             Machines(count=3, speed={"distribution": "uniform", "low": 0.1}),
             Machines(count=3, speed={"distribution": "lognormal"}, compute=Trace(durations=("20 ms", 1 / 3))),
         ]
+    ),
+    "hosts": Cluster(
+        machines=[
+            Machines(count=2, workers=3, memory="24 GiB", speed=[1, 2, 3, 4, 5, 6]),
+            Machines(workers=2, inside=InsideLink(bandwidth="6 GB/s", latency="5 us"), memory=1_000_000_007),
+        ],
+        inside=InsideLink(bandwidth="96 Gbit/s"),
     ),
     "servers": Cluster(servers=ServerMachines(cores=2, link=Link(bandwidth="1 MB/s"))),
 }
@@ -124,7 +172,15 @@ MISTAKES = {
     "machines: [{cores: 2.5}]": ["machines[0].cores", "2.5", "whole number"],
     "machines: [{speed: 0}]": ["machines[0].speed", "0", "above 0"],
     "machines: [{speed: .inf}]": ["machines[0].speed", "inf", "finite"],
-    "machines: [{count: 3, speed: [1, 2]}]": ["machines[0].speed", "2 speeds for 3 machines"],
+    "machines: [{count: 3, speed: [1, 2]}]": ["machines[0].speed", "2 speeds for 3 workers"],
+    "machines: [{count: 2, workers: 2, speed: [1, 2]}]": ["machines[0].speed", "2 speeds for 4 workers"],
+    "machines: [{workers: 0}]": ["machines[0].workers", "0", "at least 1"],
+    "machines: [{}, {workers: 2}]\nhost: {cores: 2}": ["machines[1].workers", "count"],
+    "machines: [{memory: 0 GB}]": ["machines[0].memory", "'0 GB'", "above zero"],
+    "machines: [{memory: 11 gigs}]": ["machines[0].memory", "'11 gigs'", "GiB"],
+    "machines: [{memory: 0.3 B}]": ["machines[0].memory", "'0.3 B'", "whole number of bytes"],
+    "inside: {bandwith: 6 GB/s}": ["inside", "'bandwith'", "did you mean 'bandwidth'"],
+    "machines: [{count: 2, workers: 2}]\nevents: [{at: 1 s, kind: crash, worker: 4}]": ["no worker 4 among 4"],
     "machines: [{count: 2, speed: [1, -2]}]": ["machines[0].speed[1]", "-2", "above 0"],
     "machines: [{speed: {distribution: uniform, low: 3}}]": ["machines[0].speed", "low=3.0", "high=1.0"],
     "machines: [{compute: {distribution: lognorml}}]": [
@@ -219,6 +275,7 @@ def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
     section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
     names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
     kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": ServerMachines, "machines[]": Machines}
+    kinds["inside"] = InsideLink
     for name in names:
         kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
         assert key in kinds[kind].model_fields
@@ -240,7 +297,8 @@ def test_the_page_names_every_key_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     said = {row[0].strip("`"): row[-1] for row in rows}
     kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": ServerMachines, "machines[].": Machines}
-    whole = {"machines", "servers", "link", "host", "events"}
+    kinds["inside."] = InsideLink
+    whole = {"machines", "servers", "link", "inside", "host", "events"}
     for prefix, kind in kinds.items():
         for name in kind.model_fields.keys() - (whole if not prefix else set()):
             assert prefix + name in said
@@ -255,7 +313,12 @@ def test_the_page_names_every_key_and_its_default() -> None:
     assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]
     assert units.seconds(said["detection"]) == default.detection
     assert float(Fraction(said["backward"])) == default.backward
-    parts = ((Machines(), "machines[].", ("count", "cores", "speed")), (ServerMachines(), "servers.", ("cores",)))
+    assert units.rate(said["inside.bandwidth"]) == default.inside.bandwidth
+    assert units.seconds(said["inside.latency"]) == default.inside.latency
+    parts = (
+        (Machines(), "machines[].", ("count", "workers", "cores", "speed")),
+        (ServerMachines(), "servers.", ("cores",)),
+    )
     for kind, prefix, names in parts:
         assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
     assert units.flops(said["flops_per_second"]) == Constant().flops_per_second

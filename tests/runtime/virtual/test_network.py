@@ -54,9 +54,11 @@ class Wires:
     ) -> None:
         link = Link(bandwidth=bandwidth, latency=latency)
         colocated = bool(options.pop("colocated", False))
+        per_host = int(options.pop("per_host", 1))  # type: ignore[call-overload]
         cores = int(options.pop("cores", 4))  # type: ignore[call-overload]
         rng = np.random.default_rng(options.pop("seed", 0))  # type: ignore[call-overload]
-        self.cluster = Cluster.uniform(workers, link=link, alpha=alpha, beta=beta, cores=cores, **options)
+        machines = Machines(count=workers // per_host, workers=per_host, cores=cores)
+        self.cluster = Cluster(machines=(machines,), link=link, alpha=alpha, beta=beta, **options)  # type: ignore[arg-type]
         self.kernel = HeapKernel()
         self.network = Network(self.cluster, self.kernel, placed(self.cluster, servers, colocated=colocated), rng)
         self.arrived: dict[object, float] = {}
@@ -75,12 +77,20 @@ class Wires:
         return self.arrived
 
 
-def fluid(messages: list[tuple[float, int, int, int]], rates: dict[tuple[str, int], float]) -> list[float]:
+def sides_of_cards(src: int, dst: int) -> tuple[str, str]:
+    return f"out of {src}", f"into {dst}"
+
+
+def fluid(
+    messages: list[tuple[float, int, int, int]],
+    rates: dict[str, float],
+    sides: Callable[[int, int], tuple[str, str]] = sides_of_cards,
+) -> list[float]:
     """When each (start, src, dst, bytes) has left, by stepping a fluid from change to change: O(n^2), no tricks.
 
-    Messages of one pair follow one another; each side of each card is shared equally by the messages in it.
+    Messages of one pair follow one another; each side of each link is shared equally by the messages in it.
     """
-    left = [{("out", m[1]): float(m[3]), ("in", m[2]): float(m[3])} for m in messages]
+    left = [dict.fromkeys(sides(m[1], m[2]), float(m[3])) for m in messages]
     ends: list[float | None] = [None] * len(messages)
     now = 0.0
     while any(end is None for end in ends):
@@ -88,7 +98,7 @@ def fluid(messages: list[tuple[float, int, int, int]], rates: dict[tuple[str, in
         for i, (start, src, dst, _) in enumerate(messages):
             if ends[i] is None and start <= now:
                 busy.setdefault((src, dst), i)
-        inside: dict[tuple[str, int], list[int]] = {}
+        inside: dict[str, list[int]] = {}
         for i in busy.values():
             for side in left[i]:
                 inside.setdefault(side, []).append(i)
@@ -130,7 +140,7 @@ def test_sharing_is_that_of_a_fluid(messages: list[tuple[float, int, int, int]],
     for i, (start, src, dst, wire) in enumerate(messages):
         wires.send(src, dst, wire, i, at=start)
     arrived = wires.run()
-    rates = {(side, i): rate for side in ("out", "in") for i, rate in enumerate(bandwidths)}
+    rates = {side: rate for i, rate in enumerate(bandwidths) for side in sides_of_cards(i, i)}
     assert [arrived[i] for i in range(len(messages))] == pytest.approx(fluid(messages, rates), rel=1e-9, abs=1e-9)
 
 
@@ -303,6 +313,98 @@ def test_colocated_nodes_share_a_card() -> None:
     wires.send(1, "worker 0", MIB, "to the worker")
     wires.send(2, "server 0", MIB, "to the server")
     assert list(wires.run().values()) == pytest.approx([2 * MIB / 1e6] * 2)
+
+
+# ---- several workers on one machine
+
+
+def sides_of_hosts(src: int, dst: int) -> tuple[str, str]:
+    """The sides of the links that a message takes on hosts of two workers."""
+    if src // 2 == dst // 2:
+        return f"out of worker {src}", f"into worker {dst}"
+    return f"out of host {src // 2}", f"into host {dst // 2}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic)
+def test_workers_of_a_host_share_its_card_and_have_links_of_their_own_inside(
+    messages: list[tuple[float, int, int, int]],
+) -> None:
+    messages.sort(key=lambda m: m[0])
+    wires = Wires(per_host=2, inside={"bandwidth": 4e6, "latency": 0})
+    for i, (start, src, dst, wire) in enumerate(messages):
+        wires.send(src, dst, wire, i, at=start)
+    arrived = wires.run()
+    rates = {side: 1e6 for host in (0, 1) for side in sides_of_hosts(2 * host, 2 * (1 - host))}
+    rates |= {side: 4e6 for worker in range(4) for side in sides_of_hosts(worker, worker)}
+    left = fluid(messages, rates, sides_of_hosts)
+    assert [arrived[i] for i in range(len(messages))] == pytest.approx(left, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("inwards", [True, False])
+def test_two_workers_of_a_host_share_its_card_and_take_twice_as_long(inwards: bool) -> None:
+    wires = Wires(workers=6, per_host=2, latency=0.25)
+    for here, there in ((0, 2), (1, 4)):
+        wires.send(*((there, here) if inwards else (here, there)), MIB, here)
+    assert list(wires.run().values()) == pytest.approx([0.25 + 2 * MIB / 1e6] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("wire", [HEADER, SMALL, SMALL + 1, 10 * MIB])
+def test_a_message_inside_a_host_takes_the_inner_link_and_not_the_card(wire: int) -> None:
+    """No core handles its bytes, and its neighbor's message over the card is as fast as alone."""
+    wires = Wires(latency=0.3, alpha=0.002, beta=3e-7, per_host=2, inside={"bandwidth": 5e6, "latency": 0.01})
+    wires.send(0, 1, wire, "inside")
+    wires.send(0, 2, MIB, "over the card")
+    arrived = wires.run()
+    assert arrived["inside"] == pytest.approx(0.01 + 0.002 + wire / 5e6, rel=1e-12)
+    assert arrived["over the card"] == pytest.approx(0.3 + 0.002 + MIB * (3e-7 + 1 / 1e6), rel=1e-12)
+    counters = wires.network.counters("worker 0")
+    assert (counters.bytes_local, counters.bytes_sent, counters.messages) == (wire, MIB, 2)
+    assert wires.network.counters("worker 1").bytes_received == 0
+
+
+def test_each_worker_has_an_inner_link_with_two_directions() -> None:
+    wires = Wires(workers=3, per_host=3, inside={"bandwidth": 1e6, "latency": 0})
+    for src, dst in ((0, 1), (1, 0), (1, 2)):
+        wires.send(src, dst, MIB, (src, dst))
+    alone = MIB / 1e6
+    assert wires.run() == pytest.approx({(0, 1): alone, (1, 0): 2 * alone, (1, 2): 2 * alone})
+
+
+def test_a_server_is_reached_inside_the_host_of_the_worker_beside_it() -> None:
+    """By that worker in memory, by the other worker of the host over the inner link, by all others over the card."""
+    inside = {"bandwidth": 1e7, "latency": 0}
+    wires = Wires(servers=4, colocated=True, per_host=2, memory_bandwidth=1e8, inside=inside)
+    for worker in range(4):
+        wires.send(f"worker {worker}", "server 1", MIB, worker)
+    times = {1: MIB / 1e8, 0: MIB / 1e7, 2: 2 * MIB / 1e6, 3: 2 * MIB / 1e6}
+    assert wires.run() == pytest.approx(times)
+
+
+@pytest.mark.parametrize("faster", [1, 10])
+@pytest.mark.parametrize("pulls", [False, True])
+def test_incast_of_two_workers_per_host_fills_the_server_s_card_or_the_hosts(faster: int, pulls: bool) -> None:
+    """Four workers on two hosts and one server. A card like the hosts' carries 4 messages, one ten times as fast frees
+    the hosts' cards to carry 2 each."""
+    server = ServerMachines(link=Link(bandwidth=faster * 1e6, latency=0))
+    wires = Wires(workers=4, servers=1, per_host=2)
+    wires.cluster = wires.cluster.model_copy(update={"servers": server})
+    wires.network = Network(wires.cluster, wires.kernel, placed(wires.cluster, 1))
+    for worker in range(4):
+        ends = (f"worker {worker}", "server 0")
+        wires.send(*(ends[::-1] if pulls else ends), MIB, worker)
+    assert list(wires.run().values()) == pytest.approx([(4 if faster == 1 else 2) * MIB / 1e6] * 4)
+
+
+def test_a_crash_frees_the_inner_links_and_the_card() -> None:
+    wires = Wires(workers=4, per_host=2, inside={"bandwidth": 1e6, "latency": 0})
+    for dst in (1, 2):
+        wires.send(0, dst, 3 * MIB, ("lost", dst))
+    wires.send(1, 3, MIB, "over the shared card")
+    crash(wires, 0, at=0.1)
+    wires.send(1, 0, MIB, "to the crashed worker", at=0.2)
+    assert wires.run() == pytest.approx({"over the shared card": 0.05 + MIB / 1e6})
+    assert not wires.network.counters("worker 0").bytes_received
 
 
 def crash(wires: Wires, node: str | int, at: float) -> None:

@@ -1,6 +1,6 @@
 """The description of a virtual cluster: machines, links, costs, and events (crash, join, pause, slow-down).
 
-    machines:                               # worker i lives on machine i
+    machines:                               # one worker on each, unless `workers` says otherwise
     - count: 7
       compute: {distribution: lognormal, sigma: 0.3}
     - count: 1
@@ -13,7 +13,12 @@
     - {at: 50 s, kind: slow, worker: 2, factor: 5, for: 20 s}
 
 The same keys make a `Cluster` in Python. Every key has a default (docs/virtual-time.md lists them). Parameter servers
-have machines of their own, numbered after those of the workers, unless the topology places them beside workers.
+have machines of their own, numbered after those of the workers, unless the topology places them beside workers. A
+machine can have several workers, which share its network card and its cores. Workers are numbered machine by machine:
+
+    machines:
+    - {count: 4, workers: 2}                # workers 0 and 1 on machine 0, 2 and 3 on machine 1, ...
+    inside: {bandwidth: 12 GB/s, latency: 10 us}    # between workers of one machine
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from dure.core import units
 from dure.core.collective_cost import HEADER, SMALL
 from dure.core.cost import CodecCost
-from dure.core.units import PositiveSeconds, Seconds
+from dure.core.units import PositiveSeconds, Seconds, Size
 from dure.core.validated import FieldError, Validated
 from dure.core.yaml_text import read_yaml
 from dure.errors import ClusterError
@@ -54,23 +59,38 @@ class Link(Validated):
     latency: Seconds = 1e-4
 
 
-class Machines(Validated):
-    """`count` machines of one kind. The default of `link` is the link of the cluster.
+class InsideLink(Validated):
+    """The link of a worker to the other workers of its machine: bytes per second in each direction, and latency.
 
-    `speed` divides the duration of every step: a number, one number for each machine, or a distribution from
-    which each machine draws once (`lognormal` with sigma, `uniform` from low to high).
+    Each worker has such a link of its own. The default is a PCIe 3.0 slot of 16 lanes: 12 of its 15.75 GB/s, and 10 us.
+    """
+
+    bandwidth: MemoryRate = 12e9
+    latency: Seconds = 10e-6
+
+
+class Machines(Validated):
+    """`count` machines of one kind, with `workers` workers on each, which share the machine's `link` and `cores`.
+
+    The defaults of `link` and `inside` are those of the cluster. `speed` divides the duration of every step: a number,
+    one number for each worker, or a distribution from which each worker draws once (`lognormal` with sigma, `uniform`
+    from low to high). `memory`: bytes of memory of each worker; None: without limit.
     """
 
     count: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1)
     compute: Compute = Constant()
     speed: Speed = 1.0
     cores: int = Field(default=4, ge=1)
+    memory: Size | None = None
     link: Link | None = None
+    inside: InsideLink | None = None
 
     @model_validator(mode="after")
     def _one_speed_each(self) -> Machines:
-        if isinstance(self.speed, tuple) and len(self.speed) != self.count:
-            problem = f"{len(self.speed)} speeds for {self.count} machines: write one for each, or a single number"
+        workers = self.count * self.workers
+        if isinstance(self.speed, tuple) and len(self.speed) != workers:
+            problem = f"{len(self.speed)} speeds for {workers} workers: write one for each, or a single number"
             raise FieldError(("speed",), problem)
         return self
 
@@ -154,11 +174,13 @@ class Cluster(Validated):
     message's weight; 0 for equal shares.
     `codecs`: the cost of codecs by name; others cost what their classes state (`codec.cost`).
     `host`: if given, all workers and servers are processes of this one machine.
+    `inside`: the link between workers of one machine.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
     servers: ServerMachines = ServerMachines()
     link: Link = Link()
+    inside: InsideLink = InsideLink()
     host: SharedHost | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
@@ -172,6 +194,14 @@ class Cluster(Validated):
     unfairness: float = Field(default=0.0, ge=0, le=2)
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_host_or_several(self) -> Cluster:
+        several = next((i for i, kind in enumerate(self.machines) if kind.workers > 1), None)
+        if self.host is not None and several is not None:
+            problem = "`host` places all workers on one machine: write their number as count, or leave `host` out"
+            raise FieldError(("machines", several, "workers"), problem)
+        return self
 
     @model_validator(mode="after")
     def _events_make_sense(self) -> Cluster:
@@ -221,8 +251,8 @@ class Cluster(Validated):
 
     @cached_property
     def workers(self) -> int:
-        """Number of workers: one on each machine."""
-        return sum(kind.count for kind in self.machines)
+        """Number of workers, on all machines."""
+        return sum(kind.count * kind.workers for kind in self.machines)
 
     @cached_property
     def absent(self) -> frozenset[int]:
@@ -232,18 +262,35 @@ class Cluster(Validated):
             first.setdefault(event.worker, event.kind)
         return frozenset(worker for worker, kind in first.items() if kind == "join")
 
-    def placed(self, machines: Mapping[str, int]) -> dict[str, int]:
-        """The machine of each node: as given, or machine 0 for all nodes where the cluster is one `host`."""
-        return dict(machines) if self.host is None else dict.fromkeys(machines, 0)
+    def placed(self, places: Mapping[str, int]) -> dict[str, int]:
+        """The place of each node: as given (`Deployment.places`), or place 0 for all where the cluster is one `host`.
+
+        Place i is that of worker i. The places from number `workers` on are machines of servers.
+        """
+        return dict(places) if self.host is None else dict.fromkeys(places, 0)
+
+    def machine_of(self, place: int) -> int:
+        """The machine of a place. Machines of servers are numbered after those of workers."""
+        homes = self._homes
+        return homes[place] if place < len(homes) else len(self._kinds) + place - len(homes)
 
     def link_of(self, machine: int) -> Link:
-        """The link of a machine. Machines from number `workers` on belong to servers."""
-        own = self._kinds[machine].link if machine < self.workers else self.servers.link
+        """The link of a machine: of its network card."""
+        own = self._kinds[machine].link if machine < len(self._kinds) else self.servers.link
         return own or self.link
 
+    def inside_of(self, machine: int) -> InsideLink:
+        """The link of each worker of a machine to the others there."""
+        own = self._kinds[machine].inside if machine < len(self._kinds) else None
+        return own or self.inside
+
     def cores_of(self, machine: int) -> int:
-        """The cores of a machine. Machines from number `workers` on belong to servers."""
-        return self._kinds[machine].cores if machine < self.workers else self.servers.cores
+        """The cores of a machine."""
+        return self._kinds[machine].cores if machine < len(self._kinds) else self.servers.cores
+
+    def memory_of(self, worker: int) -> int | None:
+        """Bytes of memory of a worker; None: without limit."""
+        return self._kinds[self.machine_of(worker)].memory
 
     def latency(self, here: int, there: int) -> float:
         """Latency between two machines, in seconds: the larger of the latencies of their links."""
@@ -251,7 +298,7 @@ class Cluster(Validated):
 
     def durations(self, worker: int, seed: int) -> Durations:
         """Stream of the durations of a worker's steps: the same for the same description, worker and seed."""
-        kind = self._kinds[worker]
+        kind = self._kinds[self.machine_of(worker)]
         rng = np.random.default_rng((seed, worker, _COMPUTE_STREAM))
         if isinstance(kind.speed, tuple):
             speed = kind.speed[self._places[worker]]
@@ -279,11 +326,18 @@ class Cluster(Validated):
 
     @cached_property
     def _kinds(self) -> tuple[Machines, ...]:
+        """The kind of each machine of workers."""
         return tuple(kind for kind in self.machines for _ in range(kind.count))
 
     @cached_property
+    def _homes(self) -> tuple[int, ...]:
+        """The machine of each worker."""
+        return tuple(machine for machine, kind in enumerate(self._kinds) for _ in range(kind.workers))
+
+    @cached_property
     def _places(self) -> tuple[int, ...]:
-        return tuple(i for kind in self.machines for i in range(kind.count))
+        """The number of each worker among those of its kind."""
+        return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
 
 
 def _where(error: yaml.YAMLError) -> str:

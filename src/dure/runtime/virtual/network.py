@@ -1,10 +1,10 @@
 """The network of virtual time: the seconds of messages, and how messages share network cards.
 
-Each direction of each machine's network card is a *processor-sharing queue*: the transfers in it share its
-bandwidth at every moment, in proportion to their weights. A message occupies the outgoing side of its sender's card
-and the incoming side of its receiver's card at once, each at the rate that its own queue gives. The message has left
-when both sides are done. It then takes `alpha + bytes * beta` seconds of a core at both hosts, and arrives one latency
-later:
+Each direction of each machine's network card is a *processor-sharing queue*: the transfers in it, of all nodes on the
+machine, share its bandwidth at every moment, in proportion to their weights. A message occupies the outgoing side of
+its sender's card and the incoming side of its receiver's card at once, each at the rate that its own queue gives. The
+message has left when both sides are done. It then takes `alpha + bytes * beta` seconds of a core at both hosts, and
+arrives one latency later:
 
     one message                   latency + alpha + bytes * (beta + 1 / bandwidth)
     K messages into one card      the 1 / bandwidth part of the last one takes exactly K times as long
@@ -20,8 +20,11 @@ All rules:
   bytes / bandwidth. Its bytes are counted but slow no other message;
 - messages from one node to another arrive in the order in which they were sent. They follow one another on the wire, as
   on one connection, so a pair of nodes has one share of a queue, however many messages wait;
-- messages between nodes of one machine do not use the card: they take alpha + bytes / memory bandwidth, one after
-  another per pair. Their bytes are counted separately, as `bytes_local`;
+- messages between a worker and the nodes beside it use no link: they take alpha + bytes / memory bandwidth, one after
+  another per pair;
+- messages between workers of one machine do not use the card. Each worker has a link inside the machine, with a queue
+  in each direction as that of a card. Alone, a message takes the inner latency + alpha + bytes / inner bandwidth;
+- bytes that stay within a machine are counted separately, as `bytes_local`;
 - where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.cores`): a message takes
   alpha + bytes * beta in the process of its sender, then the latency of the link, then as much in the process of its
   receiver;
@@ -45,7 +48,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dure.core.collective_cost import COLLECTIVES, Cost, Path
+from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.cores import Cores, Process
 from dure.runtime.virtual.kernel import Kernel
@@ -238,17 +241,19 @@ class Processor:
 class Pair:
     """The connection from one node to another; keeps messages in order. `back` is the one in the other direction."""
 
-    __slots__ = ("arrived", "back", "backlog", "current", "dst", "dst_cpu", "egress", "ingress", "latency", "local",
-                 "src", "src_cpu", "start", "stretch")  # fmt: skip
+    __slots__ = ("arrived", "back", "backlog", "beta", "current", "dst", "dst_cpu", "egress", "ingress", "latency",
+                 "local", "queues", "src", "src_cpu", "start", "stretch")  # fmt: skip
 
     def __init__(self, src: int, dst: int) -> None:
         self.src = src
         self.dst = dst
         self.back: Pair | None = None  # set when `Network.reverse` first looks it up
-        self.local = True
-        self.start = 0.0  # constant seconds of a small or local message
+        self.local = True  # within one machine
+        self.queues = False  # over links, where large messages queue
+        self.start = 0.0  # constant seconds of a message that does not queue
         self.stretch = 0.0  # its seconds per byte
         self.latency = 0.0
+        self.beta = 0.0  # seconds of a core per byte of a message that queues
         self.arrived = 0.0  # time at which the last message arrives or arrived
         self.current: Transfer | None = None
         self.backlog: deque[Message] | None = None  # made when a message first has to wait
@@ -270,40 +275,38 @@ def weights(unfairness: float, rng: np.random.Generator | None = None) -> Iterat
 class Network:
     """The cards, cores and messages of `cluster`, in the time of `kernel`.
 
-    `hosts` maps each node to its machine (an index in the cluster); see `Cluster.placed`. Methods take a node by name,
-    or by number in the order of `hosts`. `rng` draws the weights of messages where the cluster has an `unfairness`.
+    `places` maps each node to its place in the cluster; see `Cluster.placed`. Methods take a node by name, or by number
+    in the order of `places`. `rng` draws the weights of messages where the cluster has an `unfairness`.
     """
 
     def __init__(
-        self, cluster: Cluster, kernel: Kernel, hosts: Mapping[str, int], rng: np.random.Generator | None = None
+        self, cluster: Cluster, kernel: Kernel, places: Mapping[str, int], rng: np.random.Generator | None = None
     ) -> None:
         self.cluster = cluster
         self.kernel = kernel
-        self.names = tuple(hosts)
-        self.ids = {name: i for i, name in enumerate(hosts)}
+        self.names = tuple(places)
+        self.ids = {name: i for i, name in enumerate(places)}
         self._alpha, self._beta = cluster.alpha, cluster.beta
         self._header, self._small = cluster.header, cluster.small
-        self._machine = list(hosts.values())
+        self._place = list(places.values())
+        self._machine = [cluster.machine_of(place) for place in self._place]
         self._cards: dict[int, tuple[SharingQueue, SharingQueue]] = {}
         self._processors: dict[int, Processor] = {}
         for machine in dict.fromkeys(self._machine):
-            bandwidth = cluster.link_of(machine).bandwidth
-            self._cards[machine] = (
-                SharingQueue(kernel, bandwidth, _EGRESS, self._left),
-                SharingQueue(kernel, bandwidth, _INGRESS, self._left),
-            )
+            self._cards[machine] = self._both_directions(cluster.link_of(machine).bandwidth)
             self._processors[machine] = Processor(cluster.cores_of(machine))
+        self._inner: dict[int, tuple[SharingQueue, SharingQueue]] = {}  # of places whose worker has used it
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._constants: dict[float, float] = {}  # of pairs: equal ones are one object, as pairs are many
         shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
-        self.processes = None if shared is None else tuple(Process(shared) for _ in hosts)
+        self.processes = None if shared is None else tuple(Process(shared) for _ in places)
         self._weights = weights(cluster.unfairness, rng)
         self._gone: set[int] = set()
-        self._life = [0] * len(hosts)  # crashes of each node: a message to an earlier incarnation is lost
-        self.bytes_sent = [0] * len(hosts)
-        self.bytes_received = [0] * len(hosts)
-        self.bytes_local = [0] * len(hosts)
-        self.messages = [0] * len(hosts)
+        self._life = [0] * len(places)  # crashes of each node: a message to an earlier incarnation is lost
+        self.bytes_sent = [0] * len(places)
+        self.bytes_received = [0] * len(places)
+        self.bytes_local = [0] * len(places)
+        self.messages = [0] * len(places)
 
     def send(
         self, src: str | int, dst: str | int, nbytes: int, deliver: Callable[[], None], header: int | None = None
@@ -325,7 +328,7 @@ class Network:
         message.life = self._life[pair.dst]
         if self.processes is not None:
             self._hand_over(self.processes, message)
-        elif pair.local:
+        elif not pair.queues:
             now = max(self.kernel.now, pair.arrived)
             self._arrive_at(now + pair.start + wire * pair.stretch, message)
         elif pair.current is not None:
@@ -404,7 +407,7 @@ class Network:
         return cost
 
     def count(self, cost: Cost, indices: Sequence[int]) -> None:
-        """Count the bytes and messages of a collective among the nodes `indices`."""
+        """Count the bytes and messages of a collective among the nodes `indices`; none of the bytes as local."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
@@ -414,7 +417,21 @@ class Network:
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
     ) -> Cost:
         """Cost of a collective, as `collective`, without counting. `gradient`: its tensor leaves during backward."""
-        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.path(nodes, gradient=gradient), itemsize)
+        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.paths(nodes, gradient=gradient), itemsize)
+
+    def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:
+        """The costs of the rounds of a collective among `nodes`, in the order of ranks."""
+        indices = [self.node(node) for node in nodes]
+        machines = [self._machine[i] for i in indices]
+        if len(set(machines)) == len({self._place[i] for i in indices}):
+            return self.path(nodes, gradient=gradient)
+        cluster, path = self.cluster, self.path(nodes)
+        inside = {each: cluster.inside_of(each) for each in machines}
+        return HostedRanks(
+            machines,
+            {each: path._replace(**cluster.link_of(each).model_dump()) for each in machines},
+            {each: path._replace(beta=0.0, **link.model_dump()) for each, link in inside.items()},
+        )
 
     def path(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Path:
         """The slowest link between the machines of `nodes`, which bounds a round of a collective."""
@@ -432,19 +449,43 @@ class Network:
         pair = self._pairs.get(key)
         if pair is None:
             pair = self._pairs[key] = Pair(*key)
-            here, there = (self._machine[i] for i in key)
-            pair.src_cpu, pair.dst_cpu = self._processors[here], self._processors[there]
-            pair.egress, pair.ingress = self._cards[here][0], self._cards[there][1]
-            pair.local = here == there
+            self._connect(pair)
+        return pair
+
+    def _connect(self, pair: Pair) -> None:
+        """Choose the queues and the constants of `pair`: over the cards, inside a machine, or within memory."""
+        ends = pair.src, pair.dst
+        here, there = (self._machine[i] for i in ends)
+        one, other = (self._place[i] for i in ends)
+        pair.src_cpu, pair.dst_cpu = self._processors[here], self._processors[there]
+        pair.egress, pair.ingress = self._cards[here][0], self._cards[there][1]
+        pair.local, pair.queues = here == there, one != other
+        if not pair.queues:
+            start, stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
+        else:
             if pair.local:
-                start, stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
+                pair.egress, pair.ingress = self._inside(one)[0], self._inside(other)[1]
+                pair.latency = self.cluster.inside_of(here).latency
             else:
                 pair.latency = self.cluster.latency(here, there)
-                start = pair.latency + self._alpha
-                stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
-            constants = self._constants
-            pair.start, pair.stretch = constants.setdefault(start, start), constants.setdefault(stretch, stretch)
-        return pair
+                pair.beta = self._beta
+            start = pair.latency + self._alpha
+            stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
+        constants = self._constants
+        pair.start, pair.stretch = constants.setdefault(start, start), constants.setdefault(stretch, stretch)
+
+    def _inside(self, place: int) -> tuple[SharingQueue, SharingQueue]:
+        """The two directions of the link of the worker at `place` to the others on its machine."""
+        if place not in self._inner:
+            bandwidth = self.cluster.inside_of(self.cluster.machine_of(place)).bandwidth
+            self._inner[place] = self._both_directions(bandwidth)
+        return self._inner[place]
+
+    def _both_directions(self, bandwidth: float) -> tuple[SharingQueue, SharingQueue]:
+        return (
+            SharingQueue(self.kernel, bandwidth, _EGRESS, self._left),
+            SharingQueue(self.kernel, bandwidth, _INGRESS, self._left),
+        )
 
     def reverse(self, pair: Pair) -> Pair:
         """The connection in the other direction, kept as `pair.back`."""
@@ -479,7 +520,7 @@ class Network:
         pair = message.pair
         now = self.kernel.now
         handled = now
-        cost = self._alpha + transfer.nbytes * self._beta
+        cost = self._alpha + transfer.nbytes * pair.beta
         if cost > 0.0:
             handled = max(pair.src_cpu.reserve(now, cost), pair.dst_cpu.reserve(now, cost))
         self._arrive_at(handled + pair.latency, message)
