@@ -2,8 +2,8 @@
 
     | built-in job     | data                          | model                                          |
     |------------------|-------------------------------|------------------------------------------------|
-    | `digits-mlp`     | 8x8 digits, bundled           | one hidden layer                               |
-    | `mnist-mlp`      | MNIST                         | one hidden layer; `hidden=32`                  |
+    | `digits-mlp`     | 8x8 digits, bundled           | dense layers; `hidden=64`, `depth=1` hidden layers |
+    | `mnist-mlp`      | MNIST                         | dense layers; `hidden=32`, `depth=1`           |
     | `mnist-cnn`      | MNIST                         | two convolutions, no batch norm                |
     | `cifar10-cnn`    | CIFAR-10                      | three convolutions with batch norm             |
     | `embedding-text` | IMDB reviews                  | mean of words' embeddings, two dense layers; sparse gradients |

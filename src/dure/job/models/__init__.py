@@ -2,7 +2,7 @@
 
     | file         | contents                                                                       |
     |--------------|--------------------------------------------------------------------------------|
-    | mlp.py       | `mlp`, `mlp_maker`: dense layers with ReLU between; `top1`: share of right labels |
+    | mlp.py       | `mlp`, `mlp_maker`, `deep_mlp_maker`: dense layers with ReLU; `top1`: share of right labels |
     | digits.py    | `digits_mlp`: the job `digits-mlp`                                             |
     | mnist.py     | `mnist_mlp`, `mnist_cnn`: the jobs `mnist-mlp`, `mnist-cnn`                    |
     | cifar10.py   | `cifar10_cnn`: the job `cifar10-cnn`, which has buffers (batch norm)           |
@@ -14,13 +14,14 @@ A job function's parameters are settings of the job (`load_job("mnist-mlp", hidd
 
 from dure.job.models.cifar10 import cifar10_cnn
 from dure.job.models.digits import digits_mlp
-from dure.job.models.mlp import mlp, mlp_maker, top1
+from dure.job.models.mlp import deep_mlp_maker, mlp, mlp_maker, top1
 from dure.job.models.mnist import mnist_cnn, mnist_mlp
 from dure.job.models.quadratic import quadratic
 from dure.job.models.text import embedding_text
 
 __all__ = [
     "cifar10_cnn",
+    "deep_mlp_maker",
     "digits_mlp",
     "embedding_text",
     "mlp",

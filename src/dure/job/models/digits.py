@@ -6,16 +6,16 @@ from torch.nn.functional import cross_entropy
 
 from dure.job.data.digits import load_digits
 from dure.job.job import Job
-from dure.job.models.mlp import mlp_maker, top1
+from dure.job.models.mlp import deep_mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
 
 
-def digits_mlp(hidden: int = 64) -> Job:
-    """A job with 64 pixels, `hidden` units and 10 classes."""
+def digits_mlp(hidden: int = 64, depth: int = 1) -> Job:
+    """A job with 64 pixels, `depth` hidden layers of `hidden` units, and 10 classes."""
     data = load_digits()
     return Job(
         name="digits-mlp",
-        model=mlp_maker(64, hidden, 10),
+        model=deep_mlp_maker(64, hidden, depth, 10),
         loss=cross_entropy,
         train=data.train,
         test=data.test,

@@ -9,16 +9,16 @@ from torch.nn.functional import cross_entropy
 
 from dure.job.data.mnist import load_mnist
 from dure.job.job import Job
-from dure.job.models.mlp import mlp_maker, top1
+from dure.job.models.mlp import deep_mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
 
 
-def mnist_mlp(data_root: Path, hidden: int = 32) -> Job:
-    """A job with 784 pixels, `hidden` units and 10 classes."""
+def mnist_mlp(data_root: Path, hidden: int = 32, depth: int = 1) -> Job:
+    """A job with 784 pixels, `depth` hidden layers of `hidden` units, and 10 classes."""
     data = load_mnist(data_root)
     return Job(
         name="mnist-mlp",
-        model=mlp_maker(784, hidden, 10),
+        model=deep_mlp_maker(784, hidden, depth, 10),
         loss=cross_entropy,
         train=data.train,
         test=data.test,
