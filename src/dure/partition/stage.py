@@ -151,7 +151,7 @@ class Stage:
         self._passed[action.batch, action.micro, action.chunk] = passed
         self.counts.most_sets = max(self.counts.most_sets, len(self._passed))
         if stage < self.layout.depth - 1:
-            outputs = [] if passed is None else [each.detach() for each in passed.outputs]
+            outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
             self._send("F", stage, stage + 1, action, outputs)
         if passed is not None and self.pipeline.remat:
             passed.outputs = ()
@@ -182,7 +182,7 @@ class Stage:
         again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
         await self._compute(action, function, forward=again, backward=part)
         if inputs and stage > 0:
-            self._send("B", stage - 1, stage - 1, action, found)
+            self._send("B", stage - 1, stage - 1, action, [each.contiguous() for each in found])
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
@@ -240,8 +240,8 @@ class Stage:
             return
         if self.module.has_buffers:
             self._use_buffers()
-        with torch.set_grad_enabled(not self.pipeline.remat):
-            self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
+        draw, border = self._draw(stage, action), self._border_in(stage, action)
+        self.module.forward(action.chunk, passed, draw, border, graph=not self.pipeline.remat)
         if self.module.has_buffers:
             self._buffers = self.module.buffers()
 
@@ -263,8 +263,7 @@ class Stage:
         assert self.module is not None
         if self.module.has_buffers:
             self._use_buffers()
-        with torch.enable_grad():
-            self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
+        self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
 
     def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
         """Add the gradients of layers to the sum of a mini-batch."""
@@ -359,7 +358,7 @@ class Stage:
             return
         self._sent = [sent for sent in self._sent if not sent.done]
         tag = _tag(kind, border)
-        self._sent += [self.node.send(self.peers[peer], each.contiguous(), tag=tag) for each in values]
+        self._sent += [self.node.send(self.peers[peer], each, tag=tag) for each in values]
 
 
 def _tag(kind: str, border: int) -> int:

@@ -1,5 +1,7 @@
 """Forward and backward of the blocks that one worker of a pipeline holds, at any flat weights.
 
+Everything is computed on one thread, in virtual time too, so that its bits are those of a worker's process.
+
 A forward reads weights through *leaves*: tensors that require a gradient and are views of a flat memory, one for each
 parameter. A backward that comes later reads the same memory again. So the values in that memory at the time of the
 backward are the weights that it reads, and autograd does not check them: leaves have version counters of their own.
@@ -90,15 +92,18 @@ class StageModule:
         if self.has_buffers:
             self.replica.load_buffers(self._fresh_buffers if buffers is None else buffers)
 
-    def forward(self, chunk: int, passed: Passed, draw: Sequence[int], border_in: Border | None) -> None:
+    def forward(
+        self, chunk: int, passed: Passed, draw: Sequence[int], border_in: Border | None, *, graph: bool = True
+    ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
-        Random layers draw from the numbers in `draw`.
+        Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible.
         """
         for owner, name, number in self._slots[chunk]:
             owner[name] = passed.leaves.tensors[number]
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
-        with Isolated(False, _seed(draw) if self._draws else None, self.replica.device):
+        isolated = Isolated(True, _seed(draw) if self._draws else None, self.replica.device)
+        with isolated, torch.set_grad_enabled(graph):
             for block in self._blocks[chunk]:
                 value = self._call(block, value)
             if self.stages[chunk] == self.layout.depth - 1:
@@ -129,13 +134,14 @@ class StageModule:
         roots = [each for each in passed.outputs if each.requires_grad]
         if not roots or not (wanted or leaves):
             return [torch.zeros_like(each) for each in wanted], []
-        found = torch.autograd.grad(
-            roots,
-            [*wanted, *leaves],
-            grad_outputs=list(passed.gradients) or None,
-            retain_graph=keep,
-            allow_unused=True,
-        )
+        with Isolated(True, None, self.replica.device):
+            found = torch.autograd.grad(
+                roots,
+                [*wanted, *leaves],
+                grad_outputs=list(passed.gradients) or None,
+                retain_graph=keep,
+                allow_unused=True,
+            )
         of_inputs = [
             torch.zeros_like(each) if gradient is None else gradient
             for each, gradient in zip(wanted, found[: len(wanted)], strict=True)
