@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dure.core.parameter import parameter
 from dure.partition.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class MicroBatched(Pipeline):
-    """A pipeline with `micro` micro-batches in each mini-batch, whose sizes differ by at most one sample."""
+    """A pipeline with several micro-batches in each mini-batch, whose sizes differ by at most one sample."""
 
-    micro: int = 4
+    micro: int = parameter(4, "micro-batches of a mini-batch", range=">= 1", symbol="U")
 
     def __post_init__(self) -> None:
         super().__post_init__()

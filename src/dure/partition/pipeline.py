@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.core.parameter import parameter
 from dure.partition.action import Action
 
 if TYPE_CHECKING:
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model split into `stages` of consecutive blocks.
-
-    `cuts` says where: the number of the first block of each later stage, as in `4/8/12`, or a rule of `cut.py`. With
-    `remat` a stage keeps only its inputs, and computes its forward again before the backward.
+    """A model split into stages of consecutive blocks, at `cuts` (`cut.py`).
 
     `flushes`: all forwards and backwards of a mini-batch end before its update, so that the method is SGD.
     """
 
-    stages: int = 2
-    cuts: str = ""
-    remat: bool = False
+    stages: int = parameter(2, "workers that hold one copy of the model, each a part", range=">= 1", symbol="K")
+    cuts: str = parameter(
+        "parameters",
+        "first block of each later stage, as in 4/8/12, or a rule: parameters (the largest stage as small as possible) "
+        "or even (blocks)",
+    )
+    remat: bool = parameter(False, "keep the inputs of a stage only, and compute its forward again before its backward")
 
     flushes: ClassVar[bool] = True
 

@@ -13,6 +13,7 @@ from typing import Any
 from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
+from dure.partition.pipeline import Pipeline
 from dure.partition.whole import Whole
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
@@ -130,8 +131,19 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
     return min(limits) if limits else job.steps
 
 
+def _check_micro_batches(setup: Setup) -> None:
+    """Raise `UsageError` if a mini-batch has fewer samples than micro-batches."""
+    pipeline, least = setup.strategy.partition, min(setup.batch_sizes)
+    if isinstance(pipeline, Pipeline) and pipeline.micro_batches > least:
+        raise UsageError(
+            f"{setup.strategy.text()['partition']} divides a mini-batch into {pipeline.micro_batches} micro-batches, "
+            f"and a mini-batch has {least} samples. Write micro={least} or less, or raise --batch-size."
+        )
+
+
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_use(setup.devices, timing_only=setup.config.timing_only)
+    _check_micro_batches(setup)
     setup.topology.check()
     fewest = setup.traits.fewest
     if setup.workers < fewest:
