@@ -8,11 +8,12 @@ import math
 import weakref
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.runs import Finished, bowls, virtual
+from support.runs import Finished, bowls, resolved, virtual
 from torch import nn
 
 import dure
@@ -27,7 +28,7 @@ from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun, VirtualSegment
-from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential
 from dure.sync import REMEDIES
 from dure.topology.parameter_server.placement import split
@@ -625,3 +626,50 @@ def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
         assert gc.collect() < 50
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+def test_workers_of_a_host_share_its_card_to_a_fast_server(per_host: int) -> None:
+    """Their pushes leave through one card; their pulls, one more for the initial model, come in through it."""
+    numel, rate, steps = 2_000_000, 1e8, 5
+    cluster = Cluster(
+        machines=[Machines(count=4 // per_host, workers=per_host, compute=Constant(seconds=0.01))],
+        servers=ServerMachines(link=Link(bandwidth=1e12, latency=0)),
+        link=Link(bandwidth=rate, latency=0),
+        alpha=0.0,
+        beta=0.0,
+        gamma=0.0,
+    )
+    run = dure.train(synthetic_job([numel], 0.01), strategy="bsp ps", on=cluster, steps=steps, timing_only=True)
+    assert run.figures["seconds"] == pytest.approx(
+        steps * 0.01 + (2 * steps + 1) * per_host * 4 * numel / rate, rel=1e-3
+    )
+
+
+def test_servers_beside_workers_are_on_the_workers_hosts() -> None:
+    """Two hosts of two workers, four servers: of the four messages of a worker to servers, two leave its host."""
+    cluster = Cluster(machines=[Machines(count=2, workers=2)])
+    setup, _ = resolved("digits-mlp", "bsp ps:shards=4,colocated=true", cluster, on="virtual", steps=2)
+    segment = VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
+    segment.run()
+    for rank in range(4):
+        counters = segment.runtime.network.counters(f"worker {rank}")
+        assert counters.bytes_sent > 0
+        assert counters.bytes_local == pytest.approx(counters.bytes_sent, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "strategy"),
+    [
+        ("two_gpus_per_host", 8, "bsp ps:shards=4"),
+        ("two_gpus_per_host", 8, "bsp collective:algorithm=hierarchical"),
+        ("two_and_four_gpus", 6, "bsp collective:algorithm=hierarchical"),
+        ("two_and_four_gpus", 6, "averaging:period=2"),
+    ],
+)
+def test_the_example_hosts_train(name: str, workers: int, strategy: str) -> None:
+    path = Path(__file__).parents[2] / "examples" / "clusters" / f"{name}.yaml"
+    options = {"strategy": strategy, "steps": 4, "eval_every": 4}
+    run, apart = (dure.train("digits-mlp", on=on, **options) for on in (str(path), Cluster.uniform(workers)))
+    assert run.figures["workers"] == workers
+    assert run.figures["loss"] == pytest.approx(apart.figures["loss"], rel=1e-5)  # sums are in another order

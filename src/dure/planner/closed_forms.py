@@ -1,7 +1,8 @@
 """Costs of the collectives of `topology.collective` in closed form, for K ranks that start at the same time.
 
 n is the number of bytes of one rank's tensor; h = ceil(log2 K); P = 2^floor(log2 K) and E = K - P; L hosts have m ranks
-each; M(x) is the time of a message of x bytes, A = M(0) that of a request, G = gamma. If a tensor is cut into uneven
+each; M(x) is the time of a message of x bytes, A = M(0) that of a request, G = gamma. Trees within a host use its
+inner link, and the messages of the hosts' first ranks use the cards. If a tensor is cut into uneven
 parts, the larger part counts.
 
     algorithm          kind         bytes a rank sends         seconds
@@ -200,41 +201,42 @@ def hosts_of(ranks: int, per_host: int) -> list[int]:
     return [min(per_host, ranks - first) for first in range(0, ranks, per_host)]
 
 
-def hierarchical(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
-    """All-reduce: a tree on each host, and a ring of the hosts' first ranks (leaders).
+def hierarchical(numel: int, path: Path, itemsize: int = 4, *, hosts: Sequence[int], inside: Path) -> Cost:
+    """All-reduce: a tree on each host, over its path `inside`, and a ring of the hosts' first ranks (leaders).
 
-    >>> hierarchical(8, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    >>> link = Path(latency=1.0, alpha=0.0, bandwidth=16.0)
+    >>> hierarchical(8, link, hosts=[2, 2], inside=link)
     Cost(seconds=36.0, sent=(64, 32, 64, 32), received=(64, 32, 64, 32), messages=(6, 2, 6, 2))
     """
-    hosts = hosts_of(ranks, per_host)
-    within = [tree(numel, size, path, itemsize) for size in hosts]
+    within = [tree(numel, size, inside, itemsize) for size in hosts]
     return _two_storeys(within, ring(numel, len(hosts), path, itemsize))
 
 
-def hierarchical_gather(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
+def hierarchical_gather(numel: int, path: Path, itemsize: int = 4, *, hosts: Sequence[int], inside: Path) -> Cost:
     """All-gather: each host's tensors go to its leader and around the ring, and all tensors are sent down.
 
-    If the second of two hosts has fewer ranks, its leader is ready earlier and sends its request earlier.
+    Of two hosts, the leader of the one with fewer ranks is ready earlier and sends its request earlier.
 
-    >>> hierarchical_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    >>> link = Path(latency=1.0, alpha=0.0, bandwidth=16.0)
+    >>> hierarchical_gather(4, link, hosts=[2, 1], inside=link)
     Cost(seconds=30.0, sent=(80, 16, 16), received=(32, 48, 32), messages=(4, 2, 2))
     """
-    nbytes, hosts = numel * itemsize, hosts_of(ranks, per_host)
-    count, rounds, ask = len(hosts), rounds_of(hosts[0]), path.message()
+    nbytes, ranks = numel * itemsize, sum(hosts)
+    count, rounds, ask = len(hosts), rounds_of(max(hosts)), path.message()
     moved = [_gathered_on_host(host, hosts, nbytes, path) for host in range(count)]
 
     def ready(size: int) -> float:
-        up = sum(path.message(-(-size // 2**r) * nbytes) for r in range(1, rounds_of(size) + 1))
-        return ask + up if size > 1 else 0.0
+        up = sum(inside.message(-(-size // 2**r) * nbytes) for r in range(1, rounds_of(size) + 1))
+        return inside.message() + up if size > 1 else 0.0
 
-    first, last = ready(hosts[0]), ready(hosts[-1])
-    seconds = first
+    seconds = max(map(ready, hosts))
     if count == 2:
+        first, last = map(ready, hosts)
         there = max(first, last + ask) + path.message(hosts[0] * nbytes)
-        seconds = max(there, first + ask + path.message(hosts[1] * nbytes))
+        seconds = max(there, max(last, first + ask) + path.message(hosts[1] * nbytes))
     elif count > 2:
-        seconds += ask + (count - 1) * path.message(hosts[0] * nbytes)
-    seconds += rounds * path.message(ranks * nbytes)
+        seconds += ask + (count - 1) * path.message(max(hosts) * nbytes)
+    seconds += rounds * inside.message(ranks * nbytes)
     sent, received, messages = (tuple(amount for host in moved for amount in host[kind]) for kind in range(3))
     return Cost(seconds, sent, received, messages)
 
@@ -253,16 +255,16 @@ def _gathered_on_host(
     return sent, received, (here.messages[0] + 2 * (count - 1), *here.messages[1:])
 
 
-def hierarchical_down(numel: int, ranks: int, path: Path, itemsize: int = 4, *, per_host: int) -> Cost:
+def hierarchical_down(numel: int, path: Path, itemsize: int = 4, *, hosts: Sequence[int], inside: Path) -> Cost:
     """Broadcast of the first rank's tensor: to the leader of each host, then on each host.
 
-    >>> hierarchical_down(4, 4, Path(latency=1.0, alpha=0.0, bandwidth=16.0), per_host=2)
+    >>> link = Path(latency=1.0, alpha=0.0, bandwidth=16.0)
+    >>> hierarchical_down(4, link, hosts=[2, 2], inside=link)
     Cost(seconds=17.0, sent=(32, 0, 16, 0), received=(0, 16, 16, 16), messages=(2, 1, 2, 1))
     """
-    hosts = hosts_of(ranks, per_host)
-    within = [tree_down(numel, size, path, itemsize) for size in hosts]
+    within = [tree_down(numel, size, inside, itemsize) for size in hosts]
     cost = _two_storeys(within, tree_down(numel, len(hosts), path, itemsize))
-    asked_ahead = path.message() if within[0].seconds and len(hosts) > 1 else 0.0
+    asked_ahead = inside.message() if max(hosts) > 1 and len(hosts) > 1 else 0.0
     return cost._replace(seconds=cost.seconds - asked_ahead)
 
 
@@ -275,7 +277,7 @@ def _two_storeys(within: list[Cost], between: Cost) -> Cost:
             first, *others = getattr(cost, field)
             amounts += [first + extra, *others]
         found.append(tuple(amounts))
-    return Cost(within[0].seconds + between.seconds, *found)
+    return Cost(max(cost.seconds for cost in within) + between.seconds, *found)
 
 
 # ---- barrier and catalogue
@@ -302,15 +304,18 @@ SENT: dict[str, dict[str, Form]] = {
 }
 
 
-def form_of(algorithm: str, kind: str, per_host: int | None = None) -> Form:
-    """The closed form of a collective of `algorithm`; `per_host` is for "hierarchical".
+def form_of(algorithm: str, kind: str, hosts: Sequence[int] = (), inside: Path | None = None) -> Form:
+    """The closed form of a collective of `algorithm`.
 
-    >>> form_of("hierarchical", "all_reduce", 2)(8, 4, Path(1.0, 0.0, 16.0), 4).messages
+    For "hierarchical", `hosts` has the number of ranks on each host, and `inside` is the path between them, by default
+    that between hosts.
+
+    >>> form_of("hierarchical", "all_reduce", [2, 2])(8, 4, Path(1.0, 0.0, 16.0), 4).messages
     (6, 2, 6, 2)
     """
     if kind == "barrier":
         return barrier
-    if per_host is None:
+    if not hosts:
         return {**SENT[algorithm], "broadcast": tree_down}[kind]
     forms = {
         "all_reduce": hierarchical,
@@ -318,4 +323,4 @@ def form_of(algorithm: str, kind: str, per_host: int | None = None) -> Form:
         "all_gather": hierarchical_gather,
         "broadcast": hierarchical_down,
     }
-    return lambda numel, ranks, path, itemsize: forms[kind](numel, ranks, path, itemsize, per_host=per_host)
+    return lambda numel, _, path, itemsize: forms[kind](numel, path, itemsize, hosts=hosts, inside=inside or path)

@@ -21,7 +21,7 @@ from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name
-from dure.runtime.launch.rendezvous import place
+from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import server_rule_of, traits_of
 
@@ -50,10 +50,11 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     absent = cluster.absent if cluster is not None else frozenset()
     here = place() if is_started_outside(config.on) else None
     local_rank = None if here is None else here.local_rank
+    machines = _machines(workers, cluster, here)
     asked = CPU if config.device is None or (config.timing_only and config.device == AUTO) else config.device
     devices = devices_of(asked, workers, virtual=config.virtual, local_rank=local_rank)
     device = devices[0] if config.virtual else CPU
-    setup = Setup(config, job, strategy, workers, sizes, steps, every, absent, devices, device)
+    setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device)
     _check(setup, cluster)
     return setup, cluster
 
@@ -61,10 +62,10 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
 def rebuild(values: Mapping[str, Any]) -> Setup:
     """Make the set-up of a real run in another of its processes from `Setup.plain()`: its values are final."""
     config, strategy = TrainConfig.of(values["config"]), Strategy.of(**values["strategy"])
-    workers, sizes = values["workers"], tuple(values["batch_sizes"])
+    workers, machines, sizes = values["workers"], tuple(values["machines"]), tuple(values["batch_sizes"])
     job = _build_job(config, strategy, workers)
     steps, every, devices = values["steps"], values["eval_every"], tuple(values["devices"])
-    return Setup(config, job, strategy, workers, sizes, steps, every, devices=devices)
+    return Setup(config, job, strategy, workers, machines, sizes, steps, every, devices=devices)
 
 
 def _build_job(config: TrainConfig, strategy: Strategy, workers: int, given: Job | None = None) -> Job:
@@ -110,6 +111,15 @@ def _parts(strategy: Strategy, workers: int) -> int:
             f"{workers}. Use {parts * max(1, workers // parts)} workers, or another number of stages."
         )
     return parts
+
+
+def _machines(workers: int, cluster: Cluster | None, here: RankEnvironment | None) -> tuple[int, ...]:
+    """The machine of each worker. A launcher starts as many ranks in a row on each machine as on this one."""
+    if cluster is not None:
+        places = cluster.placed({str(rank): rank for rank in range(workers)})
+        return tuple(cluster.machine_of(place) for place in places.values())
+    local = workers if here is None else here.local_size
+    return tuple(rank // local for rank in range(workers))
 
 
 def _batch_sizes(config: TrainConfig, job: Job, workers: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """A job under a strategy, for `workers` ranks, of which the `absent` ones join later.
+    """A job under a strategy, for `workers` ranks on `machines`, of which the `absent` ones join later.
 
     `batch_sizes` holds the mini-batch size of each worker. `steps` are mini-batches per worker, `eval_every` the
     mini-batches between evaluations. `devices` holds the device of each worker's replica, all on the CPU if empty;
@@ -50,6 +50,7 @@ class Setup:
     job: Job
     strategy: Strategy
     workers: int
+    machines: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     steps: int
     eval_every: int
@@ -133,7 +134,7 @@ class Setup:
         return [self._of_stage(self.stages, rank) for rank in range(self.parts)]
 
     def _of_stage(self, stages: Stages, rank: int) -> Setup:
-        own = replace(self, workers=self.workers // self.parts)
+        own = replace(self, workers=self.workers // self.parts, machines=self.machines[rank :: self.parts])
         own.__dict__.update(model=stages.model(rank), data=self.data, stages=None)
         return own
 
@@ -179,6 +180,7 @@ class Setup:
             job=self.job,
             model=self.model,
             workers=self.workers,
+            machines=self.machines,
             absent=self.absent,
             seed=config.seeded,
             timing_only=config.timing_only,
@@ -269,11 +271,13 @@ class Setup:
 
     def plain(self) -> dict[str, Any]:
         """The set-up of a real run as values that JSON has, for `resolve.rebuild` in another of its processes."""
-        resolved = {"workers": self.workers, "batch_sizes": self.batch_sizes, "steps": self.steps}
         return {
             "config": self.config.plain(),
             "strategy": self.strategy.text(),
-            **resolved,
+            "workers": self.workers,
+            "machines": self.machines,
+            "batch_sizes": self.batch_sizes,
+            "steps": self.steps,
             "eval_every": self.eval_every,
             "devices": self.devices,
         }

@@ -71,14 +71,15 @@ class MethodNeeds:
 class RunPlan:
     """What a topology uses of the run that it is deployed in.
 
-    `absent` ranks join later. A `timing_only` run moves sizes without values. In a `virtual` run all nodes live in this
-    process. Without a `codec` updates travel as they are. `memory` is shared with other processes of this machine,
-    `mapped_memory` is owned by another process.
+    `absent` ranks join later. `machines` has the machine of each worker. A `timing_only` run moves sizes without
+    values. In a `virtual` run all nodes live in this process. Without a `codec` updates travel as they are. `memory` is
+    shared with other processes of this machine, `mapped_memory` is owned by another process.
     """
 
     job: Job
     model: InitialModel
     workers: int
+    machines: Sequence[int]
     absent: frozenset[int]
     seed: int
     timing_only: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from support.machines import placed
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
 from dure.errors import PeerLost, StrategyError
-from dure.planner.closed_forms import form_of
+from dure.planner.closed_forms import form_of, hosts_of
 from dure.run.strategy import Strategy, make
-from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.topology.collective.choice import Collective
@@ -36,16 +36,20 @@ DIVISIBLE = 2520 * 4
 
 
 class Virtual:
-    """`size` workers on one machine each, and their group."""
+    """`size` workers on one machine each, or on `hosts` of so many workers, and their group."""
 
-    def __init__(self, topology: Collective, size: int, **costs: Any) -> None:
+    def __init__(self, topology: Collective, size: int, *, hosts: Sequence[int] = (), **costs: Any) -> None:
         costs = {"alpha": 3e-5, "beta": 2e-10, "gamma": 5e-10, **costs}
         link = costs.pop("link", Link(bandwidth=1e8, latency=2e-4))
-        cluster = Cluster.uniform(size, link=link, **costs)
+        machines = [Machines(workers=count, cores=16) for count in hosts] or [Machines(count=size)]
+        cluster = Cluster(machines=machines, link=link, **costs)
+        homes = [cluster.machine_of(rank) for rank in range(size)]
         self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, placed(cluster)), None, seed=0)
         self.nodes = [self.runtime.node(f"worker {rank}", rank) for rank in range(size)]
-        self.groups = [SentGroup(node, range(size), topology, node.meter) for node in self.nodes]
+        self.groups = [SentGroup(node, range(size), topology, node.meter, homes) for node in self.nodes]
         self.path = self.runtime.network.path(range(size))
+        inner = cluster.inside
+        self.inside = self.path._replace(latency=inner.latency, bandwidth=inner.bandwidth, beta=0.0)
 
     def all(self, call: Callable[[SentGroup, int], Operation[Any]]) -> list[Any]:
         """What `call` gives at each rank, all of them at once."""
@@ -122,7 +126,8 @@ def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
     for size in SIZES:
         for numel in (0, 5, 3001, DIVISIBLE, 16 * DIVISIBLE):
             run = Virtual(topology, size)
-            cost = form_of(topology.algorithm, kind, topology.per_host)(numel, size, run.path, 4)
+            hosts = hosts_of(size, topology.per_host) if topology.per_host else ()
+            cost = form_of(topology.algorithm, kind, hosts)(numel, size, run.path, 4)
             run.all(call_of(kind, [Ghost(numel) for _ in range(size)]))
             assert run.counts == list(zip(cost.sent, cost.received, cost.messages, strict=True)), (size, numel)
             taken = run.runtime.kernel.now
@@ -132,6 +137,44 @@ def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
             else:
                 assert taken <= cost.seconds * (1 + 1e-9), (size, numel)
                 assert taken >= cost.seconds * 0.98 - 2 * run.path.message(), (size, numel)
+
+
+HOSTS = [(2, 2), (4, 4), (2, 2, 2), (3, 3, 3), (2, 4), (4, 2), (3, 1), (1, 1, 1), (5,), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_hierarchical_takes_its_hosts_from_the_machines_and_their_links(hosts, kind):
+    """Between the ranks of a host over the link inside, which is 50 times as fast as the card here."""
+    size = sum(hosts)
+    for numel in (0, 5, DIVISIBLE, 16 * DIVISIBLE):
+        run = Virtual(Collective("hierarchical"), size, hosts=hosts, inside={"bandwidth": 5e9, "latency": 1e-5})
+        cost = form_of("hierarchical", kind, hosts, run.inside)(numel, size, run.path, 4)
+        run.all(call_of(kind, [Ghost(numel) for _ in range(size)]))
+        assert run.counts == list(zip(cost.sent, cost.received, cost.messages, strict=True)), numel
+        taken = run.runtime.kernel.now
+        if kind == "barrier":
+            assert taken <= cost.seconds * (1 + 1e-9)
+        elif len(set(hosts)) == 1 and (numel != 5 or kind in ("all_gather", "broadcast")):
+            assert taken == pytest.approx(cost.seconds, rel=1e-9, abs=1e-15), numel
+        else:
+            assert cost.seconds * 0.9 - 2 * run.path.message() <= taken <= cost.seconds * (1 + 1e-9), numel
+
+
+def test_hierarchical_over_hosts_of_two_is_a_ring_of_hosts_and_two_messages_inside():
+    """n bytes: each leader's card carries 2 (L - 1) / L n in each direction, the rest stays inside."""
+    n = 4 * DIVISIBLE
+    inside, link = {"bandwidth": 5e9, "latency": 1e-5}, Link(bandwidth=1e8, latency=2e-4)
+    costs = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "header": 0, "small": 0, "link": link, "inside": inside}
+    run = Virtual(Collective("hierarchical"), 8, hosts=[2] * 4, **costs)
+    run.all(call_of("all_reduce", [Ghost(DIVISIBLE) for _ in range(8)]))
+    up_and_down = 2 * (n / 5e9 + 1e-5)
+    ring = 2 * 3 * (n / 4 / 1e8 + 2e-4)
+    asks = 1e-5 + 2e-4
+    assert run.runtime.kernel.now == pytest.approx(up_and_down + ring + asks, rel=1e-9)
+    counters = [run.runtime.network.counters(f"worker {rank}") for rank in range(8)]
+    assert [each.bytes_sent for each in counters] == [2 * 3 * n // 4, 0] * 4
+    assert [each.bytes_local for each in counters] == [n, n] * 4
 
 
 @pytest.mark.parametrize("topology", ALGORITHMS[:5], ids=str)
@@ -185,7 +228,8 @@ def test_when_one_is_gone_everybody_hears_who(topology):
 
 
 @pytest.mark.parametrize(
-    "text", ["collective", "collective:algorithm=ring", "collective:algorithm=hierarchical,per_host=2"]
+    "text",
+    ["collective", *(f"collective:algorithm={each}" for each in ("ring", "hierarchical", "hierarchical,per_host=2"))],
 )
 def test_its_text_is_read_back(text):
     assert str(Strategy.of("bsp", text)) == f"bsp {text} fp32 none"
@@ -195,8 +239,7 @@ def test_its_text_is_read_back(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("collective:algorithm=hierarchical", "needs per_host.*Write collective:algorithm=hierarchical,per_host=2"),
-        ("collective:algorithm=hierarchical,per_host=0", "of at least 1, got 0"),
+        ("collective:algorithm=hierarchical,per_host=0", "at least 1, got 0.*leave per_host out to use the machines"),
         ("collective:algorithm=tree,per_host=2", "per_host=2 is for hierarchical, and algorithm is tree"),
         ("collective:algorithm=star", "engine or ring or tree or halving-doubling or hierarchical, got .star"),
     ],

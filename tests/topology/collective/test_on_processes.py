@@ -20,7 +20,7 @@ from dure.core.collective_cost import Path as Link
 from dure.core.node import Operation
 from dure.core.ranges import equal_ranges
 from dure.errors import PeerLost
-from dure.planner.closed_forms import form_of
+from dure.planner.closed_forms import form_of, hosts_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.message_group import SentGroup
@@ -89,7 +89,8 @@ def test_over_sockets_too_it_is_numpys_sum_at_the_cost_of_the_closed_form(real):
                 before = real.counts
                 found = real.all(groups, call_of(kind, [each.clone() for each in given]))
                 moved = [tuple(np.subtract(after, then)) for after, then in zip(real.counts, before, strict=True)]
-                cost = form_of(topology.algorithm, kind, topology.per_host)(numel, size, ANY, 4)
+                hosts = hosts_of(size, topology.per_host) if topology.per_host else ()
+                cost = form_of(topology.algorithm, kind, hosts)(numel, size, ANY, 4)
                 assert moved == list(zip(cost.sent, cost.received, cost.messages, strict=True)), (topology, kind)
                 check(kind, found, given, total)
 

@@ -16,7 +16,8 @@ class Collective:
     """All workers among themselves, by collective operations (all_reduce, broadcast).
 
     `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
-    sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host.
+    sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host; None: the ranks
+    of one machine of the run.
     """
 
     paper: ClassVar[str] = (
@@ -29,7 +30,10 @@ class Collective:
         shown=False,
     )
     per_host: int | None = parameter(
-        None, "algorithm=hierarchical: ranks in a row that are on one host", range=">= 1", unit="workers"
+        None,
+        "algorithm=hierarchical: ranks in a row that are on one host; none: those of one machine",
+        range=">= 1",
+        unit="workers",
     )
 
     deployed_as: ClassVar[str] = "dure.topology.collective.topology:CollectiveTopology"
@@ -37,10 +41,10 @@ class Collective:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
-        if self.algorithm == "hierarchical" and (self.per_host is None or self.per_host < 1):
+        if self.per_host is not None and self.per_host < 1:
             raise ValueError(
-                f"hierarchical needs per_host, the workers on each host, of at least 1, got {self.per_host}. Write "
-                "collective:algorithm=hierarchical,per_host=2."
+                f"per_host, the workers on each host, must be at least 1, got {self.per_host}. Write "
+                "collective:algorithm=hierarchical,per_host=2, or leave per_host out to use the machines of the run."
             )
         if self.algorithm != "hierarchical" and self.per_host is not None:
             raise ValueError(

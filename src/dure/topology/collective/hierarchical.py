@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from dure.core.ranges import Range
@@ -26,21 +27,30 @@ if TYPE_CHECKING:
     from dure.topology.collective.ranks import Ranks
 
 
+def hosts_of(machines: Sequence[int]) -> list[range]:
+    """The hosts of a line whose ranks are on `machines`: ranks in a row that share a machine are on one host.
+
+    >>> hosts_of([0, 0, 1, 1, 1])
+    [range(0, 2), range(2, 5)]
+    """
+    groups = [list(group) for _, group in groupby(range(len(machines)), key=machines.__getitem__)]
+    return [range(group[0], group[-1] + 1) for group in groups]
+
+
 @dataclass(frozen=True)
 class Hierarchical:
-    """The ranks of `line`, `per_host` of them in a row on each host; on the last there may be fewer."""
+    """The ranks of `line`, which are on `hosts`: a range of places in the line for each host, in order."""
 
     line: Ranks
-    per_host: int
-
-    @cached_property
-    def hosts(self) -> list[range]:
-        size = len(self.line)
-        return [range(first, min(first + self.per_host, size)) for first in range(0, size, self.per_host)]
+    hosts: Sequence[range]
 
     @cached_property
     def host(self) -> range:
-        return self.hosts[self.line.here // self.per_host]
+        return self._of(self.line.here)
+
+    def _of(self, place: int) -> range:
+        """The host of the rank at `place`."""
+        return next(host for host in self.hosts if place in host)
 
     @cached_property
     def within(self) -> Tree:
@@ -69,7 +79,7 @@ class Hierarchical:
 
     async def broadcast(self, whole: torch.Tensor, root: int) -> None:
         """The `whole` of the rank at `root` at every rank: to one rank of each host, and by it to the others there."""
-        above = root // self.per_host
+        above = self.hosts.index(self._of(root))
         hosts = [*self.hosts[above:], *self.hosts[:above]]
         heads = [root, *(host[0] for host in hosts[1:])]
         head = root if root in self.host else self.host[0]

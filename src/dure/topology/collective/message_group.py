@@ -21,7 +21,7 @@ import torch
 from dure.core.node import Operation, nothing
 from dure.core.ranges import Range, equal_ranges
 from dure.topology.collective.halving_doubling import HalvingDoubling
-from dure.topology.collective.hierarchical import Hierarchical
+from dure.topology.collective.hierarchical import Hierarchical, hosts_of
 from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
 from dure.topology.collective.ring import Ring
 from dure.topology.collective.tree import Tree
@@ -40,10 +40,11 @@ class Algorithm(Protocol):
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None: ...
 
 
-def algorithm_of(topology: Collective, line: Ranks) -> Algorithm:
-    """The algorithm that `topology` names, among the ranks of `line`."""
-    if topology.per_host is not None:
-        return Hierarchical(line, topology.per_host)
+def algorithm_of(topology: Collective, line: Ranks, machines: Sequence[int]) -> Algorithm:
+    """The algorithm that `topology` names, among the ranks of `line`, which are on `machines`."""
+    if topology.algorithm == "hierarchical":
+        per_host = topology.per_host
+        return Hierarchical(line, hosts_of(machines if per_host is None else [i // per_host for i in range(len(line))]))
     makers: dict[str, Callable[[Ranks], Algorithm]] = {
         "ring": Ring,
         "tree": Tree,
@@ -57,16 +58,20 @@ class SentGroup:
 
     They happen in the order in which they were called, one after another, at every member; each is under way while its
     caller does something else. Whoever is gone ends all of them at all members, with `PeerLost`.
+
+    `machines` has the machine of each member; by default each member has its own.
     """
 
-    def __init__(self, node: Node, ranks: Sequence[int], topology: Collective, meter: Meter) -> None:
+    def __init__(
+        self, node: Node, ranks: Sequence[int], topology: Collective, meter: Meter, machines: Sequence[int] = ()
+    ) -> None:
         self.ranks: Sequence[int] = tuple(ranks)
         self._node = node
         self._meter = meter
         self._loss = GroupFailure(node, self.ranks)
         node.serve(SERVICE, self._loss)
         self._line = Ranks(node, tuple(ranks), self._loss)
-        self._algorithm = algorithm_of(topology, self._line)
+        self._algorithm = algorithm_of(topology, self._line, machines or self.ranks)
         self._last: Operation[Any] | None = None
 
     # ---- what members call

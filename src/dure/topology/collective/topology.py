@@ -25,7 +25,9 @@ class CollectiveTopology(Topology):
 
     def group(self, node: Node, meter: Meter) -> Group:
         plan, ranks = self.plan, range(self.plan.workers)
-        group: Group = node.group(ranks) if self.uses_engine else SentGroup(node, ranks, self.choice, meter)
+        group: Group = (
+            node.group(ranks) if self.uses_engine else SentGroup(node, ranks, self.choice, meter, plan.machines)
+        )
         if plan.codec is None:
             return group
         return CompressedGroup(node, group, plan.codec, plan.replica.layers, meter)
