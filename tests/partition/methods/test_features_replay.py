@@ -1,0 +1,125 @@
+"""Features Replay against its recursion, written from the paper's equations as plain loops."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from support.chains import LR, chain, flat, free_network, play, samples, stage_modules, with_dropout
+from torch.nn.functional import mse_loss
+
+import dure
+
+STEPS = 9
+
+
+def recursion(num_stages, steps):
+    """Iteration t: each stage goes forward with x(t), then replays sample s = t - K + k and steps."""
+    now = stage_modules(num_stages)
+    inputs, errors = {}, {}
+    for t in range(steps + num_stages - 1):
+        if t < steps:
+            value = samples(t)[0]
+            for k, module in enumerate(now):
+                inputs[t, k] = value
+                value = module(value).detach()
+        old_errors = dict(errors)  # module k uses what module k + 1 found in iteration t - 1
+        for k, module in enumerate(now):
+            s = t - (num_stages - 1 - k)
+            if 0 <= s < steps:
+                replayed_from = inputs.pop((s, k)).requires_grad_(k > 0)
+                found = module(replayed_from)
+                last = k == num_stages - 1
+                scalar = mse_loss(found, samples(s)[1]) if last else (found * old_errors[s, k]).sum()
+                wanted = [*module.parameters(), *([replayed_from] if k else [])]
+                gradients = torch.autograd.grad(scalar, wanted)
+                if k:
+                    *gradients, errors[s, k - 1] = gradients
+                with torch.no_grad():
+                    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                        parameter.add_(gradient, alpha=-LR)
+    assert not inputs
+    return flat(now)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_the_run_follows_the_recursion_bit_for_bit(num_stages):
+    run = play("features-replay", num_stages)
+    assert torch.equal(run.params, recursion(num_stages, STEPS))
+
+
+def test_the_trajectory_is_its_own():
+    run = play("features-replay", 4)
+    for other in ("ddg", "ddg:weights=current"):
+        assert not torch.allclose(run.params, play(other, 4).params, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [None, with_dropout])
+def test_without_steps_it_is_ddg_and_a_replay_draws_the_mask_of_the_forward(module):
+    job = None if module is None else chain(module)
+    run, ddg = (play(name, 4, lr=0.0, job=job) for name in ("features-replay", "ddg"))
+    for rank in range(4):
+        assert all(map(torch.equal, run.gradients[rank], ddg.gradients[rank]))
+    if module is not None:
+        assert not torch.equal(run.gradients[0][0], run.gradients[0][7])  # the same samples, other masks
+
+
+def graphs_of(num_stages):
+    """The number of tensors that a graph of each stage keeps."""
+    value, found = samples(0)[0], []
+    for k, stage in enumerate(copy.deepcopy(stage_modules(num_stages))):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each, kept=kept: kept.append(each), lambda each: each):
+            value = stage(value.detach().requires_grad_(k > 0))
+            if k == num_stages - 1:
+                mse_loss(value, samples(0)[1]) * 1.0
+        found.append(len(kept))
+    return found
+
+
+class Kept:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def most_kept(strategy, num_stages):
+    """The largest number of tensors that all graphs of a run kept at once."""
+    live, most = weakref.WeakSet(), 0
+
+    def pack(tensor):
+        nonlocal most
+        live.add(kept := Kept(tensor.detach()))  # an output refers to its graph
+        most = max(most, len(live))
+        return kept
+
+    during = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor)
+    return play(strategy, num_stages, during=during), most
+
+
+def seconds_of_a_forward(num_stages):
+    """Of an average stage of the chain, on a free network."""
+    whole = play("gpipe:micro=1", 1, cluster=free_network(1)).finished.seconds / STEPS
+    return whole / 2 / num_stages
+
+
+def test_no_graph_is_kept_but_that_of_the_replay():
+    graphs = graphs_of(4)
+    run, most = most_kept("features-replay", 4)
+    assert most == max(graphs)
+    assert [stage.counts.most_sets for stage in run.stages] == [4, 3, 2, 1]  # inputs
+    assert [stage.counts.most_versions for stage in run.stages] == [1, 1, 1, 1]
+    _, most = most_kept("ddg", 4)
+    assert most == sum((4 - k) * graph for k, graph in enumerate(graphs))
+
+
+def test_a_mini_batch_takes_one_more_forward_in_the_steady_state():
+    """Closed forms at f = b and a free network: the last stage never waits once the first mini-batch has reached it."""
+    tick = seconds_of_a_forward(4)
+    replayed, ddg = (play(name, 4, cluster=free_network(4)).finished.seconds for name in ("features-replay", "ddg"))
+    assert ddg == pytest.approx(tick * (3 + 2 * STEPS + 3), rel=1e-9)
+    assert replayed == pytest.approx(tick * (3 + 3 * STEPS + 2 * 3), rel=1e-9)
+
+
+def test_features_replay_without_a_replay_is_refused():
+    with pytest.raises(ValueError, match="remat=false keeps the activations"):
+        dure.FeaturesReplay(remat=False)
