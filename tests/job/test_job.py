@@ -1,6 +1,7 @@
 """Jobs: built-in ones learn, files are found, mistakes are explained."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from dure.job.data.split import Dirichlet, Replicated
 from dure.job.job import BUILT_IN, Job, load_job
 from dure.job.optimizer import OptimizerSpec
 
-NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "embedding-text"}
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text"}
+OPTIMIZERS = {"embedding-text": "adagrad", "char-gpt": "adamw", "vgg16": "momentum"}
+RULES = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "adamw": torch.optim.AdamW,
+}
+STEPS = {"vgg16": 100}
 has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
 
@@ -54,11 +63,10 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
-    """The job's model after `steps` of its optimizer, without momentum."""
+    """The job's model after `steps` of its optimizer."""
     module = job.build(seed)
     (sampler,) = job.samplers([job.batch_size], seed=seed)
-    rule = torch.optim.Adagrad if job.optimizer.name == "adagrad" else torch.optim.SGD
-    optimizer = rule(module.parameters(), lr=job.optimizer.lr)
+    optimizer = RULES[job.optimizer.name](module.parameters(), lr=job.optimizer.lr)
     for _ in range(steps):
         inputs, targets = job.train.batch(sampler.next())
         optimizer.zero_grad()
@@ -71,7 +79,8 @@ def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
 
 def loss_of(job: Job, module: nn.Module) -> float:
     with torch.no_grad():
-        return float(job.loss(module(job.train.inputs[:500]), job.train.targets[:500]))
+        inputs, targets = job.train.batch(torch.arange(500))
+        return float(job.loss(module(inputs), targets))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -79,9 +88,12 @@ def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
     job = load_job(name)
     assert job.name == name
     assert job.source
-    assert job.optimizer.name == ("adagrad" if name == "embedding-text" else "sgd")
+    assert job.optimizer.name == OPTIMIZERS.get(name, "sgd")
     batch = min(job.batch_size, 32)
-    before, after = loss_of(job, job.build().eval()), loss_of(job, trained(load_job(name, batch_size=batch), 40))
+    before, after = (
+        loss_of(job, job.build().eval()),
+        loss_of(job, trained(load_job(name, batch_size=batch), STEPS.get(name, 40))),
+    )
     assert after < 0.9 * before
 
 

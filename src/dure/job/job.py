@@ -1,13 +1,15 @@
 """Jobs: a model, a loss and data, with the settings of training on one worker.
 
-    | built-in job     | data                          | model                                          |
-    |------------------|-------------------------------|------------------------------------------------|
-    | `digits-mlp`     | 8x8 digits, bundled           | dense layers; `hidden=64`, `depth=1` hidden layers |
-    | `mnist-mlp`      | MNIST                         | dense layers; `hidden=32`, `depth=1`           |
-    | `mnist-cnn`      | MNIST                         | two convolutions, no batch norm                |
-    | `cifar10-cnn`    | CIFAR-10                      | three convolutions with batch norm             |
-    | `embedding-text` | IMDB reviews                  | mean of words' embeddings, two dense layers; sparse gradients |
-    | `quadratic`      | drawn; `dim`, `conditioning`, `noise` | a point whose optimum is known exactly |
+    | built-in job     | data               | model, with parameters of the job and their defaults              |
+    |------------------|--------------------|-------------------------------------------------------------------|
+    | `digits-mlp`     | 8x8 digits, bundled | `depth=1` hidden layers of `hidden=64` units                     |
+    | `mnist-mlp`      | MNIST              | `depth=1` hidden layers of `hidden=32` units                      |
+    | `mnist-cnn`      | MNIST              | two convolutions, no batch norm                                   |
+    | `cifar10-cnn`    | CIFAR-10           | three convolutions with batch norm                                |
+    | `vgg16`          | CIFAR-10           | VGG-16 with `width=0.25` of its channels; `size=32`, `classes=10` |
+    | `embedding-text` | IMDB reviews       | mean of words' embeddings, two dense layers; sparse gradients     |
+    | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
+    | `quadratic`      | drawn              | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
 
 Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`.
 """
@@ -48,7 +50,9 @@ BUILT_IN: Mapping[str, str] = {
     "mnist-cnn": "dure.job.models.mnist:mnist_cnn",
     "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",
     "embedding-text": "dure.job.models.text:embedding_text",
+    "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
+    "vgg16": "dure.job.models.vgg16:vgg16",
 }
 
 

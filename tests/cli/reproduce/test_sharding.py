@@ -9,7 +9,7 @@ from support.imbalance import imbalance
 from dure.cli.main import main
 from dure.cli.reproduce import namespaces, sharding_real
 from dure.cli.reproduce.sharding import PAPER, _row, _virtual
-from dure.job.models.vgg16 import convnet, vgg16
+from dure.job.models.vgg16 import convnet, vgg16_shapes
 from dure.job.replica import Layer, Replica
 from dure.topology.parameter_server.placement import split
 
@@ -28,7 +28,8 @@ def test_vgg16_is_as_uneven_as_its_largest_layer():
 
 
 def test_operations_of_vgg16_are_counted_without_values():
-    assert vgg16().flops_per_sample == pytest.approx(92.6e9, rel=0.01)  # three times 15.5 multiply-adds, twice each
+    expected = 92.6e9  # three times 15.5 multiply-adds, twice each
+    assert vgg16_shapes().flops_per_sample == pytest.approx(expected, rel=0.01)
 
 
 def test_one_compute_time_explains_both_figures(capsys):
@@ -53,7 +54,7 @@ def test_what_cannot_be_reproduced_is_said(name, place, word, capsys):
 
 def test_without_communication_shards_do_not_matter():
     """The fit is to the network's part: where computing is all, the ratio tends to one."""
-    assert _row(8, _virtual(vgg16(), 3000.0))["ratio"] == pytest.approx(1, abs=2e-3)
+    assert _row(8, _virtual(vgg16_shapes(), 3000.0))["ratio"] == pytest.approx(1, abs=2e-3)
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())

@@ -46,9 +46,9 @@ def reproduce(on: str = "virtual") -> dict[str, Any]:
 
         rows = [_row(workers, measured) for workers in PAPER]
         return {"reproduce": "sharding", "time": "real", "compute_seconds": COMPUTE, "rows": rows}
-    from dure.job.models.vgg16 import vgg16
+    from dure.job.models.vgg16 import vgg16_shapes
 
-    job = vgg16()
+    job = vgg16_shapes()
     compute = _fit(job)
     rows = [_row(workers, _virtual(job, compute)) for workers in PAPER]
     residual = {str(row["workers"]): row["ratio"] / row["paper"] - 1 for row in rows}

@@ -6,6 +6,7 @@
     | dataset.py  | `DataSet`: the protocol of the next three; `Data`: samples in memory           |
     | samples.py  | `Samples`: a map-style data set, as `torch.utils.data.Dataset`, with a collate |
     | stream.py   | `Stream`: windows of a long text, for language models                          |
+    | characters.py | `load_characters`: a text file, or Python's manual, as a `Stream` of characters |
     | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
     | download.py | `fetch`: a published file, checked and written whole or not at all             |
     | archive.py  | `files`: the files of a tar.gz archive, checked and read without unpacking     |
@@ -19,6 +20,7 @@ A loader returns `Loaded(train, test, source)`; `source` states in words how man
 loader raises `DataError` if a file is missing or damaged. Pixels are read as uint8 and returned as float32.
 """
 
+from dure.job.data.characters import load_characters
 from dure.job.data.cifar10 import load_cifar10
 from dure.job.data.dataset import Data, DataSet, Loaded
 from dure.job.data.digits import load_digits
@@ -45,6 +47,7 @@ __all__ = [
     "data_root",
     "fetch",
     "find",
+    "load_characters",
     "load_cifar10",
     "load_digits",
     "load_imdb",

@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from dure.errors import UsageError
+from dure.job.models.he_values import with_he_values
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -33,9 +34,7 @@ def mlp_maker(*widths: int) -> Callable[[], nn.Sequential]:
 def deep_mlp_maker(inputs: int, hidden: int, depth: int, classes: int) -> Callable[[], nn.Sequential]:
     """A function that builds an `mlp` with `depth` hidden layers of `hidden` units.
 
-    One hidden layer has PyTorch's initial values. Deeper networks have those of He et al., "Delving Deep into
-    Rectifiers", ICCV 2015, section 2.2: PyTorch's values divide the variance of a signal by 6 in each layer with ReLU,
-    so that a network with seven hidden layers at first learns almost nothing.
+    One hidden layer has PyTorch's initial values, deeper networks have those of `he_values.py`.
 
     >>> [type(each).__name__ for each in deep_mlp_maker(64, 8, 2, 10)()]
     ['Flatten', 'Linear', 'ReLU', 'Linear', 'ReLU', 'Linear']
@@ -43,17 +42,7 @@ def deep_mlp_maker(inputs: int, hidden: int, depth: int, classes: int) -> Callab
     if depth < 1:
         raise UsageError(f"depth counts hidden layers and must be at least 1, got {depth}: write depth=7.")
     maker = mlp_maker(inputs, *[hidden] * depth, classes)
-    return maker if depth == 1 else partial(_with_he_values, maker)
-
-
-def _with_he_values(maker: Callable[[], nn.Sequential]) -> nn.Sequential:
-    """A new network with weights drawn from N(0, 2 / inputs of the layer), and biases of 0."""
-    network = maker()
-    for layer in network:
-        if isinstance(layer, nn.Linear):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.zeros_(layer.bias)
-    return network
+    return maker if depth == 1 else partial(with_he_values, maker)
 
 
 def top1(outputs: Tensor, targets: Tensor) -> float:
