@@ -83,6 +83,9 @@ METHODS = {
     "k-async": Method("k-async:k=2", _steps(700, 100), {"lr": 0.1}),
     "k-sync": Method("k-sync:k=1", _steps(900, 100), {"lr": 0.1}),
     "diloco": Method("diloco:period=8", _steps(900, 100)),
+    "gpipe": Method("bsp gpipe:stages=2,micro=4", _steps(900, 100), {"lr": 0.1}),
+    "1f1b": Method("bsp 1f1b:stages=2,micro=4", _steps(900, 100), {"lr": 0.1}),
+    "pipedream": Method("bsp pipedream:stages=2", _steps(900, 100), {"lr": 0.1}),
 }
 
 
