@@ -92,7 +92,7 @@ class NodeView:
         return self.real.recv(self.names.outside(peer), into, tag=tag)
 
     def group(self, ranks: Sequence[int]) -> Group:
-        return self.real.group([self.names.ranks[WORKER][rank] for rank in ranks])
+        return GroupView(self.real.group([self.names.ranks[WORKER][rank] for rank in ranks]), ranks)
 
     def first(self, *operations: Operation[Any], timeout: float | None = None) -> Operation[Operation[Any] | None]:
         return self.real.first(*operations, timeout=timeout)
@@ -115,6 +115,35 @@ class NodeView:
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.real.room_like(tensor)
+
+
+class GroupView:
+    """A group whose `ranks` count its nodes among themselves."""
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group = group
+        self.ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.all_reduce(tensor)
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        return self._group.mean_gradient(work, share)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        return self._group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        return self._group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        return self._group.broadcast(tensor, root)
+
+    def barrier(self) -> Operation[None]:
+        return self._group.barrier()
 
 
 class ServiceView:

@@ -76,6 +76,7 @@ class StageModule:
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
         self._fresh_buffers = replica.buffers_flat()
+        self._buffers = _buffers(replica.module)
 
     @property
     def has_buffers(self) -> bool:
@@ -108,8 +109,10 @@ class StageModule:
                 value = self._call(block, value)
             if self.stages[chunk] == self.layout.depth - 1:
                 passed.outputs = (self._loss(value, passed.targets) * passed.share,)
-                return
-        passed.outputs = self.layout.border(self.stages[chunk], passed.rows).flat(value)
+            else:
+                passed.outputs = self.layout.border(self.stages[chunk], passed.rows).flat(value)
+        for owner, name in self._buffers:  # the graph keeps the old ones, which no later forward may change
+            owner[name] = owner[name].clone()
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
         loss: Tensor = self.job.loss(outputs, targets)
@@ -167,6 +170,16 @@ def _slots(blocks: Iterable[nn.Module], numbers: dict[int, int]) -> list[tuple[d
                 seen.add(id(module))
                 own: dict[str, Any] = module._parameters
                 found += [(own, name, numbers[id(each)]) for name, each in own.items() if id(each) in numbers]
+    return found
+
+
+def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The places of the buffers that training may change: a module's dictionary and the name in it."""
+    found = []
+    for part in module.modules():
+        own: dict[str, Any] = part._buffers
+        lasting = [name for name in own if name not in part._non_persistent_buffers_set]
+        found += [(own, name) for name in lasting if own[name] is not None and own[name].dtype != torch.bool]
     return found
 
 

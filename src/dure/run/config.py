@@ -106,10 +106,6 @@ class Options:
             object.__setattr__(self, name, checked(name, getattr(self, name), hint))
         if self.device is not None:
             check_form(self.device)
-        if self.batch_sizes and self.workers is not None and len(self.batch_sizes) != self.workers:
-            raise UsageError(
-                f"batch_sizes gives {len(self.batch_sizes)} sizes for {self.workers} workers. Give one per worker."
-            )
         if self.warn_after is not None and self.warn_after > self.frozen_after:
             raise UsageError(
                 f"warn_after={self.warn_after:g} names a frozen process after frozen_after={self.frozen_after:g}, when "

@@ -44,7 +44,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     workers = _workers(config, cluster)
     job = _build_job(config, strategy, workers, prebuilt.job)
     parts = _parts(strategy, workers)
-    sizes = _batch_sizes(config, job, workers // parts)
+    sizes = _batch_sizes(config, job, workers, parts)
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
@@ -122,14 +122,13 @@ def _machines(workers: int, cluster: Cluster | None, here: RankEnvironment | Non
     return tuple(rank // local for rank in range(workers))
 
 
-def _batch_sizes(config: TrainConfig, job: Job, workers: int) -> tuple[int, ...]:
+def _batch_sizes(config: TrainConfig, job: Job, workers: int, parts: int) -> tuple[int, ...]:
+    """The mini-batch size of each copy of the model, which `parts` workers hold together."""
     given = config.batch_sizes
-    if given and len(given) != workers:
-        raise UsageError(
-            f"batch_sizes gives {len(given)} sizes for {workers} workers. Give one per worker; with a partition, one "
-            "per copy of the model."
-        )
-    return given or (job.batch_size,) * workers
+    if given and len(given) != workers // parts:
+        holders, each = ("workers", "worker") if parts == 1 else ("copies of the model", "copy")
+        raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers // parts} {holders}. Give one per {each}.")
+    return given or (job.batch_size,) * (workers // parts)
 
 
 def _steps(config: TrainConfig, job: Job, batch: int) -> int:
