@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
-from dure.job.data.structure import called
+from dure.job.data.structure import Batch, called, mapped
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -65,7 +65,7 @@ def check_composition(job: Job, module: nn.Module, blocks: Sequence[nn.Module], 
     Raises `UsageError` if they differ: then the blocks leave out or repeat a part of the model's `forward`. The modes
     of the modules and the state of random generators stay as they were.
     """
-    inputs, targets = job.train.batch(torch.arange(rows) % len(job.train))
+    inputs, targets = first_samples(job, rows, next(module.parameters()).device)
     parts = [*module.modules(), *(part for block in blocks for part in block.modules())]
     modes = [(part, part.training) for part in parts]
     call, value = call_of(job), inputs
@@ -88,6 +88,12 @@ def check_composition(job: Job, module: nn.Module, blocks: Sequence[nn.Module], 
             f"{float(whole):g}. Let Job.stages return every part of the model's forward once, in the order of forward. "
             "A wrapper module adds the operations between submodules."
         )
+
+
+def first_samples(job: Job, rows: int, device: torch.device) -> tuple[Batch, Batch]:
+    """Inputs and targets of the first `rows` samples of the training data, which starts again at its end."""
+    inputs, targets = job.train.batch(torch.arange(rows) % len(job.train))
+    return mapped(lambda each: each.to(device), inputs), mapped(lambda each: each.to(device), targets)
 
 
 # ---- tied parameters

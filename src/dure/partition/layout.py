@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.job.data.structure import mapped
-from dure.partition.blocks import blocks_of, call_of, check_composition, refuse_ties, tied, tied_stages
+from dure.partition.blocks import blocks_of, call_of, check_composition, first_samples, refuse_ties, tied, tied_stages
 from dure.partition.borders import BlockCost, Border, measure
 from dure.partition.cut import cut_of
 from dure.partition.profile import counted
@@ -122,8 +121,7 @@ class StageLayout:
         """The border before the first block of each stage but the first, and the costs of all blocks, for `rows`."""
         if rows not in self._measured:
             before = self.whole.buffers_flat()
-            inputs, _ = self.job.train.batch(torch.arange(rows) % len(self.job.train))
-            inputs = mapped(lambda each: each.to(self.whole.device), inputs)
+            inputs, _ = first_samples(self.job, rows, self.whole.device)
             self._measured[rows] = measure(self.blocks, self.call, inputs, self.bounds[1:-1])
             if before.numel():
                 self.whole.load_buffers(before)

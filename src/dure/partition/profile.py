@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.core.user_code import explain_user_errors
 from dure.core.yaml_text import read_yaml
 from dure.errors import UsageError
-from dure.partition.blocks import block_name, call_of
+from dure.partition.blocks import block_name, call_of, first_samples
 from dure.partition.borders import Call, Kept
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ _Cost = Callable[[Callable[[], None]], float]
 def _profile(job: Job, blocks: Sequence[nn.Module], samples: int, cost: _Cost) -> Profile:
     call, found = call_of(job), []
     value: Any
-    value, _ = job.train.batch(torch.arange(samples) % len(job.train))
+    device = next(each for block in blocks for each in block.parameters()).device
+    value, _ = first_samples(job, samples, device)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _restoring_buffers(blocks):
         for number, block in enumerate(blocks):
             value, profile = _profile_block(block, block_name(number, block), call, tree_map(_detached, value), cost)

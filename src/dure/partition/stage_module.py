@@ -69,7 +69,8 @@ class StageModule:
         blocks = blocks_of(self.job, module)
         self._blocks = [[blocks[number] for number in layout.blocks_in(stage)] for stage in self.stages]
         own = [block for blocks in self._blocks for block in blocks]
-        self.replica = replica = Replica(own_part(module, own).to(device))
+        move(own_part(module, own), own, torch.device(device))
+        self.replica = replica = Replica(module)
         self._call: Call = layout.call
         numbers = {id(parameter): number for number, parameter in enumerate(replica.parameters)}
         self._slots = [_slots(blocks, numbers) for blocks in self._blocks]
@@ -181,6 +182,24 @@ def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
         lasting = [name for name in own if name not in part._non_persistent_buffers_set]
         found += [(own, name) for name in lasting if own[name] is not None and own[name].dtype != torch.bool]
     return found
+
+
+def move(module: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Move `module` and its blocks to a device, so that the blocks go on to hold the tensors of the module.
+
+    A block that is no part of the module may hold its parameters itself, and `Module.to` may replace a parameter.
+    """
+    before = [(id(each), name, each) for name, each in (*module.named_parameters(), *module.named_buffers())]
+    module.to(device)
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    moved = {number: after[name] for number, name, _ in before}
+    for part in {part for block in blocks for part in block.modules()}:
+        tables: Sequence[dict[str, Any]] = (part._parameters, part._buffers)
+        for held in tables:
+            for name, tensor in held.items():
+                held[name] = moved.get(id(tensor), tensor)
+    for block in blocks:
+        block.to(device)  # constants that the module does not hold
 
 
 def own_part(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
