@@ -9,7 +9,7 @@ import dure
 from dure.errors import UsageError
 from dure.job.data.structure import called
 from dure.job.models.mlp import mlp
-from dure.job.models.vgg16 import vgg16
+from dure.job.models.vgg16 import vgg16_shapes
 from dure.job.replica import Replica
 from dure.partition.borders import Border, BorderTensor
 from dure.partition.layout import StageLayout
@@ -158,7 +158,7 @@ def test_cuts_by_profile_balance_the_operations_of_the_stages():
 
 
 def test_a_model_without_values_is_measured_too():
-    job = vgg16()
+    job = vgg16_shapes()
     layout = StageLayout(job, dure.GPipe(stages=2), Replica(job.build()))
     (tensor,) = layout.border(0, 2).tensors
     assert (tensor.dtype, tensor.gradient) == (torch.float32, True)

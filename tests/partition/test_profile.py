@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import dure
 from dure.errors import StrategyError, UsageError
 from dure.job.models.mlp import mlp
-from dure.job.models.vgg16 import vgg16
+from dure.job.models.vgg16 import vgg16_shapes
 from dure.partition.blocks import blocks_of
 from dure.partition.cut import cut_of
 from dure.partition.plan import Level, plan
@@ -127,7 +127,7 @@ def test_a_block_may_return_what_only_its_successor_or_the_loss_understands():
 
 def test_the_plan_of_vgg16_is_that_of_pipedream():
     """PipeDream's plan of VGG-16 on 4 workers, 3 replicas and 1: at 64 images, 6 TFLOP/s and links of 10 Gbit/s."""
-    profile = profiled(vgg16(), 64, flops=6e12)
+    profile = profiled(vgg16_shapes(), 64, flops=6e12)
     for combine in ("max", "add"):
         stages = plan(profile, [Level(4, 1.25e9)], combine=combine).stages
         assert [stage.replicas for stage in stages] == [3, 1]
