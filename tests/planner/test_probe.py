@@ -24,6 +24,7 @@ from dure.planner.probe.probe import (
     described,
     disturbance,
     hand_over,
+    hosts_of,
     partners,
     probe,
     table,
@@ -55,11 +56,13 @@ def figures(bandwidth: float, latency: float = 1e-4, alpha: float = 2e-5, beta: 
 
 
 def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> dict[str, object]:
-    """The figures of hosts with such links: a pair goes at the slower one's."""
+    """The figures of hosts of one rank with such links: a pair goes at the slower one's."""
     world = range(len(bandwidths))
     met = [{"hosts": [i, j], **figures(min(bandwidths[i], bandwidths[j]))} for i, j in partners(len(bandwidths))]
     return {
+        "hosts": [[rank] for rank in world],
         "local": [figures(2e9) for _ in world],
+        "inside": [],
         "pairs": met,
         "apply": [[(size, 1e-5 + size * 4e-10) for size in SIZES] for _ in world],
         "cores": [3 for _ in world],
@@ -204,6 +207,52 @@ def test_a_host_beside_a_slow_one_keeps_its_own_link() -> None:
     assert cluster.link.bandwidth == pytest.approx(fast, rel=1e-3)
 
 
+def hosted(hosts: list[list[int]], bandwidths: list[float], inner: list[float]) -> dict[str, object]:
+    """The figures of hosts of several ranks, whose inner links have the bandwidths `inner` and 5 us of latency."""
+    figures_ = found(bandwidths, [[0.1 * (1 + host)] for host, ranks in enumerate(hosts) for _ in ranks])
+    within = [
+        {"host": host, **figures(rate, latency=5e-6, beta=0.0)}
+        for host, (ranks, rate) in enumerate(zip(hosts, inner, strict=True))
+        for _ in partners(len(ranks))
+    ]
+    return figures_ | {"hosts": hosts, "inside": within}
+
+
+def test_hosts_of_two_ranks_are_machines_of_two_workers_with_a_card_and_an_inner_link() -> None:
+    """The card's figures are those between hosts; the link's inside those of the ranks of a host."""
+    shown = hosted([[0, 1], [2, 3], [4, 5]], [12.5e6] * 3, [4e9] * 3) | {"compute": [[0.1]] * 6}
+    cluster = described(shown, workers=9)
+    (kind,) = cluster.machines
+    assert (kind.count, kind.workers, kind.link, kind.inside, kind.compute.seconds) == (3, 2, None, None, 0.1)
+    assert cluster.workers == 6
+    assert (cluster.link.bandwidth, cluster.link.latency) == pytest.approx((12.5e6, 1e-4), rel=1e-3)
+    assert (cluster.inside.bandwidth, cluster.inside.latency) == pytest.approx((4e9, 5e-6), rel=1e-3)
+    assert (cluster.alpha, cluster.beta) == pytest.approx((2e-5, 1e-9), rel=1e-3)
+
+
+def test_hosts_of_two_and_of_four_ranks_are_two_kinds() -> None:
+    cluster = described(hosted([[0, 1], [2, 3, 4, 5]], [1e9, 1e9], [4e9, 8e9]), workers=9)
+    assert [(kind.count, kind.workers) for kind in cluster.machines] == [(1, 2), (1, 4)]
+    inner = [kind.inside.bandwidth for kind in cluster.machines if kind.inside is not None]
+    assert inner == pytest.approx([4e9, 8e9], rel=1e-3)
+    assert [kind.compute.mean(0.0) for kind in cluster.machines] == pytest.approx([0.1, 0.2])
+
+
+def test_the_ranks_of_one_host_are_its_workers_and_use_no_card() -> None:
+    """Nothing is known of the card: what servers of their own would use is taken to be as fast as the inner link."""
+    cluster = described(hosted([[0, 1, 2]], [1e9], [4e9]) | {"pairs": []}, workers=9)
+    assert [(kind.count, kind.workers) for kind in cluster.machines] == [(1, 3)]
+    assert cluster.host is None
+    assert (cluster.inside.bandwidth, cluster.link.bandwidth) == pytest.approx((4e9, 4e9), rel=1e-3)
+    assert (cluster.inside.latency, cluster.link.latency) == pytest.approx((5e-6, 5e-6), rel=1e-3)
+
+
+def test_ranks_of_a_host_that_are_not_in_a_row_are_refused() -> None:
+    assert hosts_of(["a", "a", "b", "c", "c"]) == [[0, 1], [2], [3, 4]]
+    with pytest.raises(UsageError, match=r"not in a row.*as torchrun does"):
+        hosts_of(["a", "b", "a"])
+
+
 def test_a_machine_alone_is_described_as_often_as_asked() -> None:
     cluster = described(found([1e9]), workers=6)
     assert cluster.workers == 6
@@ -246,10 +295,11 @@ def test_hosts_that_are_several_share_no_cores() -> None:
 
 
 def test_a_bad_fit_of_a_link_says_what_to_do() -> None:
-    assert advice(0.1, one_machine=True) == advice(0.02, one_machine=False) == ""
-    assert "off by 39%" in advice(0.39, one_machine=True)
-    assert "hand-overs" in advice(0.39, one_machine=True)
-    assert "by hand" in advice(0.39, one_machine=False)
+    assert advice(0.1, processes=1, hosts=1) == advice(0.02, processes=4, hosts=2) == ""
+    assert "off by 39%" in advice(0.39, processes=1, hosts=1)
+    assert "hand-overs" in advice(0.39, processes=1, hosts=1)
+    assert "probe without torchrun, by --workers 4" in advice(0.39, processes=4, hosts=1)
+    assert "by hand" in advice(0.39, processes=4, hosts=2)
 
 
 def test_short_runs_that_others_disturbed_are_told_apart() -> None:
@@ -262,7 +312,7 @@ def test_short_runs_that_others_disturbed_are_told_apart() -> None:
 def test_the_table_shows_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    figures = found([1e9]) | {"residual": 0.39, "advice": advice(0.39, one_machine=True)}
+    figures = found([1e9]) | {"residual": 0.39, "advice": advice(0.39, processes=1, hosts=1)}
     Console(width=300).print(table(described(figures, 2), figures))
     assert "off by 39%" in capsys.readouterr().out
 
@@ -323,20 +373,29 @@ def test_even_where_messages_take_long_there_are_sizes_enough(slow: bool, monkey
     assert len({size for size, *_ in measured["local"][0]["points"]}) == (3 if slow else 5)
 
 
+RANKS = 2  # of each host, started by torchrun
+TORCHRUN = f"-m torch.distributed.run --nproc-per-node {RANKS} --master-addr $MASTER_ADDR --master-port 29511"
+
+
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
-def test_hosts_and_the_links_between_them_are_probed(tmp_path: Path) -> None:
+def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
-    command = [sys.executable, "-m", "dure", "probe", "--out", str(path), "--json"]
+    launch = f"{sys.executable} {TORCHRUN} --nnodes $WORLD_SIZE --node-rank $RANK -m dure probe --out {path} --json"
     with namespaces.hosts(2, bandwidth=25e6) as hosts:
-        done = hosts.run(command, seconds=100)
+        done = hosts.run(["sh", "-c", f"exec {launch}"], seconds=110)
     told = json.loads(done[0].out.splitlines()[-1])
     assert done[1].out == ""
+    assert told["hosts"] == [[0, 1], [2, 3]]
     assert [pair["hosts"] for pair in told["pairs"]] == [[0, 1]]
+    assert [pair["host"] for pair in told["inside"]] == [0, 1]
     cluster = Cluster.from_yaml(path)
-    assert cluster.workers == 2
+    assert {kind.workers for kind in cluster.machines} == {RANKS}
+    assert cluster.workers == 4
     assert len(told["races"]) == 24
     assert 0 < cluster.unfairness < 1
     assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
+    inner = [(kind.inside or cluster.inside).bandwidth for kind in cluster.machines]
+    assert min(inner) > 4 * 25e6
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,12 @@
 """`dure probe`: measure hosts and the links between them, and describe them as a cluster file.
 
-    rank 0, or this process alone           every rank                         a second process
+    rank 0, or this process alone           every rank                         a second process of each host
       conducts                                a benchmark  ---- local ------------> a second benchmark
       "measure" ------------------------------> with each partner, one pair at a time
       "apply", "compute" ---------------------> by itself
+
+Ranks that see the same network of the same running system are on one host. The first rank of each host measures the
+links between hosts and the second process. The ranks of a host measure the link between them. All ranks measure steps.
 
 The measurements use dure's own wire and dure's own shard, so that the constants hold for real runs. Messages of several
 sizes, alone and several at once, separate a byte's cost on the link from its other cost: messages at once occupy the
@@ -14,10 +17,12 @@ time of the cores for a message, and of latency.
 from __future__ import annotations
 
 import secrets
+import socket
 import statistics
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +41,7 @@ from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.runtime.launch.shared_key import credentials_of
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, ServerMachines, SharedHost
+from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines, RoundCost, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal
 from dure.runtime.wire import Credentials, Identity, Loss
 
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 ALIKE = 0.1
-"""Hosts whose figures differ by at most this share count as machines of one kind."""
+"""Hosts with as many workers whose figures differ by at most this share count as machines of one kind."""
 
 LEAST_WIRE = 0.05
 """Least share of a byte's time that is attributed to the link."""
@@ -106,40 +111,57 @@ def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredHost:
-    """One host: seconds of half a round trip, seconds per byte on its link, and seconds of a step if a job is given."""
+class MeasuredLink:
+    """One link: seconds of half a round trip, and seconds per byte on it."""
 
     way: float
     per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredHost:
+    """One host and its `workers`: its card, their inner link if there are several, and a step if a job is given."""
+
+    card: MeasuredLink
+    workers: int = 1
+    inside: MeasuredLink | None = None
     seconds: float | None = None
 
     def like(self, other: MeasuredHost) -> bool:
-        mine, theirs = ((each.per_byte, each.seconds or 1.0) for each in (self, other))
-        return all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
+        """Whether both are machines of one kind."""
+        mine, theirs = (
+            (each.card.per_byte, each.seconds or 1.0, each.inside.per_byte if each.inside else 1.0)
+            for each in (self, other)
+        )
+        alike = all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
+        return self.workers == other.workers and alike
 
 
 def described(found: Figures, workers: int) -> Cluster:
-    """The cluster that fits the figures. If only one host was measured, the cluster has `workers` machines like it.
+    """The cluster that fits the figures. If only one rank was measured, the cluster has `workers` machines like it.
 
-    A message within a machine takes alpha + bytes / memory_bandwidth there; one between machines
-    latency + alpha + bytes * (beta + 1 / bandwidth).
+    A message between a worker and a server beside it takes alpha + bytes / memory_bandwidth; one between workers of a
+    machine latency + alpha + bytes / bandwidth of their inner link; one between machines latency + alpha +
+    bytes * (beta + 1 / bandwidth). Without a second host, the inner link takes the place of the card.
     """
-    between = found["pairs"] or found["local"]
-    hosts = _hosts(found)
-    alpha = min(statistics.median(each["cpu_message"] for each in between), *(host.way for host in hosts))
+    between = found["pairs"] or found["inside"] or found["local"]
+    hosts = _measured(found)
+    ways = [link.way for host in hosts for link in (host.card, host.inside) if link is not None]
+    alpha = min(statistics.median(each["cpu_message"] for each in between), *ways)
     kinds = _kinds(hosts)
-    links = [_link(kind, alpha) for kind in kinds]
-    counts = [len(kind) for kind in kinds] if found["pairs"] else [workers]
+    alone = sum(map(len, found["hosts"])) == 1
     cores = min(found["cores"])
-    machines = [
-        Machines(count=count, cores=cores, compute=_compute(kind), link=link if len(kinds) > 1 else None)
-        for count, kind, link in zip(counts, kinds, links, strict=True)
-    ]
-    link = links[counts.index(max(counts))]
+    machines = [_machines(kind, alpha, cores, count=workers if alone else len(kind)) for kind in kinds]
+    most = max(machines, key=lambda kind: kind.count)
+    inside = max((kind for kind in machines if kind.inside), key=lambda kind: kind.count, default=most).inside
+    link = most.link or Link()
+    if len(kinds) == 1:  # the keys of the cluster say it for all machines
+        machines = [most.model_copy(update={"link": None, "inside": None})]
     cluster = Cluster(
         machines=machines,
         servers=ServerMachines(cores=cores),
         link=link,
+        inside=inside or InsideLink(),
         alpha=_rounded(alpha),
         beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
         gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
@@ -209,16 +231,22 @@ def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict
     }
 
 
-def _hosts(found: Figures) -> list[MeasuredHost]:
+def _measured(found: Figures) -> list[MeasuredHost]:
     """The best figures of each host: with a slower partner, the figures are those of the partner's link."""
     hosts = []
-    for rank, local in enumerate(found["local"]):
-        mine = [figures for figures in found["pairs"] if rank in figures["hosts"]] or [local]
-        per_byte = min(_on_link(wire_of(figures)) for figures in mine)
-        way = min(figures["round_trip"] / 2 for figures in mine)
-        steps = found["compute"][rank]
-        hosts.append(MeasuredHost(way, per_byte, statistics.median(steps) if steps else None))
+    for number, (ranks, local) in enumerate(zip(found["hosts"], found["local"], strict=True)):
+        within = [figures for figures in found["inside"] if figures["host"] == number]
+        outside = [figures for figures in found["pairs"] if number in figures["hosts"]] or within or [local]
+        card = MeasuredLink(_way(outside), min(_on_link(wire_of(figures)) for figures in outside))
+        inside = MeasuredLink(_way(within), min(sum(wire_of(figures).slopes) for figures in within)) if within else None
+        steps = [statistics.median(found["compute"][rank]) for rank in ranks if found["compute"][rank]]
+        hosts.append(MeasuredHost(card, len(ranks), inside, statistics.median(steps) if steps else None))
     return hosts
+
+
+def _way(pairs: Sequence[Figures]) -> float:
+    """Seconds of half of the shortest round trip."""
+    return min(float(figures["round_trip"]) / 2 for figures in pairs)
 
 
 def _on_link(wire: Fit) -> float:
@@ -238,9 +266,23 @@ def _kinds(hosts: Sequence[MeasuredHost]) -> list[list[MeasuredHost]]:
     return kinds
 
 
-def _link(kind: Sequence[MeasuredHost], alpha: float) -> Link:
-    way, per_byte = (statistics.median(getattr(host, name) for host in kind) for name in ("way", "per_byte"))
-    return Link(bandwidth=_rounded(1 / per_byte), latency=_rounded(max(way - alpha, 0.0)))
+def _machines(kind: Sequence[MeasuredHost], alpha: float, cores: int, *, count: int) -> Machines:
+    """Machines like those of `kind`."""
+    inner = [host.inside for host in kind if host.inside is not None]
+    return Machines(
+        count=count,
+        workers=kind[0].workers,
+        cores=cores,
+        compute=_compute(kind),
+        link=Link(**_link([host.card for host in kind], alpha)),
+        inside=InsideLink(**_link(inner, alpha)) if inner else None,
+    )
+
+
+def _link(measured: Sequence[MeasuredLink], alpha: float) -> dict[str, Any]:
+    """The bandwidth and the latency of links of one kind."""
+    way, per_byte = (statistics.median(getattr(link, name) for link in measured) for name in ("way", "per_byte"))
+    return {"bandwidth": _rounded(1 / per_byte), "latency": _rounded(max(way - alpha, 0.0))}
 
 
 def _compute(kind: Sequence[MeasuredHost]) -> Compute:
@@ -265,10 +307,10 @@ def probe(
     On one machine, short real runs with `workers` workers train the job called `name` (as in `dure train`, with its
     `data`); without a name, a step is measured in this process alone. `key_file` is as in `dure.attach`.
 
-    The entry `cluster` is the `Cluster`. It is derived from the other entries: `local`, `pairs` (each with its two
-    `hosts`), `races`, `apply`, `compute` (seconds of steps of `job`), `codecs` (by name, for each host), `cores`,
-    `residual` (the worst fit of a link), and `advice` if that fit is bad. One machine alone also has `hand_over`,
-    `numel` and `runs` (`short_runs`).
+    The entry `cluster` is the `Cluster`. It is derived from the other entries: `hosts` (the ranks of each), `local`,
+    `pairs` (each with its two `hosts`), `inside` (pairs of ranks on one `host`), `races`, `apply`, `compute` (seconds
+    of steps of `job` at each rank), `codecs` (by name, for each rank), `cores`, `residual` (the worst fit of a link),
+    and `advice` if that fit is bad. One process alone also has `hand_over`, `numel` and `runs` (`short_runs`).
 
     Raises `PeerLost` if a host fails or exits.
     """
@@ -279,27 +321,27 @@ def probe(
     rendezvous = Rendezvous(here, "probe")
     run = rendezvous.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
     credentials = credentials_of(rendezvous, key_file)
-    node = ProcessNode(Identity(run, f"host {here.rank}", here.rank), credentials)
+    hosts = hosts_of(rendezvous.exchange("host", network_identity()))
+    node = ProcessNode(Identity(run, f"rank {here.rank}", here.rank), credentials)
     benchmark = LinkBenchmark(node, job, named)
     node.serve(SERVICE, benchmark)
     with ExitStack() as stack:
         stack.callback(node.wire.close)
-        beside = _begin_beside(node, here, credentials, stack)
+        first = any(here.rank == ranks[0] for ranks in hosts)
+        beside = _begin_beside(node, here, credentials, stack) if first else None
         stack.callback(benchmark.over.resolve)  # from here on, the exit of a peer is no error
-        places = rendezvous.exchange("place", [here.interface, node.wire.listen(here.interface)])
-        node.directory |= {f"host {rank}": (host, port) for rank, (host, port) in enumerate(places)}
-        besides = rendezvous.exchange("beside", [here.interface, beside.answer()["port"]])
-        node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides)}
+        _exchange_addresses(rendezvous, node, beside)
         rendezvous.exchange("ready", True)
         node.on_lost = lambda loss: _lost(loss, benchmark)
         if here.rank:
             node.loop.run_until(benchmark.over)
             found = None
         else:
-            found = node.loop.run_until(node.spawn(_conduct(node, here.world_size, list(named)), "the measurements"))
+            found = node.loop.run_until(node.spawn(_conduct(node, hosts, list(named)), "the measurements"))
             benchmark.over.resolve()
-        node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
-        beside.until_gone()
+        if beside is not None:
+            node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
+            beside.until_gone()
         rendezvous.part()
     if found is None:
         return None
@@ -313,6 +355,30 @@ def probe(
     return found
 
 
+def network_identity() -> str:
+    """Identity of the running system and of the network that this process sees: that of its host, or its container."""
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{system} {Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def hosts_of(identities: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, in the order of ranks. Raises `UsageError` if the ranks of a host are not in a row.
+
+    >>> hosts_of(["a", "a", "b"])
+    [[0, 1], [2]]
+    """
+    hosts = [[rank for rank, _ in group] for _, group in groupby(enumerate(identities), key=itemgetter(1))]
+    if len(hosts) > len(set(identities)):
+        raise UsageError(
+            "the ranks of a host are not in a row, and a cluster file numbers workers machine by machine. Start all "
+            "ranks of one host, then those of the next, as torchrun does."
+        )
+    return hosts
+
+
 def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credentials, stack: ExitStack) -> ShardProcess:
     """Start a second process on this host."""
     name = f"beside {here.rank}"
@@ -321,6 +387,15 @@ def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credent
     helper = ShardProcess("dure.planner.probe.measure", name, request)
     stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
     return helper
+
+
+def _exchange_addresses(rendezvous: Rendezvous, node: ProcessNode, beside: ShardProcess | None) -> None:
+    """Listen, and enter the addresses of all ranks and of the second processes into the node's directory."""
+    interface = rendezvous.place.interface
+    places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
+    node.directory |= {f"rank {rank}": (host, port) for rank, (host, port) in enumerate(places)}
+    besides = rendezvous.exchange("beside", [interface, beside.answer()["port"] if beside else 0])
+    node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides) if port}
 
 
 def _lost(loss: Loss, benchmark: LinkBenchmark) -> None:
@@ -338,44 +413,58 @@ def _named(codecs: Sequence[str]) -> dict[str, Codec]:
     return dict(zip(names, made, strict=True))
 
 
-async def _conduct(node: ProcessNode, world: int, codecs: Sequence[str]) -> Figures:
-    """Conduct all measurements, one after another: measurements at the same time would disturb each other."""
-    hosts = [Address(f"host {rank}", SERVICE) for rank in range(world)]
-    found: Figures = {"local": [], "pairs": [], "apply": [], "cores": []}
-    for rank, host in enumerate(hosts):
-        reply = await node.call(host, "measure", peer=f"beside {rank}", timeout=PAIR_SECONDS)
-        found["local"].append(dict(reply.fields))
-        reply = await node.call(host, "apply", timeout=PAIR_SECONDS)
+async def _conduct(node: ProcessNode, hosts: Sequence[Sequence[int]], codecs: Sequence[str]) -> Figures:
+    """Measure one thing after another, as measurements at the same time would disturb each other."""
+    ranks = [Address(f"rank {rank}", SERVICE) for members in hosts for rank in members]
+    found: Figures = {"hosts": [list(members) for members in hosts], "local": [], "inside": [], "pairs": []}
+    found |= {"apply": [], "cores": [], "codecs": {}}
+    for number, members in enumerate(hosts):
+        found["local"].append(await _measure(node, members[0], f"beside {members[0]}"))
+        reply = await node.call(ranks[members[0]], "apply", timeout=PAIR_SECONDS)
         found["apply"].append(reply.fields["points"])
         found["cores"].append(reply.fields["cores"])
-    for one, other in partners(world):
-        reply = await node.call(hosts[one], "measure", peer=f"host {other}", timeout=PAIR_SECONDS)
-        found["pairs"].append({"hosts": [one, other], **reply.fields})
-    computing = [node.call(host, "compute", timeout=PAIR_SECONDS) for host in hosts]
+        for one, other in partners(len(members)):
+            figures = await _measure(node, members[one], f"rank {members[other]}")
+            found["inside"].append({"host": number, **figures})
+    for one, other in partners(len(hosts)):
+        figures = await _measure(node, hosts[one][0], f"rank {hosts[other][0]}")
+        found["pairs"].append({"hosts": [one, other], **figures})
+    computing = [node.call(rank, "compute", timeout=PAIR_SECONDS) for rank in ranks]
     found["compute"] = [(await each).fields["seconds"] for each in computing]
-    if world == 1:
-        reply = await node.call(hosts[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
+    if len(ranks) == 1:
+        reply = await node.call(ranks[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
         found["hand_over"] = reply.fields["points"]
-    found["codecs"] = {}
     for codec in codecs:
-        coding = [node.call(host, "code", codec=codec, timeout=PAIR_SECONDS) for host in hosts]
+        coding = [node.call(rank, "code", codec=codec, timeout=PAIR_SECONDS) for rank in ranks]
         found["codecs"][codec] = [dict((await each).fields) for each in coding]
     found["races"] = [ends async for ends in _races(node, hosts, found["pairs"])]
-    for host in hosts:  # this host first: after that, the exit of another host is no error
-        await node.call(host, "over")
-    found["residual"] = max(wire_of(figures).residual for figures in found["pairs"] or found["local"])
-    found["advice"] = advice(found["residual"], one_machine=world == 1)
+    for rank in ranks:  # this one first: after that, the exit of another rank is no error
+        await node.call(rank, "over")
+    links = found["pairs"] or found["inside"] or found["local"]
+    found["residual"] = max(wire_of(figures).residual for figures in links)
+    found["advice"] = advice(found["residual"], processes=len(ranks), hosts=len(hosts))
     return found
 
 
-def advice(residual: float, *, one_machine: bool) -> str:
-    """Advice on a bad fit of a link; empty if the fit is good."""
+async def _measure(node: ProcessNode, rank: int, peer: str) -> Figures:
+    """The figures of the link between a rank and another process."""
+    reply = await node.call(Address(f"rank {rank}", SERVICE), "measure", peer=peer, timeout=PAIR_SECONDS)
+    return dict(reply.fields)
+
+
+def advice(residual: float, *, processes: int, hosts: int) -> str:
+    """Advice on a bad fit of a link, by the number of measured processes and hosts; empty if the fit is good."""
     if residual <= BAD_FIT:
         return ""
-    if one_machine:
+    if processes == 1:
         return (
             f"The line of the loopback is off by {residual:.0%}: two processes share cores and caches. On one machine "
             "predictions use the hand-overs instead. Leave the machine idle and probe again if other programs ran."
+        )
+    if hosts == 1:
+        return (
+            f"The line of the link inside the host is off by {residual:.0%}: its processes share cores and caches. If "
+            f"workers share the cores too, probe without torchrun, by --workers {processes}: that describes the cores."
         )
     return (
         f"The line of a link is off by {residual:.0%}: something else used it or its hosts. Probe again when they are "
@@ -395,19 +484,21 @@ def disturbance(runs: Figures) -> str:
 
 
 async def _races(
-    node: ProcessNode, hosts: Sequence[Address], pairs: Sequence[Figures]
+    node: ProcessNode, hosts: Sequence[Sequence[int]], pairs: Sequence[Figures]
 ) -> AsyncIterator[tuple[float, float]]:
     """Ends of two messages sent at once to each host: by the next two hosts, or by two processes of the next host."""
-    world = len(hosts)
-    if world == 1:
+    firsts = [members[0] for members in hosts]
+    count = len(hosts)
+    if count == 1:
         return
     size = max(size for figures in pairs for size, *_ in figures["points"])
-    for rank, host in enumerate(hosts):
-        one, other = (rank + 1) % world, (rank + 2) % world
-        peers = [f"host {one}", f"host {other}" if other != rank else f"beside {one}"]
-        reply = await node.call(host, "race", peers=peers, size=size, count=-(-RACES // world), timeout=PAIR_SECONDS)
-        for first, second in reply.fields["rounds"]:
-            yield first, second
+    for number, first in enumerate(firsts):
+        one, other = firsts[(number + 1) % count], firsts[(number + 2) % count]
+        peers = [f"rank {one}", f"rank {other}" if other != first else f"beside {one}"]
+        host = Address(f"rank {first}", SERVICE)
+        reply = await node.call(host, "race", peers=peers, size=size, count=-(-RACES // count), timeout=PAIR_SECONDS)
+        for earlier, later in reply.fields["rounds"]:
+            yield earlier, later
 
 
 def partners(world: int) -> Iterator[tuple[int, int]]:
@@ -434,15 +525,18 @@ def table(cluster: Cluster, found: Figures) -> Table:
     from dure.core import units
 
     shown = Table(box=None, pad_edge=False, show_header=False)
-    shown.add_row("Hosts", str(len(found["local"])))
+    shown.add_row("Hosts", str(len(found["hosts"])))
     for kind in cluster.machines:
-        link = kind.link or cluster.link
-        text = f"{units.as_rate(link.bandwidth)}, latency {units.as_seconds(link.latency)}"
-        shown.add_row("Link" if len(cluster.machines) == 1 else f"Link of {kind.count}", text)
+        link, inside = kind.link or cluster.link, kind.inside or cluster.inside
+        of = "" if len(cluster.machines) == 1 else f" of {kind.count}"
+        shown.add_row(f"Link{of}", f"{units.as_rate(link.bandwidth)}, latency {units.as_seconds(link.latency)}")
+        if kind.workers > 1:
+            text = f"{units.as_memory_rate(inside.bandwidth)}, latency {units.as_seconds(inside.latency)}"
+            shown.add_row(f"Between the {kind.workers} workers of a host{of}", text)
     shown.add_row("A message costs a core", units.as_seconds(cluster.alpha))
     shown.add_row("A byte of it", units.as_per_byte(cluster.beta))
     shown.add_row("A byte that is applied", units.as_per_byte(cluster.gamma))
-    shown.add_row("Within a machine", units.as_memory_rate(cluster.memory_bandwidth))
+    shown.add_row("Between a worker and a server beside it", units.as_memory_rate(cluster.memory_bandwidth))
     shown.add_row("Unfairness of links", f"{cluster.unfairness:.2g}")
     shown.add_row("Cores", str(cluster.machines[0].cores))
     for kind in cluster.machines if found["compute"][0] else ():
