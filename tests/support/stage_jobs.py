@@ -1,0 +1,65 @@
+"""Jobs of small models in blocks, for pipelines. Their functions are named in job texts: `stage_jobs.py:NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dure.job.data.digits import load_digits
+from dure.job.job import Job
+from dure.job.models.mlp import top1
+from dure.job.optimizer import OptimizerSpec
+
+HERE = Path(__file__)
+
+
+def job_text(name: str) -> str:
+    """The text that names a job of this file."""
+    return f"{HERE}:{name}"
+
+
+def job(model: Callable[[], nn.Module], **options: object) -> Job:
+    data = load_digits()
+    given = {"batch_size": 10, "optimizer": OptimizerSpec("sgd", lr=0.1)} | options
+    return Job(
+        model=model, loss=cross_entropy, train=data.train, test=data.test, accuracy=top1, name="stages", **given
+    )  # fmt: skip
+
+
+def _blocks(normed: Sequence[int], dropped: float) -> nn.Module:
+    """Four blocks of two layers each, those in `normed` with batch norm."""
+    widths = (64, 12, 14, 12, 10)
+    blocks: list[nn.Module] = []
+    for number, (before, after) in enumerate(pairwise(widths)):
+        last = number == len(widths) - 2
+        block: list[nn.Module] = [nn.Linear(before, after)]
+        block += [nn.BatchNorm1d(after)] if number in normed else []
+        block += [] if last else [nn.Tanh()]
+        block += [nn.Dropout(dropped)] if dropped and not last else []
+        blocks.append(nn.Sequential(*block))
+    return nn.Sequential(*blocks).to(torch.float64)
+
+
+def plain() -> Job:
+    return job(partial(_blocks, (), 0.0))
+
+
+def normed() -> Job:
+    """Batch norm and dropout in each pair of blocks."""
+    return job(partial(_blocks, (0, 1, 2, 3), 0.2))
+
+
+def normed_first() -> Job:
+    """Batch norm and dropout in the first blocks only."""
+    return job(partial(_blocks, (0,), 0.2))
+
+
+def normed_last() -> Job:
+    """Batch norm in the last block only."""
+    return job(partial(_blocks, (3,), 0.0))
