@@ -44,6 +44,9 @@ def with_root(data_root):
     job.source = str(data_root)
     return job
 
+def untyped(rows=6):
+    return small(rows)
+
 def wrong():
     return 3
 
@@ -172,6 +175,27 @@ def test_overrides_reach_job_optimizer_and_function() -> None:
     assert load_job("digits-mlp", batch_size=None, lr=None).optimizer == load_job("digits-mlp").optimizer
 
 
+def test_a_text_gives_parameters_of_the_function(job_file: Path) -> None:
+    job = load_job("digits-mlp:depth=3, hidden=7", lr=0.5)
+    assert [len(each) for each in job.build().parameters()] == [7, 7, 7, 7, 7, 7, 10, 10]
+    assert (job.name, job.optimizer.lr) == ("digits-mlp", 0.5)
+    assert load_job("digits-mlp:hidden=7", hidden=5).build()[1].out_features == 5
+    job = load_job("quadratic:noise=0,dtype=float64,dim=3")
+    assert job.train.targets.dtype == torch.float64
+    assert load_job("char-gpt:tied=true,width=8").build()[5].scores.out_features > 50
+    job = load_job(f"{job_file}:small:rows=8")
+    assert (job.name, len(job.train)) == ("small", 8)
+    assert len(load_job(f"{job_file}:untyped:rows=9").train) == 9  # the type is that of the default
+
+
+def test_parameters_of_a_job_reach_the_processes_of_a_run() -> None:
+    job, settings = "digits-mlp:hidden=5,depth=2", {"workers": 1, "steps": 3}
+    real = dure.train(job, on="local", **settings)
+    assert real.config["job"] == job
+    virtual = dure.train(load_job("digits-mlp", hidden=5, depth=2), on="virtual", **settings)
+    assert real.summary()["loss"] == pytest.approx(virtual.summary()["loss"], rel=1e-6)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
@@ -229,6 +253,14 @@ def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path
         ("digits-mlp", {"split": "iidd"}, 'Did you mean "iid"'),
         ("digits-mlp", {"dtype": "int8"}, "float32 or float64, got 'int8'"),
         ("digits-mlp", {"hidden": 0}, "widths of at least 1"),
+        (
+            "digits-mlp:dept=3",
+            {},
+            r"digits-mlp has no parameter 'dept'; it has hidden, depth\..*Did you mean \"depth\"",
+        ),
+        ("digits-mlp:depth=x", {}, "digits-mlp: depth must be an integer, got 'x'"),
+        ("digits-mlp:depth", {}, r'"digits-mlp:depth" has "depth" for a parameter: write NAME:KEY=VALUE'),
+        ("mnist-mlp:data_root=x", {}, "no parameter 'data_root'"),
         ("quadratic", {"conditioning": 0.5}, "conditioning must be at least 1"),
     ],
 )
@@ -238,14 +270,14 @@ def test_mistakes_are_explained(name: str, overrides: dict[str, object], said: s
 
 
 def test_mistakes_in_a_file_are_explained(job_file: Path) -> None:
-    with pytest.raises(UsageError, match=r'small, stumbles, with_root, wrong.*Did you mean "small"'):
+    with pytest.raises(UsageError, match=r'small, stumbles, untyped, with_root, wrong.*Did you mean "small"'):
         load_job(f"{job_file}:smal")
     with pytest.raises(UsageError, match=r"must return a dure\.Job, it returned int"):
         load_job(f"{job_file}:wrong")
     with pytest.raises(UsageError, match=r"mine\.py:asks needs a value for 'width'.* default .*: width=\.\.\."):
         load_job(f"{job_file}:asks")
     assert len(load_job(f"{job_file}:asks", width=5).train) == 3
-    with pytest.raises(UsageError, match=r"mine\.py:stumbles raised KeyError: 'rows' \(.*mine\.py, line 23\)\.$"):
+    with pytest.raises(UsageError, match=r"mine\.py:stumbles raised KeyError: 'rows' \(.*mine\.py, line 26\)\.$"):
         load_job(f"{job_file}:stumbles")
 
 

@@ -15,8 +15,8 @@ JOB = """
 from pathlib import Path
 from dure.job.job import load_job
 Path({ran!r}).touch()
-def make():
-    return load_job("digits-mlp")
+def make(hidden=8):
+    return load_job("digits-mlp", hidden=hidden)
 """
 
 METHOD = """
@@ -76,6 +76,20 @@ def test_a_file_that_has_changed_needs_trust(lab, file, capsys):
     assert main(["train", "--resume", "run", "--steps", "6", "--trust"]) == 0
     assert dure.train("", resume="run", steps=8).summary()["steps"] == 8, "what was trusted is recorded"
     assert "trust" not in json.loads((lab / "run" / "config.json").read_text())["config"]
+
+
+def test_a_file_of_a_job_with_parameters_is_checked_too(lab):
+    job = {"workers": 2, "steps": 4, "checkpoint_every": 2, "on": "virtual", "out": "run2"}
+    dure.train("lab/job.py:make:hidden=5", **job)
+    assert dure.train("./lab/job.py:make:hidden=5", resume="run2", steps=6).summary()["steps"] == 6
+    with pytest.raises(UsageError, match=r"job=lab/job\.py:make:hidden=6"):
+        dure.train("lab/job.py:make:hidden=6", resume="run2", steps=8)
+    (lab / "ran").unlink()
+    with (lab / "lab" / "job.py").open("a") as code:
+        code.write("# another\n")
+    with pytest.raises(UsageError, match="it has changed since the run began"):
+        dure.train("", resume="run2", steps=8)
+    assert not Path("ran").exists(), "the code was run"
 
 
 def test_a_file_that_lies_elsewhere_needs_trust(lab, monkeypatch):

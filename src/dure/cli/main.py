@@ -88,7 +88,7 @@ class Train(TrainConfig):
     example: ClassVar[str] = "dure train digits-mlp --sync ssp:bound=3 --on virtual --workers 8"
 
     job: Positional[str] = ""
-    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
     config: Path | None = None
     """YAML file of options, by the names of the flags with _ for -."""
     json: bool = False
@@ -130,7 +130,7 @@ class Compare(CompareConfig):
     example: ClassVar[str] = "dure compare digits-mlp --strategy bsp --strategy ssp --on virtual"
 
     job: Positional[str] = ""
-    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
     strategies: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="strategy")] = ()
     """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
     ssp:bound=3 and downpour."""

@@ -1,6 +1,6 @@
 """The text form of members with parameters, `NAME:KEY=VALUE,KEY=VALUE`, typed by the member's dataclass.
 
-Methods, topologies, codecs, optimizers, splits and schedules have this form. A wrong text raises `StrategyError`.
+Methods, topologies, codecs, optimizers, splits, schedules and jobs have this form. A wrong text raises `StrategyError`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,15 @@ def parse_members(text: str) -> tuple[MemberSpec, ...]:
     >>> parse_members("lab/mine.py:Mine:period=8")
     (MemberSpec(name='lab/mine.py:Mine', given={'period': '8'}),)
     """
-    return tuple(_parse_member(part) for part in re.split(r"\+(?=[a-z])", text))
+    return tuple(parse_member(part) for part in re.split(r"\+(?=[a-z])", text))
 
 
-def _parse_member(text: str) -> MemberSpec:
+def parse_member(text: str) -> MemberSpec:
+    """Parse one name with its parameters. Raises `StrategyError`.
+
+    >>> parse_member("mnist-mlp:depth=7")
+    MemberSpec(name='mnist-mlp', given={'depth': '7'})
+    """
     file, _, after = text.rpartition(".py:")  # a member in a user's file is FILE.py:NAME
     head, colon, rest = after.partition(":")
     name = f"{file}.py:{head}" if file else head

@@ -11,7 +11,8 @@
     | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
     | `quadratic`      | drawn              | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
 
-Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`.
+Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`. Parameters follow the name, as in
+`mnist-mlp:depth=7,hidden=64`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.core import user_code
-from dure.core.spec_text import names, nearest
+from dure.core.spec_text import names, nearest, parse_member, parse_value
 from dure.errors import UsageError
 from dure.job.data.dataset import Data, DataSet
 from dure.job.data.location import data_root as find_root
@@ -185,30 +186,33 @@ def _as_data_set(data: Any, what: str) -> DataSet:
 def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
     """Load the job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
 
+    The text may give parameters of the job's function: `mnist-mlp:depth=7,hidden=64`, `FILE.py:FUNCTION:rows=8`.
     `data_root` is the folder of data sets (`data/location.py` defines the default). Each of `overrides` replaces a
     parameter of the job's function (`hidden`, `dim`), a field of `Job` (`batch_size`, `steps`, `split`), a field of its
     optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64"). An override of None has no effect.
 
     Raises `UsageError` for a name or an override that does not exist, `DataError` for data that is not available.
     """
-    location, folder = _locate(name_or_path)
+    name, texts = parse_member(name_or_path)
+    location, folder = _locate(name)
     target, _, function_name = location.rpartition(":")
     given = {key: value for key, value in overrides.items() if value is not None}
     with nullcontext() if folder is None else user_code.imports_beside(Path(target)):
         module = importlib.import_module(target) if folder is None else user_code.run(target)
-        function = _function(module, function_name, name_or_path)
+        function = _function(module, function_name, name)
         parameters = set(inspect.signature(function).parameters)
-        own = {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
-        _check_overrides(given, parameters, name_or_path)
+        own = _values(function, texts, name)
+        own |= {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
+        _check_overrides(given, parameters, name)
         if "data_root" in parameters:
             own["data_root"] = find_root(data_root)
-        _check_call(function, own, name_or_path)
-        with user_code.explain_user_errors(f"{name_or_path} raised"):
+        _check_call(function, own, name)
+        with user_code.explain_user_errors(f"{name} raised"):
             job = function(**own)
     if not isinstance(job, Job):
-        raise UsageError(f"{name_or_path} must return a dure.Job, it returned {type(job).__name__}.")
+        raise UsageError(f"{name} must return a dure.Job, it returned {type(job).__name__}.")
     job = _override(job, given)
-    job.name = job.name or (name_or_path if folder is None else function_name)
+    job.name = job.name or (name if folder is None else function_name)
     return job
 
 
@@ -235,6 +239,21 @@ def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
         known = [key for key, value in functions if value.__module__ == module.__name__]
         raise UsageError(f"{text}: the file has {names(known) or 'no functions'}, not {name!r}.{nearest(name, known)}")
     return function  # type: ignore[no-any-return]
+
+
+def _values(function: Callable[..., Any], texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Parameters of a job's function from `texts`, with the type of the annotation, else of the default."""
+    hints = get_type_hints(function) if texts else {}
+    known = {key: each for key, each in inspect.signature(function).parameters.items() if key != "data_root"}
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        if key not in known:
+            raise UsageError(f"{name} has no parameter {key!r}; it has {names(known) or 'none'}.{nearest(key, known)}")
+        try:
+            values[key] = parse_value(text, hints.get(key, type(known[key].default)))
+        except ValueError as error:
+            raise UsageError(f"{name}: {key} must be {error}, got {text!r}.") from error
+    return values
 
 
 def _check_call(function: Callable[..., Any], given: Mapping[str, Any], text: str) -> None:

@@ -42,7 +42,7 @@ class Options:
     """Options that `train` and `compare` share. Values are checked: a wrong one raises `UsageError`."""
 
     job: str = ""
-    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job."""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
     workers: Count | None = None
     """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
     batch_size: Count | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.core import user_code
-from dure.core.spec_text import value_text
+from dure.core.spec_text import parse_member, value_text
 from dure.errors import StrategyError, UsageError
 from dure.report.run import read_run
 from dure.run.config import TrainConfig
@@ -119,9 +119,9 @@ def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> boo
 
 
 def _whole(job: str) -> str:
-    """A job's name; the name of a job in a file with the absolute path."""
-    own = user_code.split(job)
-    return job if own is None else f"{Path(own[0]).resolve()}:{own[1]}"
+    """A job's text; the text of a job in a file with the absolute path."""
+    own = user_code.split(parse_member(job).name)
+    return job if own is None else job.replace(own[0], str(Path(own[0]).resolve()), 1)
 
 
 def _refusal(saved: TrainConfig, wrong: Mapping[str, Any], has: Mapping[str, Any]) -> str:

@@ -55,9 +55,10 @@ log = logging.getLogger("dure")
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
     """Train `job` with several workers, for real or in virtual time; return its record.
 
-    `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job` (virtual time only: processes must be able to make
-    it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`). `on` is "local" (also if
-    left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
+    time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
+    (`SSP(bound=3)`). `on` is "local" (also if left out), "torchrun", "virtual", a cluster file, or a `Cluster`.
+    `options` are those of `config.TrainConfig`.
 
     Raises:
         UsageError: the options contradict each other; the message names the nearest that work.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.core import user_code
-from dure.core.spec_text import parse_members
+from dure.core.spec_text import parse_member, parse_members
 from dure.errors import UsageError
 from dure.run.strategy import AXES
 
@@ -62,7 +62,7 @@ def _named(options: Mapping[str, Any]) -> Iterator[str]:
     texts = [str(options.get(option) or "") for option in MEMBERS]
     members = [call.name for text in texts for word in text.split() for call in parse_members(word)]
     files = {own[0] for name in members if (own := user_code.split(name)) is not None}
-    job = str(options.get("job") or "").rpartition(":")[0]
+    job = parse_member(str(options["job"])).name.rpartition(":")[0] if options.get("job") else ""
     yield from sorted(files | {job} if job.endswith(".py") else files)
 
 
