@@ -201,19 +201,23 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str]
-    """What to reproduce: sharding, it-signsgd or byzantine. Each has some of the flags below."""
+    """What to reproduce: sharding, it-signsgd, byzantine or pipelines. Each has some of the flags below."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     dataset: str | None = None
     """it-signsgd: mnist, cifar10, or both with a comma."""
     rounds: int | None = None
-    """it-signsgd, byzantine: steps of every run."""
+    """it-signsgd, byzantine, pipelines: steps of every run."""
     seeds: int | None = None
-    """it-signsgd, byzantine: how often everything is done."""
+    """it-signsgd, byzantine, pipelines: how often everything is done."""
+    stages: str | None = None
+    """pipelines: numbers of stages, with commas between."""
+    rates: str | None = None
+    """pipelines: learning rates, with commas between."""
     data: Path | None = None
-    """it-signsgd: folder of data sets; else DURE_DATA, else the user's cache."""
+    """it-signsgd, pipelines: folder of data sets; else DURE_DATA, else the user's cache."""
     out: Path | None = None
-    """it-signsgd: where to draw the curves, as SVG."""
+    """it-signsgd, pipelines: where to draw the curves, as SVG."""
     json: bool = False
     """Print one JSON object as the last line."""
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # The palette of Okabe and Ito for the colour-blind, without its yellow, which is too pale for lines on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
+_LINES = ("-", "--", ":")
 DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
 SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
 
@@ -167,8 +168,10 @@ class Band(NamedTuple):
     spreads: Sequence[float]
 
 
-def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_label: str) -> str:
-    """Draws panels by (row, column). All panels of a row have one scale, and a label has one colour in all panels.
+def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_label: str, percent: bool = True) -> str:
+    """Draws panels by (row, column). All panels of a row have one scale, and a label has one line style in all panels.
+
+    Values are shares in `percent`, or plain numbers.
 
     The SVG is a file of its own on a white ground.
     """
@@ -180,21 +183,23 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
         for (row, column), bands in panels.items():
             axes = every[rows.index(row)][columns.index(column)]
             for band in bands:
-                _band(axes, band, COLORS[labels.index(band.label) % len(COLORS)])
+                dashes, color = divmod(labels.index(band.label), len(COLORS))
+                _band(axes, band, COLORS[color], _LINES[dashes % len(_LINES)])
             axes.set_title(column if row == rows[0] else "", fontsize=9, color=_FAINT)
             axes.set_ylabel(f"{row}: {y_label}" if column == columns[0] else "")
             axes.set_xlabel(x_label if row == rows[-1] else "")
-            axes.yaxis.set_major_formatter(_plain(" %", factor=100))
+            axes.yaxis.set_major_formatter(_plain(" %", factor=100) if percent else _plain(""))
         lines = every[0][0].get_lines()
-        figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     return svg()
 
 
-def _band(axes: Axes, band: Band, color: str) -> None:
+def _band(axes: Axes, band: Band, color: str, line: str) -> None:
     _, places, values, spreads = band
     low, high = ([value + sign * spread for value, spread in zip(values, spreads, strict=True)] for sign in (-1, 1))
     axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
-    axes.plot(places, values, color=color, linewidth=1.6, marker="o" if len(places) == 1 else None, markersize=4)
+    marker = "o" if len(places) == 1 else None
+    axes.plot(places, values, color=color, linestyle=line, linewidth=1.6, marker=marker, markersize=4)
 
 
 def _circle(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str) -> None:

@@ -5,6 +5,7 @@
 | `sharding`   | `sharding`   | a comparison of layer-based and memory-based parameter sharding on VGG-16      |
 | `it-signsgd` | `it_signsgd` | Park and Lee: a weighted vote on the signs of workers with unequal batches     |
 | `byzantine`  | `byzantine`  | Bernstein et al.: a majority vote on signs, some of which are false            |
+| `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
 
 Each module has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
 parameters of `reproduce` are the flags that apply to it, all with defaults.
@@ -24,6 +25,7 @@ NAMES = {
     "sharding": "dure.cli.reproduce.sharding",
     "it-signsgd": "dure.cli.reproduce.it_signsgd",
     "byzantine": "dure.cli.reproduce.byzantine",
+    "pipelines": "dure.cli.reproduce.pipelines",
 }
 
 

@@ -1,0 +1,258 @@
+"""Compares pipelines by what they do to learning: a deep dense network on MNIST, over 2, 4 and 8 stages.
+
+Yook, Lee and Yoo, "A survey on parallel training algorithms for deep neural networks", 2020 (in Korean), section III,
+compares pipelines in words: updates with weights that are stale damage learning as the number of stages K grows, DDG
+and SpecTrain suffer with K, and GPipe's efficiency falls with K and with small mini-batches. It gives no figures.
+Here each method trains the same model on the same samples in virtual time, with real gradients, at several learning
+rates and seeds. Damage is the test loss beside that of SGD on one worker.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure import partition
+from dure.errors import DivergedError, StrategyError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from dure.job.job import Job
+    from dure.report.run import Run
+
+STAGES = (2, 4, 8)
+RATES = (0.02, 0.05, 0.1)
+DEPTH, HIDDEN = 7, 64
+WIDTH = 1024
+"""Units of each layer in the table of GPipe's efficiency."""
+
+SGD = "none"
+"""The row of one worker with the whole model."""
+
+EFFICIENCY_BATCHES = (8, 16, 32, 64, 128, 256)
+MICRO_BATCH = 8
+"""Samples of a micro-batch in the table of GPipe's efficiency."""
+
+Row = dict[str, Any]
+
+
+def reproduce(
+    *,
+    rounds: int = 1875,
+    seeds: int = 3,
+    stages: str = ",".join(map(str, STAGES)),
+    rates: str = ",".join(map(str, RATES)),
+    data: Path | None = None,
+    out: Path = Path("pipelines.svg"),
+) -> dict[str, Any]:
+    """Train with every method at every number of stages and rate for `rounds` mini-batches; draw loss against K.
+
+    `loss` and `accuracy` are those of the test data at the end, `spread` is the standard deviation of the accuracy over
+    seeds. `damage` is the loss divided by that of SGD at the same rate. `efficiency` is the speed of GPipe
+    over that of one worker, divided by the stages, beside its closed form.
+
+    Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
+    """
+    counts, wanted_rates = _numbers("stages", stages, int), _numbers("rates", rates, float)
+    for name, value in (("rounds", rounds), ("seeds", seeds)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+    job = _job(data)
+    rows = [
+        _row(job, method, count, rate, rounds, range(seeds))
+        for rate in wanted_rates
+        for method in partition.CATALOGUE
+        for count in (counts if method != SGD else [1])
+    ]
+    _compare(rows)
+    _draw(out, rows, counts)
+    return {
+        "reproduce": "pipelines",
+        "time": "virtual",
+        "rounds": rounds,
+        "seeds": seeds,
+        "data": job.source,
+        "picture": str(out),
+        "rows": rows,
+        "efficiency": [_efficiency(count, batch) for count in counts for batch in EFFICIENCY_BATCHES],
+    }
+
+
+def table(result: dict[str, Any]) -> Group:
+    """The rows, and the efficiency of GPipe, as two tables."""
+    from rich.console import Group
+
+    return Group(_damage_table(result), _efficiency_table(result))
+
+
+def _efficiency_table(result: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    caption = (
+        f"GPipe with micro-batches of {MICRO_BATCH} samples, on {DEPTH + 1} equal layers. Seconds are virtual. The "
+        "closed form is U / (U + K - 1) for U micro-batches and K stages."
+    )
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    for name in ("stages", "mini-batch", "micro-batches", "efficiency", "closed form"):
+        shown.add_column(name, justify="right")
+    for row in result["efficiency"]:
+        shares = (f"{row[name]:.1%}" for name in ("efficiency", "closed_form"))
+        shown.add_row(*(str(row[name]) for name in ("stages", "batch", "micro")), *shares)
+    return shown
+
+
+def _damage_table(result: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    caption = (
+        f"mnist-mlp of depth {DEPTH} after {result['rounds']} mini-batches, seeds: {result['seeds']}. Workers and "
+        f"seconds are virtual, gradients are real. Curves: {result['picture']}"
+    )
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    for name in ("rate", "method", "stages", "accuracy", "spread", "loss", "of SGD's", "seconds"):
+        shown.add_column(name, justify="left" if name == "method" else "right")
+    for row in result["rows"]:
+        method = "SGD, one worker" if row["method"] == SGD else row["method"]
+        shown.add_row(f"{row['rate']:g}", method, str(row["stages"]), *_learnt(row))
+    return shown
+
+
+def _learnt(row: Row) -> tuple[str, ...]:
+    if row["loss"] is None:
+        return "diverged" if row["why"] == "diverged" else "refused", "", "", "", ""
+    damage = "" if row["damage"] is None else f"{row['damage']:.2f}"
+    return f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['loss']:.3f}", damage, f"{row['seconds']:.3g}"
+
+
+def _numbers(name: str, text: str, kind: type) -> list[Any]:
+    try:
+        found = [kind(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise UsageError(f"{name} are positive numbers with commas between, got {text!r}. Write 2,4,8.")
+    return found
+
+
+def _job(data: Path | None) -> Job:
+    from dure.job.job import load_job
+
+    return load_job("mnist-mlp", data, depth=DEPTH, hidden=HIDDEN)
+
+
+def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: Iterable[int]) -> Row:
+    row: Row = {"method": method, "stages": stages, "rate": rate, "loss": None, "accuracy": None, "why": ""}
+    text = method if method == SGD else f"{method}:stages={stages}"
+    try:
+        runs = [_run(job, text, stages, rate, rounds, seed) for seed in seeds]
+    except DivergedError:
+        return row | {"why": "diverged"}
+    except StrategyError as error:
+        return row | {"why": str(error)}
+    summaries = [run.summary() for run in runs]
+    accuracies = [each["accuracy"] for each in summaries]
+    return row | {
+        "loss": statistics.mean(each["loss"] for each in summaries),
+        "accuracy": statistics.mean(accuracies),
+        "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        "seconds": summaries[0]["seconds"],
+    }
+
+
+def _run(job: Job, partition: str, stages: int, rate: float, rounds: int, seed: int) -> Run:
+    from dure.run.train import train
+
+    return train(
+        job,
+        sync="bsp",
+        topology="collective",
+        partition=partition,
+        on="virtual",
+        workers=stages,
+        lr=rate,
+        steps=rounds,
+        eval_every=rounds,
+        seed=seed,
+        exact=True,
+    )
+
+
+def _compare(rows: Sequence[Row]) -> None:
+    """Add to each row its loss divided by that of SGD at the same rate."""
+    of_sgd = {row["rate"]: row["loss"] for row in rows if row["method"] == SGD}
+    for row in rows:
+        base = of_sgd[row["rate"]]
+        row["damage"] = None if row["loss"] is None or not base else row["loss"] / base
+
+
+def _efficiency(stages: int, batch: int) -> Row:
+    """The speed of GPipe over that of one worker, divided by the stages; micro-batches have `MICRO_BATCH` samples."""
+    micro = max(1, batch // MICRO_BATCH)
+    alone, split = _seconds("none", 1, batch), _seconds(f"gpipe:stages={stages},micro={micro}", stages, batch)
+    closed_form = micro / (micro + stages - 1)
+    return {
+        "stages": stages,
+        "batch": batch,
+        "micro": micro,
+        "efficiency": alone / (stages * split),
+        "closed_form": closed_form,
+    }
+
+
+def _seconds(partition: str, workers: int, batch: int) -> float:
+    """Virtual seconds of a run of four mini-batches."""
+    from dure.run.train import train
+
+    run = train(
+        _wide_job(batch),
+        sync="bsp",
+        topology="collective",
+        partition=partition,
+        on="virtual",
+        workers=workers,
+        steps=4,
+        timing_only=True,
+    )
+    return float(run.summary()["seconds"])
+
+
+def _wide_job(batch: int) -> Job:
+    """Eight equal dense layers, whose stages take equally long."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    from dure.job.data.dataset import Data
+    from dure.job.job import Job
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH + 1)))
+
+    nothing = torch.zeros(MICRO_BATCH, WIDTH)
+    return Job(model, mse_loss, Data(nothing, nothing), batch_size=batch, name="equal layers")
+
+
+def _draw(path: Path, rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """Draw the test loss against the number of stages: a panel for each rate, a line for each method."""
+    from dure.report.figures import Band, grid
+    from dure.report.files import replacing
+
+    panels: dict[tuple[str, str], list[Band]] = {}
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        bands = []
+        for method in partition.CATALOGUE:
+            found = [row for row in rows if row["rate"] == rate and row["method"] == method and row["loss"] is not None]
+            if found and method != SGD:
+                losses = tuple(row["loss"] for row in found)
+                bands.append(Band(method, tuple(row["stages"] for row in found), losses, tuple(0.0 for _ in losses)))
+        panels["loss", f"learning rate {rate:g}"] = bands
+    with replacing(path) as file:
+        file.write(grid(panels, x_label="stages", y_label="of the test data", percent=False))

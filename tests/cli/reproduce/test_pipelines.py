@@ -1,0 +1,37 @@
+"""The damage of pipelines to learning, on a small job in place of MNIST."""
+
+import json
+
+import pytest
+
+from dure import partition
+from dure.cli.main import main
+from dure.cli.reproduce import pipelines
+from dure.job.job import load_job
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(pipelines, "_job", lambda data: load_job("digits-mlp", depth=3, hidden=16))
+    monkeypatch.setattr(pipelines, "EFFICIENCY_BATCHES", (8, 64))
+
+
+def test_every_method_has_a_row_beside_sgd(small, tmp_path, capsys):
+    picture = tmp_path / "damage.svg"
+    flags = ["--rounds", "20", "--seeds", "1", "--stages", "2", "--rates", "0.1", "--out", str(picture), "--json"]
+    assert main(["reproduce", "pipelines", *flags]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["method"]: row for row in found["rows"]}
+    assert rows.keys() == partition.CATALOGUE.keys()
+    assert rows["gpipe"]["loss"] == pytest.approx(rows["none"]["loss"], rel=1e-4)
+    assert rows["gpipe"]["damage"] == pytest.approx(1, rel=1e-4)
+    assert rows["pipedream"]["loss"] != pytest.approx(rows["none"]["loss"], rel=1e-4)
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+    for row in found["efficiency"]:
+        assert row["efficiency"] == pytest.approx(row["closed_form"], rel=0.05)
+
+
+@pytest.mark.parametrize(("flag", "wrong"), [("--stages", "two"), ("--stages", "0"), ("--rates", "0.1;0.2")])
+def test_numbers_that_are_none_are_refused(flag, wrong, capsys):
+    assert main(["reproduce", "pipelines", flag, wrong]) != 0
+    assert "are positive numbers with commas between" in capsys.readouterr().err
