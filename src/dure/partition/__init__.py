@@ -7,6 +7,7 @@ CATALOGUE = {
     "gpipe": "dure.partition.methods.gpipe:GPipe",
     "1f1b": "dure.partition.methods.one_f_one_b:OneFOneB",
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
+    "petrowski": "dure.partition.methods.petrowski:Petrowski",
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
 }

@@ -32,7 +32,16 @@ def one_f_one_b(rank: int, stages: int, micro: int, batches: range) -> Iterator[
 
 def pipedream(rank: int, stages: int, batches: range) -> Iterator[Action]:
     """Forwards to fill the pipeline, then one forward, one backward and one update in turn; drained at the end."""
-    ahead = min(stages - 1 - rank, len(batches))
+    return _without_flush(stages - 1 - rank, batches)
+
+
+def stale(rank: int, stages: int, batches: range) -> Iterator[Action]:
+    """As `pipedream` with twice the forwards ahead: one forward and one backward of all workers fit into each cycle."""
+    return _without_flush(2 * (stages - 1 - rank), batches)
+
+
+def _without_flush(ahead: int, batches: range) -> Iterator[Action]:
+    ahead = min(ahead, len(batches))
     for batch in batches[:ahead]:
         yield Action("F", batch)
     for batch in batches:

@@ -55,6 +55,11 @@ class Pipeline:
         """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
         return chunk * self.stages + rank
 
+    @property
+    def lag(self) -> int:
+        """For pipelines that stash: the updates by which the weights of each mini-batch are older than the newest."""
+        return 0
+
     def order(self, rank: int, batches: range) -> Iterator[Action]:
         """The actions of worker `rank` of the pipeline for these mini-batches, to the last update."""
         raise NotImplementedError

@@ -70,8 +70,8 @@ class StageSource:
         stage.requester = requester
         if self._updates is None or requester.clock >= self._until:
             self._until = requester.drained_at
-            stage.batches.begin(requester.clock)
             pipeline, batches = stage.pipeline, range(requester.clock, self._until)
+            stage.begin(batches)
             self._updates = pipeline.run(stage, batches) if isinstance(pipeline, Programmed) else played(stage, batches)
         return await anext(self._updates)
 

@@ -86,7 +86,7 @@ class Stage:
         self._mirror: Tensor | None = None
         self._mirrored = -1
         self._leaves: dict[int, Leaves] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._stashed: dict[int, Tensor] = {}
         self._free: list[Tensor] = []
         self._passed: dict[tuple[int, int, int], Passed | None] = {}
         self._versions: dict[int, int] = {}
@@ -109,7 +109,7 @@ class Stage:
         if self._aliases or isinstance(params, Ghost):
             return params
         if self._mirror is None:
-            self._mirror = params.clone()
+            self._mirror = self._memory()
         return self._mirror.copy_(params)
 
     def fixed(self, batch: int) -> Tensor:
@@ -119,19 +119,43 @@ class Stage:
         self._mirrored = batch
         return self.newest
 
-    def keep(self, batch: int, weights: Tensor) -> Tensor:
-        """Keep a copy of `weights` for a mini-batch until its update; return the copy."""
-        if isinstance(weights, Ghost):
-            self._kept[batch] = weights
-        elif batch not in self._kept:
-            memory = self._free.pop() if self._free else torch.empty_like(weights)
-            self._kept[batch] = memory.copy_(weights)
-        self.counts.most_versions = max(self.counts.most_versions, 1 + len(self._kept))
-        return self._kept[batch]
+    def stash(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, in memory that no update before its own changes."""
+        if batch not in self._stashed:
+            self._stashed[batch] = self.newest
+            if self._stashed[batch] is self._mirror:
+                self._mirror = None
+        own = {id(each) for each in self._stashed.values()} - {id(self.requester.params)}
+        self.counts.most_versions = max(self.counts.most_versions, 1 + len(own))
+        return self._stashed[batch]
 
-    def kept(self, batch: int) -> Tensor:
-        """The weights kept for a mini-batch."""
-        return self._kept[batch]
+    def begin(self, batches: range) -> None:
+        """Begin with mini-batches of which the first finds nothing in flight."""
+        self._batches = batches
+        self.batches.begin(batches.start)
+        for batch in list(self._stashed):
+            self._unstash(batch)
+
+    def _stash_ahead(self, batch: int) -> None:
+        """Stash the weights before the update of a mini-batch for those that are to read them after it."""
+        lag, first = self.pipeline.lag, self._batches.start
+        for later in range(first if batch == first else batch + lag, batch + lag + 1):
+            if lag and batch < later < self._batches.stop:
+                self._versions.setdefault(later, self.version)
+                self.stash(later)
+
+    def _unstash(self, batch: int) -> None:
+        """Let go of the weights of a mini-batch. If others have the newest, updates go on in other memory."""
+        freed, params = self._stashed.pop(batch, None), self.requester.params
+        if isinstance(params, Ghost):
+            return
+        if freed is not None and freed is not params and not any(each is freed for each in self._stashed.values()):
+            self._free.append(freed)
+        if any(each is params for each in self._stashed.values()):
+            self.requester.params = self._memory().copy_(params)
+
+    def _memory(self) -> Tensor:
+        return self._free.pop() if self._free else torch.empty_like(self.requester.params)
 
     # ---- actions
 
@@ -188,12 +212,11 @@ class Stage:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
         behind = self.version - self._versions.pop(batch)
         self.counts.staleness[behind] = self.counts.staleness.get(behind, 0) + 1
+        self._stash_ahead(batch)
+        self._unstash(batch)
         self.version += 1
         self._times.pop(batch, None)
         self.batches.drop(batch)
-        kept = self._kept.pop(batch, None)
-        if kept is not None and not isinstance(kept, Ghost):
-            self._free.append(kept)
         if self.module is None:
             return Gradient(self.requester.params, 0.0, 0)
         total, summed = self._sums.pop(batch), self._summed.pop(batch)

@@ -29,10 +29,6 @@ class StageWeights(Protocol):
         """The newest weights at the first forward of a mini-batch, for all its actions."""
         ...
 
-    def keep(self, batch: int, weights: Tensor) -> Tensor:
-        """Keep a copy of `weights` for a mini-batch until its update; return the copy."""
-        ...
-
-    def kept(self, batch: int) -> Tensor:
-        """The weights kept for a mini-batch. A rule may write to them."""
+    def stash(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, in memory that no update before its own changes."""
         ...

@@ -69,7 +69,7 @@ class DDG(Pipeline):
         return self.stages - 1 - rank
 
     def forward_reads(self, stage: StageWeights, batch: int) -> Tensor:
-        return stage.keep(batch, stage.newest) if self.weights == "snapshot" else stage.newest
+        return stage.stash(batch) if self.weights == "snapshot" else stage.newest
 
     def backward_reads(self, stage: StageWeights, batch: int) -> Tensor:
-        return stage.kept(batch) if self.weights == "snapshot" else stage.newest
+        return stage.stash(batch) if self.weights == "snapshot" else stage.newest
