@@ -23,6 +23,7 @@ from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec
 from dure.partition.methods.ddg import DDG as DDG
+from dure.partition.methods.dni import DNI as DNI
 from dure.partition.methods.features_replay import FeaturesReplay as FeaturesReplay
 from dure.partition.methods.gpipe import GPipe as GPipe
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB

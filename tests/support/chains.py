@@ -51,7 +51,11 @@ def with_dropout() -> nn.Module:
 
 
 def linear() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, WIDTH)).double()
+    """A chain without nonlinearities, whose layers keep lengths."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(7)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers).double()
 
 
 def data() -> Data:

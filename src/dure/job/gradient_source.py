@@ -32,13 +32,18 @@ class MeanGradients(Protocol):
 
 
 class Requester(Protocol):
-    """The part of a worker that a source uses: the worker requests a gradient."""
+    """The part of a worker that a source uses: the worker requests a gradient.
+
+    A restart restores `kept` and `kept_plain` (values that JSON has).
+    """
 
     rank: int
     clock: int
     node: Node
     params: torch.Tensor
     buffers: torch.Tensor | None
+    kept: dict[str, torch.Tensor]
+    kept_plain: dict[str, Any]
 
     @property
     def group(self) -> MeanGradients: ...

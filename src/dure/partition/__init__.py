@@ -10,4 +10,5 @@ CATALOGUE = {
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
+    "dni": "dure.partition.methods.dni:DNI",
 }

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dure.partition.pipeline import Pipeline
 
 
+ROWS = 2
+"""Samples of the mini-batch that finds the operations of the stages."""
+
+
 class StageLayout:
     """A job's model, of which `whole` is a replica, cut into the stages of `pipeline`.
 
@@ -108,11 +112,23 @@ class StageLayout:
     @cached_property
     def shares(self) -> list[float]:
         """The share of each stage in the operations of the model; where none are counted, in its parameters."""
-        costs = self.measured(2)[1]
-        totals = [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
-        if not sum(totals):
-            totals = [float(self._numel(stage)) for stage in range(self.depth)]
-        return [total / sum(totals) for total in totals]
+        return [total / sum(self._totals) for total in self._totals]
+
+    def share_of_dense(self, weights: int) -> float:
+        """The forward of dense layers with so many `weights`, in shares of the model's forward."""
+        return weights * (ROWS * 2.0 if self._is_counted else 1.0) / sum(self._totals)
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        """The operations of each stage for `ROWS` samples; where none are counted, its parameters."""
+        if self._is_counted:
+            costs = self.measured(ROWS)[1]
+            return [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
+        return [float(self._numel(stage)) for stage in range(self.depth)]
+
+    @property
+    def _is_counted(self) -> bool:
+        return any(cost.flops for cost in self.measured(ROWS)[1])
 
     def _numel(self, stage: int) -> int:
         return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())

@@ -9,7 +9,7 @@ vector of parameters, and an update is that of all chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,10 @@ TAGS = 1000
 
 HALF = 0.5
 """The share of a backward pass in the gradient of the inputs, and in that of the weights."""
+
+
+Predict = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""The gradients of a stage's outputs from the outputs, without the next stage."""
 
 
 @dataclass(slots=True)
@@ -171,7 +175,7 @@ class Stage:
         self._versions.setdefault(action.batch, self.version)
         weights = self.pipeline.forward_reads(self, action.batch)
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
-        await self._compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
+        await self.compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
         self._passed[action.batch, action.micro, action.chunk] = passed
         self.counts.most_sets = max(self.counts.most_sets, len(self._passed))
         if stage < self.layout.depth - 1:
@@ -180,14 +184,23 @@ class Stage:
         if passed is not None and self.pipeline.remat:
             passed.outputs = ()
 
-    async def backward(self, action: Action, *, inputs: bool = True, weights: bool = True) -> None:
+    async def backward(
+        self,
+        action: Action,
+        *,
+        inputs: bool = True,
+        weights: bool = True,
+        predict: Predict | None = None,
+        forward: float = 0.0,
+    ) -> None:
         """Compute the backward of a micro-batch through a chunk, and send the gradient of its inputs on.
 
         Without `weights` only the gradient of the `inputs` is computed, for the stage before; without `inputs` only
-        that of the weights.
+        that of the weights. The gradient of the outputs is that of the next stage; with `predict` it is predicted, in
+        the share `forward` of the time of the model's forward.
         """
         stage = self.pipeline.stage_of(self.rank, action.chunk)
-        gradients: Sequence[Tensor] = await self._received("B", stage, action) if inputs else ()
+        gradients = await self.gradients(action) if inputs and predict is None else ()
         key = action.batch, action.micro, action.chunk
         passed = self._passed[key]
         if weights:
@@ -200,13 +213,19 @@ class Stage:
 
         def function() -> None:
             if passed is not None:
+                if predict is not None:
+                    passed.gradients = predict([each.detach() for each in passed.outputs if each.requires_grad])
                 found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
 
         part = self._share(stage, action) * (HALF * inputs + HALF * weights)
         again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
-        await self._compute(action, function, forward=again, backward=part)
+        await self.compute(action, function, forward=again + forward, backward=part)
         if inputs and stage > 0:
             self._send("B", stage - 1, stage - 1, action, [each.contiguous() for each in found])
+
+    async def gradients(self, action: Action) -> Sequence[Tensor]:
+        """The gradients of a chunk's outputs, once the next stage has sent them; none at the end of the model."""
+        return await self._received("B", self.pipeline.stage_of(self.rank, action.chunk), action)
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
@@ -227,6 +246,14 @@ class Stage:
         self._given_buffers = self._buffers
         return Gradient(total, 0.0 if loss is None else float(loss), self.batches.batch_size, buffers=self._buffers)
 
+    async def compute(self, action: Action, function: Any, *, forward: float = 0.0, backward: float = 0.0) -> None:
+        """Compute `function`, in these shares of the time of its mini-batch: of the model's forward and backward."""
+        time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
+        started = self.node.now()
+        await self.node.compute(StepPortion(function, time, forward, backward))
+        self.counts.actions += 1
+        self.meter.add("compute", started, self.node.now(), str(action))
+
     async def settled(self) -> None:
         """Wait until the neighbors have received all messages of this stage."""
         for sent in self._sent:
@@ -234,13 +261,6 @@ class Stage:
         self._sent.clear()
 
     # ---- computing
-
-    async def _compute(self, action: Action, function: Any, *, forward: float = 0.0, backward: float = 0.0) -> None:
-        time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
-        started = self.node.now()
-        await self.node.compute(StepPortion(function, time, forward, backward))
-        self.counts.actions += 1
-        self.meter.add("compute", started, self.node.now(), str(action))
 
     def _share(self, stage: int, action: Action) -> float:
         return self.layout.shares[stage] * self.rows(action.micro) / self.batches.batch_size

@@ -104,7 +104,7 @@ class StageModule:
         for owner, name, number in self._slots[chunk]:
             owner[name] = passed.leaves.tensors[number]
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
-        isolated = Isolated(True, _seed(draw) if self._draws else None, self.replica.device)
+        isolated = Isolated(True, seed_of(draw) if self._draws else None, self.replica.device)
         with isolated, torch.set_grad_enabled(graph):
             for block in self._blocks[chunk]:
                 value = self._call(block, value)
@@ -216,7 +216,7 @@ def own_part(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
     return module
 
 
-def _seed(draw: Sequence[int]) -> int:
+def seed_of(draw: Sequence[int]) -> int:
     """A seed for random layers, of the 32 bits that PyTorch's CPU generator uses."""
     text = "/".join(map(str, draw))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

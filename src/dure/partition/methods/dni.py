@@ -1,0 +1,115 @@
+"""DNI: a module updates at once by a predicted gradient; there is no backward lock and no update lock.
+
+Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 2017, section 2.1.
+
+    for t = 1, 2, ...:                                    at every module k = 1 .. K
+        receive h_{k-1};  h_k <- F(h_{k-1}; W_k);  send h_k
+        d_k <- S_k(h_k [, y])                             at the last module the gradient of its loss
+        W_k <- W_k - lr (dh_k / dW_k)^T d_k
+        send the target (dh_k / dh_{k-1})^T d_k           at the weights before the update
+        receive the target d of mini-batch t - 1;  S_k <- a step on || S_k(h_k) - d ||^2      not at the last module
+
+The target of a module is predicted too, by the synthesizer of the next module. A synthesizer S_k is linear or has
+`hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`synthesizer.py`). With `labels` it
+reads the targets y (cDNI). It learns the target of mini-batch t - 1 after the backward of t, when the target has come;
+at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has synthesizers of its own.
+
+The weights are never stale, and one graph is kept; the prediction is biased instead. A mini-batch takes f + b and the
+time of the synthesizer, whatever K is; no stage waits for a backward of the others. One module is SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from dure.core.parameter import parameter
+from dure.job.optimizer import OptimizerSpec
+from dure.partition.action import Action
+from dure.partition.pipeline import Pipeline
+from dure.partition.synthesizer import Synthesizer, share_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from dure.job.data.structure import Batch
+    from dure.job.gradient import Gradient
+    from dure.partition.stage import Stage
+
+
+class Predictor(Protocol):
+    """Predicts gradients of a stage's outputs, and learns from the targets, in the order of the mini-batches."""
+
+    def predict(self, outputs: Sequence[Tensor], targets: Batch | None) -> Sequence[Tensor]: ...
+
+    def learn(self, gradients: Sequence[Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class DNI(Pipeline):
+    """Pipeline without a backward wave, in which each module predicts the gradient of its outputs."""
+
+    paper: ClassVar[str] = "Jaderberg et al., Decoupled Neural Interfaces using Synthetic Gradients, ICML 2017"
+    flushes: ClassVar[bool] = False
+
+    hidden: int = parameter(0, "hidden layers of a synthesizer; 0: it is linear", range=">= 0")
+    labels: bool = parameter(False, "a synthesizer reads the targets too (cDNI)")
+    optimizer: Literal["adam", "sgd"] = parameter("adam", "optimizer of a synthesizer")
+    rate: float = parameter(0.001, "rate of this optimizer; 0: synthesizers stay at zero", range=">= 0, < inf")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 0:
+            raise ValueError(f"hidden counts layers and must be at least 0, got {self.hidden}")
+        if self.optimizer not in ("adam", "sgd"):
+            raise ValueError(f"optimizer must be adam or sgd, got {self.optimizer!r}")
+        if not 0 <= self.rate < float("inf"):
+            raise ValueError(f"rate must be a number >= 0, got {self.rate}. Try 0.001.")
+        if self.remat:
+            raise ValueError(
+                "remat=true saves nothing: each backward of dni follows its forward at once. Leave it out."
+            )
+
+    async def run(self, stage: Stage, batches: range) -> AsyncIterator[Gradient]:
+        """Play F, B and S of each mini-batch, S of the mini-batch before; give the gradient of each update."""
+        is_last = stage.rank == self.stages - 1
+        synthesizer = None if is_last or stage.module is None else self.synthesizer(stage)
+        share = 0.0 if is_last else share_of(stage, self.hidden, self.labels)
+        stage.expect(Action("F", batches.start))
+        for batch in batches:
+            if batch + 1 < batches.stop:
+                stage.expect(Action("F", batch + 1))
+            stage.expect(Action("B", batch))
+            await stage.forward(Action("F", batch))
+            await stage.node.sleep(0.0)  # messages leave now, not after the next computation
+            predict = None if is_last else partial(self._predicted, stage, synthesizer, batch)
+            await stage.backward(Action("B", batch), predict=predict, forward=share)
+            await stage.node.sleep(0.0)
+            ended = batch + 1 == batches.stop
+            for done in () if is_last else range(max(batch - 1, batches.start), batch + ended):
+                target = await stage.gradients(Action("B", done))
+                learn = partial(_learn, synthesizer, target)
+                await stage.compute(Action("S", batch), learn, forward=share, backward=share)
+            yield stage.update(batch)
+
+    def synthesizer(self, stage: Stage) -> Predictor:
+        """The synthesizer behind `stage`."""
+        spec = OptimizerSpec(self.optimizer, lr=self.rate)
+        return Synthesizer(stage, hidden=self.hidden, labels=self.labels, optimizer=spec)
+
+    def _predicted(
+        self, stage: Stage, synthesizer: Predictor | None, batch: int, outputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        assert synthesizer is not None
+        targets = stage.batches.targets(batch, 0) if self.labels else None
+        return synthesizer.predict(outputs, targets)
+
+
+def _learn(synthesizer: Predictor | None, gradients: Sequence[Tensor]) -> None:
+    """Make a step of a synthesizer; a timing-only run has none."""
+    if synthesizer is not None:
+        synthesizer.learn(gradients)

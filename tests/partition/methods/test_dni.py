@@ -1,0 +1,208 @@
+"""DNI against its recursion, written from the paper's equations as plain loops, and against back-propagation."""
+
+import pytest
+import torch
+from support.chains import BATCH, LR, WIDTH, chain, flat, free_network, linear, play, samples, stage_modules
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import dure
+from dure.job.models.digits import digits_mlp
+from dure.partition.methods.dni import DNI
+from dure.partition.synthesizer import Labels, dense
+
+STEPS = 9
+RATE = 0.05
+
+
+def linear_synthesizer(width_in):
+    made = nn.Linear(width_in, WIDTH).double()
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def recursion(num_stages, steps, *, labels, optimizer):
+    """All modules in turn for each mini-batch: none has stale weights."""
+    stages = stage_modules(num_stages)
+    nets = [linear_synthesizer(WIDTH * (2 if labels else 1)) for _ in stages[:-1]]
+    optimizers = [getattr(torch.optim, optimizer)(net.parameters(), lr=RATE) for net in nets]
+    waiting = []
+
+    def learn():
+        for net, each, (features, target) in zip(nets, optimizers, waiting.pop(0), strict=True):
+            each.zero_grad()
+            (net(features) - BATCH * target).square().sum(dim=1).mean().backward()
+            each.step()
+
+    for t in range(steps):
+        value, targets = samples(t)
+        seen, found = [], []
+        for k, stage in enumerate(stages):
+            value = value.detach().requires_grad_(k > 0)
+            outputs = stage(value)
+            wanted = [*stage.parameters(), *([value] if k else [])]
+            if k == num_stages - 1:
+                gradients = torch.autograd.grad(mse_loss(outputs, targets), wanted)
+            else:
+                features = torch.cat([outputs.detach(), *([targets] if labels else [])], dim=1)
+                seen.append(features)
+                gradients = torch.autograd.grad(outputs, wanted, nets[k](features).detach() / BATCH)
+            if k:
+                *gradients, target = gradients
+                found.append(target)
+            with torch.no_grad():
+                for parameter, gradient in zip(stage.parameters(), gradients, strict=True):
+                    parameter.add_(gradient, alpha=-LR)
+            value = outputs
+        waiting.append(list(zip(seen, found, strict=True)))
+        if t:
+            learn()
+    learn()
+    return flat(stages), [torch.cat([net.weight.detach().flatten(), net.bias.detach()]) for net in nets]
+
+
+@pytest.mark.parametrize(("labels", "optimizer"), [(False, "SGD"), (True, "Adam")])
+def test_the_run_follows_the_recursion(labels, optimizer):
+    text = f"dni:rate={RATE},labels={str(labels).lower()},optimizer={optimizer.lower()}"
+    run = play(text, 4)
+    stages, nets = recursion(4, STEPS, labels=labels, optimizer=optimizer)
+    assert torch.allclose(run.params, stages, rtol=0, atol=1e-13)
+    for stage, net in zip(run.stages, nets, strict=False):
+        assert torch.allclose(stage.requester.kept["synthesizer"], net, rtol=0, atol=1e-13)
+    assert "synthesizer" not in run.stages[-1].requester.kept
+
+
+def trained(num_stages, steps):
+    """Plain SGD; the gradients of the outputs of each stage but the last, and the stages at the end."""
+    stages, found = stage_modules(num_stages), []
+    for t in range(steps):
+        value, targets = samples(t)
+        outputs = []
+        for stage in stages:
+            value = stage(value)
+            outputs.append(value)
+        loss = mse_loss(value, targets)
+        parameters = [each for stage in stages for each in stage.parameters()]
+        gradients = torch.autograd.grad(loss, [*outputs[:-1], *parameters])
+        found.append(gradients[: num_stages - 1])
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients[num_stages - 1 :], strict=True):
+                parameter.add_(gradient, alpha=-LR)
+    return found, flat(stages)
+
+
+class Planted:
+    """Gives the true gradients of one stage in the order of the mini-batches, and keeps the targets."""
+
+    def __init__(self, gradients):
+        self.left, self.targets = iter(gradients), []
+
+    def predict(self, outputs, targets):
+        return [next(self.left)]
+
+    def learn(self, gradients):
+        self.targets += [each.clone() for each in gradients]
+
+
+def test_with_true_gradients_it_is_sgd_bit_for_bit(monkeypatch):
+    true, params = trained(4, STEPS)
+    planted = [Planted([of_stages[k] for of_stages in true]) for k in range(3)]
+    monkeypatch.setattr(DNI, "synthesizer", lambda self, stage: planted[stage.rank])
+    assert torch.equal(play("dni", 4).params, params)
+    for k, each in enumerate(planted):
+        assert all(map(torch.equal, each.targets, [of_stages[k] for of_stages in true]))
+        assert len(each.targets) == STEPS  # the target of the last mini-batch too
+
+
+def test_one_module_is_sgd_bit_for_bit():
+    assert torch.equal(play("dni", 1).params, trained(1, STEPS)[1])
+
+
+def test_with_frozen_synthesizers_only_the_last_module_moves():
+    run = play("dni:rate=0", 3)
+    stages = stage_modules(3)
+    before = flat(stages[:2])
+    assert torch.equal(run.params[: len(before)], before)
+    for t in range(STEPS):
+        inputs, targets = samples(t)
+        parameters = list(stages[2].parameters())
+        hidden = stages[1](stages[0](inputs)).detach()
+        gradients = torch.autograd.grad(mse_loss(stages[2](hidden), targets), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.add_(gradient, alpha=-LR)
+    assert torch.equal(run.params, flat(stages))
+
+
+def errors(labels, steps):
+    """The relative errors of the last gradients of the modules before the last, whose weights do not move."""
+    text = f"dni:labels={str(labels).lower()},optimizer=sgd,rate={RATE}"
+    run = play(text, 3, job=chain(linear), lr=0.0, steps=steps)
+    stages = stage_modules(3, module=linear)
+    inputs, targets = samples(steps - 1)
+    loss = mse_loss(nn.Sequential(*stages)(inputs), targets)
+    exact = [flat_gradient(loss, stage) for stage in stages[:-1]]
+    return [float((run.gradients[k][-1] - each).norm() / each.norm()) for k, each in enumerate(exact)]
+
+
+def flat_gradient(loss, stage):
+    found = torch.autograd.grad(loss, list(stage.parameters()), retain_graph=True)
+    return torch.cat([each.flatten() for each in found])
+
+
+def test_synthesizers_with_labels_learn_the_gradients_of_a_linear_chain():
+    """The gradient of a quadratic loss is affine in (h, y), so a linear synthesizer can become exact; without y not."""
+    assert max(errors(True, 500)) < 1e-2
+    assert min(errors(False, 200)) > 0.3
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_mini_batch_takes_the_time_of_one_module_and_its_synthesizer(num_stages):
+    """At f = b and a free network: N (f + b + 3 s) at stage K - 1, which h_{K-2} of the first mini-batch reaches.
+
+    A synthesizer has the operations of one of the four layers; it goes forward twice and backward once.
+    """
+    run = play("dni", num_stages, cluster=free_network(num_stages))
+    layer = play("gpipe:micro=1", 1, cluster=free_network(1)).finished.seconds / STEPS / 8
+    f = 4 / num_stages
+    assert run.finished.seconds == pytest.approx(layer * (STEPS * (2 * f + 3) + (num_stages - 2) * f), rel=1e-9)
+
+
+def test_a_run_without_tensors_takes_as_long():
+    timed = play("dni:labels=true,hidden=1", 3, timing_only=True)
+    assert timed.finished.seconds == play("dni:labels=true,hidden=1", 3).finished.seconds
+
+
+def test_a_resumed_run_goes_on_with_the_synthesizers(tmp_path):
+    options = {"on": "virtual", "partition": "dni:stages=2,hidden=1", "workers": 2, "checkpoint_every": 4}
+    whole = dure.train("digits-mlp", steps=12, out=tmp_path / "whole", **options)
+    dure.train("digits-mlp", steps=8, out=tmp_path / "part", **options)
+    resumed = dure.train("digits-mlp", resume=tmp_path / "part", steps=12)
+    assert resumed.figures["params_sha256"] == whole.figures["params_sha256"]
+
+
+def test_a_new_synthesizer_predicts_zero_whatever_it_reads():
+    net = dense([3, 4, 4, 2])
+    assert [type(layer).__name__ for layer in net] == ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
+    assert not net(torch.randn(5, 3)).any()
+
+
+def test_classes_are_read_as_one_hot_vectors():
+    labels = Labels(digits_mlp())
+    assert labels.width == 10
+    assert torch.equal(labels.encoded(torch.tensor([2, 9]), torch.zeros(0)), torch.eye(10)[[2, 9]])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"remat": True}, "follows its forward at once"),
+        ({"hidden": -1}, "hidden counts layers"),
+        ({"optimizer": "lbfgs"}, "adam or sgd, got 'lbfgs'"),
+        ({"rate": float("inf")}, "rate must be a number"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        DNI(**given)
