@@ -90,6 +90,12 @@ def samples(batch: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def drained(steps: int, every: int) -> list[range]:
+    """The mini-batches between two drains of a run with a checkpoint after `every`; without (0) all of them."""
+    starts = range(0, steps, every or steps)
+    return [range(start, min(start + (every or steps), steps)) for start in starts]
+
+
 def stage_modules(stages: int, seed: int = 0, module: Callable[[], nn.Module] = model) -> list[nn.Module]:
     """The stages of the chain at their initial values."""
     whole = list(chain(module).build(seed))
@@ -122,7 +128,8 @@ def _recorded() -> Iterator[dict[int, tuple[Stage, list[Tensor]]]]:
 
     def recording(stage: Stage, batch: int) -> Any:
         gradient = update(stage, batch)
-        found.setdefault(stage.rank, (stage, []))[1].append(gradient.values.clone())
+        earlier = found[stage.rank][1] if stage.rank in found else []
+        found[stage.rank] = stage, [*earlier, gradient.values.clone()]  # another stage after a checkpoint
         return gradient
 
     Stage.update = recording  # type: ignore[method-assign]
@@ -146,7 +153,7 @@ def play(
     """
     setup, cluster = resolved(
         job or chain(), "bsp", partition=split(strategy, stages), workers=stages, on="virtual", dtype="float64",
-        **{"eval_every": 1000, "steps": 9} | options,
+        **{"eval_every": 1000, "steps": 9, "out": "unwritten"} | options,
     )  # fmt: skip
     virtual = VirtualRun(setup, cluster, Callbacks())
     _ = setup.job.flops_per_sample  # one pass through the model, kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 NAME = "synthesizer"
 """Names its state among that of a worker."""
+
+
+class Predictor(Protocol):
+    """Predicts gradients of a stage's outputs, and learns from the targets, in the order of the mini-batches."""
+
+    def predict(self, outputs: Sequence[Tensor], targets: Batch | None) -> Sequence[Tensor]: ...
+
+    def learn(self, gradients: Sequence[Tensor]) -> None: ...
 
 
 class Synthesizer:

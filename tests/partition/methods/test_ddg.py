@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import chains
-from support.chains import BATCH, LR, WIDTH, flat, play, samples, split, stage_modules
+from support.chains import BATCH, LR, WIDTH, drained, flat, play, samples, split, stage_modules
 from support.runs import local
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -27,17 +27,18 @@ def step(module, gradients):
             parameter.add_(gradient, alpha=-LR)
 
 
-def snapshot_recursion(num_stages, steps):
+def snapshot_recursion(num_stages, segments):
     """W_k(t + 1) = W_k(t) - lr grad_k f(x_s; w(s)), s = t - K + k, until each stage has used all mini-batches."""
     now, then = stage_modules(num_stages), {}
-    for t in range(steps + num_stages - 1):
-        then[t] = copy.deepcopy(now)
-        for k in range(num_stages):
-            s = t - (num_stages - 1 - k)
-            if 0 <= s < steps:
-                inputs, targets = samples(s)
-                loss = mse_loss(through(then[s], inputs), targets)
-                step(now[k], torch.autograd.grad(loss, list(then[s][k].parameters())))
+    for batches in segments:
+        for t in range(batches.start, batches.stop + num_stages - 1):
+            then[t] = copy.deepcopy(now)
+            for k in range(num_stages):
+                s = t - (num_stages - 1 - k)
+                if s in batches:
+                    inputs, targets = samples(s)
+                    loss = mse_loss(through(then[s], inputs), targets)
+                    step(now[k], torch.autograd.grad(loss, list(then[s][k].parameters())))
     return flat(now)
 
 
@@ -76,9 +77,10 @@ def backward_by_hand(module, inputs, gradient):
     return gradient, found
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_snapshots_follow_the_recursion_bit_for_bit(num_stages):
-    assert torch.equal(play("ddg", num_stages).params, snapshot_recursion(num_stages, STEPS))
+@pytest.mark.parametrize(("num_stages", "every"), [(2, 0), (4, 0), (4, 5)])
+def test_snapshots_follow_the_recursion_bit_for_bit(num_stages, every):
+    run = play("ddg", num_stages, checkpoint_every=every or None)
+    assert torch.equal(run.params, snapshot_recursion(num_stages, drained(STEPS, every)))
 
 
 def test_current_weights_follow_their_own_recursion():

@@ -22,7 +22,7 @@ def linear_synthesizer(width_in):
     return made
 
 
-def recursion(num_stages, steps, *, labels, optimizer):
+def recursion(num_stages, steps, *, labels, optimizer, every=0):
     """All modules in turn for each mini-batch: none has stale weights."""
     stages = stage_modules(num_stages)
     nets = [linear_synthesizer(WIDTH * (2 if labels else 1)) for _ in stages[:-1]]
@@ -56,17 +56,18 @@ def recursion(num_stages, steps, *, labels, optimizer):
                     parameter.add_(gradient, alpha=-LR)
             value = outputs
         waiting.append(list(zip(seen, found, strict=True)))
-        if t:
+        if len(waiting) == 2:
             learn()
-    learn()
+        if t + 1 == steps or (every and (t + 1) % every == 0):
+            learn()
     return flat(stages), [torch.cat([net.weight.detach().flatten(), net.bias.detach()]) for net in nets]
 
 
-@pytest.mark.parametrize(("labels", "optimizer"), [(False, "SGD"), (True, "Adam")])
-def test_the_run_follows_the_recursion(labels, optimizer):
+@pytest.mark.parametrize(("labels", "optimizer", "every"), [(False, "SGD", 0), (True, "Adam", 0), (True, "Adam", 4)])
+def test_the_run_follows_the_recursion_through_checkpoints(labels, optimizer, every):
     text = f"dni:rate={RATE},labels={str(labels).lower()},optimizer={optimizer.lower()}"
-    run = play(text, 4)
-    stages, nets = recursion(4, STEPS, labels=labels, optimizer=optimizer)
+    run = play(text, 4, checkpoint_every=every or None)
+    stages, nets = recursion(4, STEPS, labels=labels, optimizer=optimizer, every=every)
     assert torch.allclose(run.params, stages, rtol=0, atol=1e-13)
     for stage, net in zip(run.stages, nets, strict=False):
         assert torch.allclose(stage.requester.kept["synthesizer"], net, rtol=0, atol=1e-13)

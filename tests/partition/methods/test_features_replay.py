@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from support.chains import LR, chain, flat, free_network, play, samples, stage_modules, with_dropout
+from support.chains import LR, chain, drained, flat, free_network, play, samples, stage_modules, with_dropout
 from torch.nn.functional import mse_loss
 
 import dure
@@ -13,39 +13,40 @@ import dure
 STEPS = 9
 
 
-def recursion(num_stages, steps):
+def recursion(num_stages, segments):
     """Iteration t: each stage goes forward with x(t), then replays sample s = t - K + k and steps."""
     now = stage_modules(num_stages)
     inputs, errors = {}, {}
-    for t in range(steps + num_stages - 1):
-        if t < steps:
+    for batches in segments:
+        for t in range(batches.start, batches.stop + num_stages - 1):
             value = samples(t)[0]
-            for k, module in enumerate(now):
+            for k, module in enumerate(now if t in batches else []):
                 inputs[t, k] = value
                 value = module(value).detach()
-        old_errors = dict(errors)  # module k uses what module k + 1 found in iteration t - 1
-        for k, module in enumerate(now):
-            s = t - (num_stages - 1 - k)
-            if 0 <= s < steps:
-                replayed_from = inputs.pop((s, k)).requires_grad_(k > 0)
-                found = module(replayed_from)
-                last = k == num_stages - 1
-                scalar = mse_loss(found, samples(s)[1]) if last else (found * old_errors[s, k]).sum()
-                wanted = [*module.parameters(), *([replayed_from] if k else [])]
-                gradients = torch.autograd.grad(scalar, wanted)
-                if k:
-                    *gradients, errors[s, k - 1] = gradients
-                with torch.no_grad():
-                    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-                        parameter.add_(gradient, alpha=-LR)
+            sent = dict(errors)  # module k uses what module k + 1 found in iteration t - 1
+            for k, module in enumerate(now):
+                s = t - (num_stages - 1 - k)
+                if s in batches:
+                    *gradients, errors[s, k - 1] = replayed(module, inputs.pop((s, k)), s, sent.get((s, k)))
+                    with torch.no_grad():
+                        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                            parameter.add_(gradient, alpha=-LR)
     assert not inputs
     return flat(now)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_the_run_follows_the_recursion_bit_for_bit(num_stages):
-    run = play("features-replay", num_stages)
-    assert torch.equal(run.params, recursion(num_stages, STEPS))
+def replayed(module, inputs, sample, error):
+    """The gradients of the parameters and of the inputs: from the loss where there is no error of the next module."""
+    inputs.requires_grad_()
+    found = module(inputs)
+    scalar = mse_loss(found, samples(sample)[1]) if error is None else (found * error).sum()
+    return torch.autograd.grad(scalar, [*module.parameters(), inputs])
+
+
+@pytest.mark.parametrize(("num_stages", "every"), [(1, 0), (2, 0), (4, 0), (4, 5)])
+def test_the_run_follows_the_recursion_bit_for_bit(num_stages, every):
+    run = play("features-replay", num_stages, checkpoint_every=every or None)
+    assert torch.equal(run.params, recursion(num_stages, drained(STEPS, every)))
 
 
 def test_the_trajectory_is_its_own():

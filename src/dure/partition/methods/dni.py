@@ -23,30 +23,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.action import Action
 from dure.partition.pipeline import Pipeline
-from dure.partition.synthesizer import Synthesizer, share_of
+from dure.partition.synthesizer import Predictor, Synthesizer, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from dure.job.data.structure import Batch
     from dure.job.gradient import Gradient
     from dure.partition.stage import Stage
-
-
-class Predictor(Protocol):
-    """Predicts gradients of a stage's outputs, and learns from the targets, in the order of the mini-batches."""
-
-    def predict(self, outputs: Sequence[Tensor], targets: Batch | None) -> Sequence[Tensor]: ...
-
-    def learn(self, gradients: Sequence[Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
