@@ -66,7 +66,7 @@ def test_rows_on_the_way_are_those_of_virtual_time():
     assert real.rows[0]["seconds"] < real.rows[1]["seconds"] < real.rows[2]["seconds"]
 
 
-SENT = ["ring", "tree", "halving-doubling", "hierarchical,per_host=3"]
+SENT = ["ring", "tree", "halving-doubling", "hierarchical,per_host=3", "torus,per_host=2"]
 
 
 def test_bsp_over_any_collective_is_bsp_in_every_bit():

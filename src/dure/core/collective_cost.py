@@ -11,8 +11,9 @@ The ring cuts a tensor into K chunks whose sizes differ by at most one element, 
 as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), plus gamma for
 each byte where the round adds. If several ranks are on one machine (`HostedRanks`), the messages of a round that leave
 the machine share its card, and so do those that enter it; messages between its ranks take the link inside the machine.
-Chunks have no headers. A collective neither slows other traffic on the same network cards nor is slowed by it.
-Collectives that algorithms build from sends are simulated messages instead (`planner.closed_forms`).
+All ranks are taken to begin a round together: that is exact for equal links, and an upper bound for others. Chunks have
+no headers. A collective neither slows other traffic on the same network cards nor is slowed by it. Collectives that
+algorithms build from sends are simulated messages instead (`planner.closed_forms`).
 """
 
 from __future__ import annotations

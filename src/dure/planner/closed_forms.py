@@ -18,6 +18,9 @@ parts, the larger part counts.
                        all_gather   (K - 1) n                  A + sum of M(min(2^r, K - 2^r) n) over r = 0 .. h - 1
     hierarchical       all_reduce   tree of m; a leader the    up a tree of m, a ring of L, down a tree of m
                                     ring of L too
+    torus              all_reduce   2 (m - 1) / m n on its     2 A + 2 (m - 1) M(n / m) + (m - 1) / m n G on the host,
+                                    host, 2 (L - 1) / (L m) n  A + 2 (L - 1) M(n / (L m)) + (L - 1) / (L m) n G over
+                                    over the card              1 / m of the card
 
     M(x) = latency + alpha + (x + 64) (beta + 1 / bandwidth), without beta up to 4 KiB in all
 
@@ -280,6 +283,54 @@ def _two_storeys(within: list[Cost], between: Cost) -> Cost:
     return Cost(max(cost.seconds for cost in within) + between.seconds, *found)
 
 
+# ---- torus
+
+
+def torus(numel: int, path: Path, itemsize: int = 4, *, hosts: Sequence[int], inside: Path) -> Cost:
+    """All-reduce: a reduce-scatter on each host, rings across the hosts that share their cards, an all-gather.
+
+    >>> link = Path(latency=1.0, alpha=0.0, bandwidth=16.0, header=0, small=0)
+    >>> torus(16, link, hosts=[2, 2], inside=link)  # 1 + 3 on the hosts, 1 + 2 * 3 across, 1 + 3 on the hosts
+    Cost(seconds=15.0, sent=(96, 96, 96, 96), received=(96, 96, 96, 96), messages=(8, 8, 8, 8))
+    """
+    members, count = hosts[0], len(hosts)
+    chunks = chunk_bytes(numel, members, itemsize)
+    on_host = 2 * (ring_scatter(numel, members, inside, itemsize).seconds) - (members - 1) * chunks[0] * inside.gamma
+    across = [_across(ring, chunk // itemsize, chunk // count, members, count, path, itemsize) for chunk in chunks]
+    within = [2 * sum(chunks) - chunks[i] - chunks[(i + 1) % members] for i in range(members)]
+    sent = [within[i] + across[i].sent[host] for host in range(count) for i in range(members)]
+    received = [within[i - 1] + across[i].received[host] for host in range(count) for i in range(members)]
+    messages = 4 * (members - 1) + across[0].messages[0]
+    return Cost(on_host + across[0].seconds, tuple(sent), tuple(received), (messages,) * sum(hosts))
+
+
+def torus_gather(numel: int, path: Path, itemsize: int = 4, *, hosts: Sequence[int], inside: Path) -> Cost:
+    """All-gather: around the rings across the hosts, then the tensors of one host after another on each host.
+
+    >>> link = Path(latency=1.0, alpha=0.0, bandwidth=16.0, header=0, small=0)
+    >>> torus_gather(4, link, hosts=[2, 2], inside=link)  # 1 + 3 across, two times 1 + 2 on the hosts
+    Cost(seconds=10.0, sent=(48, 48, 48, 48), received=(48, 48, 48, 48), messages=(6, 6, 6, 6))
+    """
+    members, count = hosts[0], len(hosts)
+    across = _across(ring_gather, numel, numel * itemsize, members, count, path, itemsize)
+    within = ring_gather(numel, members, inside, itemsize)
+    moved = (across.sent[0] + count * within.sent[0],) * sum(hosts)
+    messages = (across.messages[0] + count * within.messages[0],) * sum(hosts)
+    return Cost(across.seconds + count * within.seconds, moved, moved, messages)
+
+
+def _across(
+    form: Callable[[int, int, Path, int], Cost], numel: int, nbytes: int, rings: int, hosts: int, path: Path, size: int
+) -> Cost:
+    """The cost of one of so many `rings` at once across `hosts`, which share the cards for messages of `nbytes`.
+
+    Small messages do not queue, and so do not share: neither the requests nor messages of at most `small` bytes.
+    """
+    shared = path if nbytes + path.header <= path.small else path._replace(bandwidth=path.bandwidth / rings)
+    cost = form(numel, hosts, shared, size)
+    return cost._replace(seconds=cost.seconds + path.message() - shared.message()) if hosts > 1 else cost
+
+
 # ---- barrier and catalogue
 
 
@@ -304,11 +355,22 @@ SENT: dict[str, dict[str, Form]] = {
 }
 
 
+HOSTED: dict[str, dict[str, Callable[..., Cost]]] = {
+    "hierarchical": {
+        "all_reduce": hierarchical,
+        "reduce_scatter": hierarchical,
+        "all_gather": hierarchical_gather,
+        "broadcast": hierarchical_down,
+    },
+    "torus": {"all_reduce": torus, "reduce_scatter": torus, "all_gather": torus_gather},
+}
+
+
 def form_of(algorithm: str, kind: str, hosts: Sequence[int] = (), inside: Path | None = None) -> Form:
     """The closed form of a collective of `algorithm`.
 
-    For "hierarchical", `hosts` has the number of ranks on each host, and `inside` is the path between them, by default
-    that between hosts.
+    For "hierarchical" and "torus", `hosts` has the number of ranks on each host, and `inside` is the path between
+    them, by default that between hosts.
 
     >>> form_of("hierarchical", "all_reduce", [2, 2])(8, 4, Path(1.0, 0.0, 16.0), 4).messages
     (6, 2, 6, 2)
@@ -317,10 +379,5 @@ def form_of(algorithm: str, kind: str, hosts: Sequence[int] = (), inside: Path |
         return barrier
     if not hosts:
         return {**SENT[algorithm], "broadcast": tree_down}[kind]
-    forms = {
-        "all_reduce": hierarchical,
-        "reduce_scatter": hierarchical,
-        "all_gather": hierarchical_gather,
-        "broadcast": hierarchical_down,
-    }
+    forms = HOSTED[algorithm]
     return lambda numel, _, path, itemsize: forms[kind](numel, path, itemsize, hosts=hosts, inside=inside or path)

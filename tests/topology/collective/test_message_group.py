@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.machines import placed
+from support.runs import resolved
 
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
@@ -142,6 +143,76 @@ def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):
 HOSTS = [(2, 2), (4, 4), (2, 2, 2), (3, 3, 3), (2, 4), (4, 2), (3, 1), (1, 1, 1), (5,), (2, 3, 4)]
 
 
+EVEN = [hosts for hosts in HOSTS if len(set(hosts)) == 1]
+
+
+@pytest.mark.parametrize("hosts", EVEN, ids=str)
+def test_a_torus_gives_numpys_sum_in_every_bit(hosts):
+    size, topology = sum(hosts), Collective("torus")
+    for numel in LENGTHS:
+        given = values(size, numel)
+        total = np.sum([each.numpy() for each in given], axis=0, dtype=np.float32)
+        run = Virtual(topology, size, hosts=hosts)
+        for found in run.all(lambda group, rank, given=given: group.all_reduce(given[rank].clone())):
+            same(found, total)
+        scattered = run.all(lambda group, rank, given=given: group.reduce_scatter(given[rank]))
+        for found, (start, stop) in zip(scattered, equal_ranges(numel, size), strict=True):
+            same(found, total[start:stop])
+        for rows in run.all(lambda group, rank, given=given: group.all_gather(given[rank])):
+            for found, one in zip(rows, given, strict=True):
+                same(found, one.numpy())
+        for root in {0, size - 1}:
+            for found in run.all(lambda g, rank, given=given, root=root: g.broadcast(given[rank].clone(), root)):
+                same(found, given[root].numpy())
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("hosts", EVEN, ids=str)
+def test_a_torus_over_machines_takes_its_closed_form(hosts, kind):
+    size = sum(hosts)
+    for numel in (0, 5, 3001, DIVISIBLE, 16 * DIVISIBLE):
+        run = Virtual(Collective("torus"), size, hosts=hosts, inside={"bandwidth": 5e9, "latency": 1e-5})
+        cost = form_of("torus", kind, hosts, run.inside)(numel, size, run.path, 4)
+        run.all(call_of(kind, [Ghost(numel) for _ in range(size)]))
+        assert run.counts == list(zip(cost.sent, cost.received, cost.messages, strict=True)), numel
+        taken = run.runtime.kernel.now
+        if kind == "all_gather" or numel not in (5, 3001):
+            assert taken == pytest.approx(cost.seconds, rel=1e-9, abs=1e-15), numel
+        else:
+            assert cost.seconds * 0.98 - 2 * run.path.message() <= taken <= cost.seconds * (1 + 1e-9), numel
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (4, 4), (3, 3, 3), (2, 2, 2, 2, 2)], ids=str)
+def test_a_torus_is_the_sum_of_its_two_levels(hosts):
+    """Reduce-scatter of n on a host of g, all-reduce of n / g by h hosts of which g rings share a card, all-gather.
+
+    And a request at the beginning of each, which takes a latency.
+    """
+    n, g, h = 4 * 4 * DIVISIBLE, hosts[0], len(hosts)
+    slow, fast, card, slot, gamma = 2e-4, 1e-5, 1 / 1e8, 1 / 5e9, 5e-10
+    link, inside = Link(bandwidth=1 / card, latency=slow), {"bandwidth": 1 / slot, "latency": fast}
+    costs = {"alpha": 0.0, "beta": 0.0, "gamma": gamma, "header": 0, "small": 0, "link": link, "inside": inside}
+    run = Virtual(Collective("torus"), g * h, hosts=hosts, **costs)
+    run.all(call_of("all_reduce", [Ghost(n // 4) for _ in range(g * h)]))
+    reduce_scatter = (g - 1) * fast + (g - 1) / g * n * (slot + gamma)
+    across = 2 * (h - 1) * slow + 2 * (h - 1) / h * (n / g) * (g * card) + (h - 1) / h * (n / g) * gamma
+    all_gather = (g - 1) * fast + (g - 1) / g * n * slot
+    asks = fast + slow + fast
+    assert run.runtime.kernel.now == pytest.approx(reduce_scatter + across + all_gather + asks, rel=1e-9)
+    counters = [run.runtime.network.counters(f"worker {rank}") for rank in range(g * h)]
+    assert {each.bytes_sent for each in counters} == {2 * (h - 1) * n // (h * g)}
+    assert {each.bytes_local for each in counters} == {2 * (g - 1) * n // g}
+
+
+def test_a_torus_needs_hosts_of_equal_size():
+    cluster = Cluster(machines=[Machines(workers=2), Machines(workers=4)])
+    with pytest.raises(StrategyError, match=r"the hosts have 2, 4\. Use collective:algorithm=hierarchical"):
+        resolved("digits-mlp", "bsp collective:algorithm=torus", cluster, on="virtual")
+    with pytest.raises(StrategyError, match="the hosts have 4, 2"):
+        resolved("digits-mlp", "bsp collective:algorithm=torus,per_host=4", cluster, on="virtual")
+    resolved("digits-mlp", "bsp collective:algorithm=torus,per_host=3", cluster, on="virtual")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_hierarchical_takes_its_hosts_from_the_machines_and_their_links(hosts, kind):
@@ -240,8 +311,8 @@ def test_its_text_is_read_back(text):
     ("text", "words"),
     [
         ("collective:algorithm=hierarchical,per_host=0", "at least 1, got 0.*leave per_host out to use the machines"),
-        ("collective:algorithm=tree,per_host=2", "per_host=2 is for hierarchical, and algorithm is tree"),
-        ("collective:algorithm=star", "engine or ring or tree or halving-doubling or hierarchical, got .star"),
+        ("collective:algorithm=tree,per_host=2", "per_host=2 is for hierarchical and torus, and algorithm is tree"),
+        ("collective:algorithm=star", "or halving-doubling or hierarchical or torus, got .star"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, words):

@@ -7,8 +7,11 @@ from typing import ClassVar, Literal
 
 from dure.core.parameter import parameter
 
-ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical")
+ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical", "torus")
 """Collectives by name."""
+
+HOSTED = ("hierarchical", "torus")
+"""Those that distinguish the ranks of a host from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +19,22 @@ class Collective:
     """All workers among themselves, by collective operations (all_reduce, broadcast).
 
     `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
-    sends (`topology.collective`). `per_host`, for "hierarchical": ranks in a row that are on one host; None: the ranks
-    of one machine of the run.
+    sends (`topology.collective`). `per_host`, for "hierarchical" and "torus": ranks in a row that are on one host;
+    None: the ranks of one machine of the run.
     """
 
     paper: ClassVar[str] = (
         "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005"
     )
 
-    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical"] = parameter(
+    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical", "torus"] = parameter(
         "engine",
         "engine: that of torch.distributed, in virtual time its closed form; the others: written from sends",
         shown=False,
     )
     per_host: int | None = parameter(
         None,
-        "algorithm=hierarchical: ranks in a row that are on one host; none: those of one machine",
+        "hierarchical and torus: ranks in a row that are on one host; none: those of one machine",
         range=">= 1",
         unit="workers",
     )
@@ -46,7 +49,7 @@ class Collective:
                 f"per_host, the workers on each host, must be at least 1, got {self.per_host}. Write "
                 "collective:algorithm=hierarchical,per_host=2, or leave per_host out to use the machines of the run."
             )
-        if self.algorithm != "hierarchical" and self.per_host is not None:
+        if self.algorithm not in HOSTED and self.per_host is not None:
             raise ValueError(
-                f"per_host={self.per_host} is for hierarchical, and algorithm is {self.algorithm}: drop one."
+                f"per_host={self.per_host} is for {' and '.join(HOSTED)}, and algorithm is {self.algorithm}: drop one."
             )

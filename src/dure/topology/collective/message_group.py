@@ -5,6 +5,7 @@
     tree               up a tree, and down            up, and down            `tree`
     halving-doubling   by halves with ranks far away  doubling (Bruck)        `halving_doubling`
     hierarchical       tree, ring of hosts, tree      tree, ring, tree        `hierarchical`
+    torus              rings in hosts and across      rings across and in     `torus`
 
 All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
 the others each rank keeps its slice of an all_reduce. What each costs: `planner.closed_forms`.
@@ -24,6 +25,7 @@ from dure.topology.collective.halving_doubling import HalvingDoubling
 from dure.topology.collective.hierarchical import Hierarchical, hosts_of
 from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
 from dure.topology.collective.ring import Ring
+from dure.topology.collective.torus import Torus
 from dure.topology.collective.tree import Tree
 
 if TYPE_CHECKING:
@@ -40,11 +42,19 @@ class Algorithm(Protocol):
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None: ...
 
 
+def machines_of(topology: Collective, machines: Sequence[int]) -> Sequence[int]:
+    """The machine of each rank: of those on `machines`, unless `topology` states the number of ranks per host."""
+    per_host = topology.per_host
+    return machines if per_host is None else [place // per_host for place in range(len(machines))]
+
+
 def algorithm_of(topology: Collective, line: Ranks, machines: Sequence[int]) -> Algorithm:
     """The algorithm that `topology` names, among the ranks of `line`, which are on `machines`."""
+    hosts = hosts_of(machines)
     if topology.algorithm == "hierarchical":
-        per_host = topology.per_host
-        return Hierarchical(line, hosts_of(machines if per_host is None else [i // per_host for i in range(len(line))]))
+        return Hierarchical(line, hosts)
+    if topology.algorithm == "torus":
+        return Torus(line, len(hosts[0]))
     makers: dict[str, Callable[[Ranks], Algorithm]] = {
         "ring": Ring,
         "tree": Tree,
@@ -71,7 +81,7 @@ class SentGroup:
         self._loss = GroupFailure(node, self.ranks)
         node.serve(SERVICE, self._loss)
         self._line = Ranks(node, tuple(ranks), self._loss)
-        self._algorithm = algorithm_of(topology, self._line, machines or self.ranks)
+        self._algorithm = algorithm_of(topology, self._line, machines_of(topology, machines or self.ranks))
         self._last: Operation[Any] | None = None
 
     # ---- what members call

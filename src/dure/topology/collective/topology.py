@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dure.errors import StrategyError
 from dure.topology.base import RunPlan, Topology
 from dure.topology.collective.compressed import CompressedGroup
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.hierarchical import hosts_of
+from dure.topology.collective.message_group import SentGroup, machines_of
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
@@ -22,6 +24,15 @@ class CollectiveTopology(Topology):
     def __init__(self, choice: Collective, plan: RunPlan) -> None:
         super().__init__(choice, plan)
         self.uses_engine = choice.algorithm == "engine"
+
+    def check(self) -> None:
+        choice = self.choice
+        sizes = [len(host) for host in hosts_of(machines_of(choice, self.plan.machines))]
+        if choice.algorithm == "torus" and len(set(sizes)) > 1:
+            raise StrategyError(
+                f"torus needs as many workers on each host, and the hosts have {', '.join(map(str, sizes))}. Use "
+                "collective:algorithm=hierarchical, which takes any."
+            )
 
     def group(self, node: Node, meter: Meter) -> Group:
         plan, ranks = self.plan, range(self.plan.workers)
