@@ -60,6 +60,9 @@ JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
 STAGED_TOPOLOGIES = ("collective",)
 """The topologies that connect the same stage of several pipelines."""
 
+UNSTAGED = "it decides on each gradient, or uses more than the next one, and a stage has only its part of a gradient"
+"""The reason why a method without `Traits.staged` does not run over the stages of a pipeline."""
+
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
 
@@ -97,10 +100,10 @@ class Strategy:
         """Raise `StrategyError` if the method or the topology does not run over the stages of a pipeline."""
         sync, traits = name_of("sync", self.sync), traits_of(self.sync)
         partition = member_text("partition", self.partition)
-        if not traits.staged:
+        if not traits.staged or traits.unstaged:
+            because = traits.unstaged or UNSTAGED
             raise StrategyError(
-                f"{sync} does not run over {partition}: it decides on each gradient, or uses more than the next one, "
-                "and a stage has only its part of a gradient. The nearest that works is "
+                f"{sync} does not run over {partition}: {because}. The nearest that works is "
                 f'"bsp collective {partition}", or {sync} without a partition.'
             )
         if topology not in STAGED_TOPOLOGIES:

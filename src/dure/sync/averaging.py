@@ -99,6 +99,7 @@ class Averaging:
         topologies=("collective", "ps"),
         delivers="mean",
         changes=True,
+        staged=True,
     )
 
     def __post_init__(self) -> None:
@@ -141,6 +142,7 @@ class Averaging:
             objections={**state, **chosen.pace.objections, **chosen.weights.objections},
             encodes=chosen.weights.encodes,
             uncoded=chosen.weights.uncoded,
+            unstaged=chosen.weights.unstaged or chosen.schedule.unstaged or chosen.pace.unstaged,
             no_loop=chosen.schedule.no_loop or chosen.weights.no_loop or chosen.pace.no_loop or self._no_loop,
         )
 

@@ -39,7 +39,7 @@ class Traits:
     - `encodes`: the topologies over which a codec may encode messages; `uncoded` is the reason against the others.
       `changes`: the messages are changes of the model, not gradients. `tallies`: the messages may be signs for a vote.
     - `staged`: the method takes one gradient after another and decides on none, so it may run over each stage of a
-      pipeline.
+      pipeline. `unstaged` is the reason why it may not under these parameters.
     - `fewest`: the least number of workers.
     - `vectors`: names of the vectors beside the model in shared memory.
     - `sampling`: replaces the job's split of the data. `local_optimizer` replaces the job's optimizer, unless the run
@@ -64,6 +64,7 @@ class Traits:
     changes: bool = False
     tallies: bool = False
     staged: bool = False
+    unstaged: str = ""
     fewest: int = 1
     vectors: tuple[str, ...] = ()
     sampling: Any = None

@@ -86,6 +86,7 @@ class BMUF:
         agreed="model",
         encodes=("collective", "ps"),
         changes=True,
+        staged=True,
     )
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ class BMUF:
         return replace(
             self.traits,
             streams=True,
+            unstaged="fragments cut the vector of the whole model" if self.fragments > 1 else "",
             encodes=(),
             uncoded="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
             objections={

@@ -67,6 +67,7 @@ class EASGD:
         topologies=("ps", "collective"),
         lockstep=False,
         delivers=CENTER,
+        staged=True,
     )
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class EAMSGD:
         topologies=("ps", "collective"),
         lockstep=False,
         delivers=CENTER,
+        staged=True,
     )
 
     def __post_init__(self) -> None:

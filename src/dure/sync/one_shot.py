@@ -42,6 +42,7 @@ class OneShot:
         lockstep=True,
         delivers="mean",
         alone=True,
+        staged=True,
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

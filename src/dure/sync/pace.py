@@ -21,11 +21,12 @@ class Pace(Protocol):
     """Gives a worker's steps of a round, and what it contributes to the average.
 
     `lockstep`: all workers are at the same clock when they average. Otherwise the first worker that ends its work ends
-    the work of all. `objections` and `no_loop` are reasons as in `Traits`.
+    the work of all. `objections`, `unstaged` and `no_loop` are reasons as in `Traits`.
     """
 
     lockstep: ClassVar[bool] = True
     objections: ClassVar[Mapping[str, str]] = {}
+    unstaged: ClassVar[str] = ""
     no_loop: ClassVar[str] = ""
 
     def plan(self, now: Rounds, sent: Sequence[Stats]) -> Rounds:
@@ -69,6 +70,7 @@ class EqualTime(Pace):
             "workers that do different numbers of steps are at different clocks, and a collective needs all at one"
         )
     }
+    unstaged: ClassVar[str] = "pace=time counts a worker's steps by its seconds, which differ between stages"
     no_loop: ClassVar[str] = (
         "its steps are counted by the loop, and this method ends when the first worker does; use pace=steps"
     )

@@ -74,10 +74,11 @@ def mean_loss(sent: Sequence[Stats]) -> float:
 class Schedule(Protocol):
     """Gives the period of the next round. `measures`: from figures of all workers, not of one alone.
 
-    `no_loop` is the reason why a loop of the user's cannot have it.
+    `no_loop` is the reason why a loop of the user's cannot have it, `unstaged` why the stages of a pipeline cannot.
     """
 
     measures: ClassVar[bool] = False
+    unstaged: ClassVar[str] = ""
     no_loop: ClassVar[str] = ""
 
     def next_period(self, last: Rounds, now: Rounds, sent: Sequence[Stats]) -> int:
@@ -116,6 +117,7 @@ class AdaptivePeriod(Schedule):
     interval: int
 
     measures: ClassVar[bool] = True
+    unstaged: ClassVar[str] = "schedule=adaptive uses the loss, and only the last stage knows it"
     no_loop: ClassVar[str] = "the loss stays in the loop, and this method needs it"
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ class OverheadPeriod(Schedule):
     overhead: float
 
     measures: ClassVar[bool] = True
+    unstaged: ClassVar[str] = "schedule=overhead measures seconds, and stages differ in theirs"
 
     def __post_init__(self) -> None:
         if not 0 < self.overhead < 1:

@@ -31,7 +31,7 @@ LEAST_FISHER = 1e-12
 class Weights(Protocol):
     """Weighs the workers' models. `measures`: by figures of all workers, not of one alone.
 
-    `known`: before a round begins. `encodes`, `uncoded`, `objections` and `no_loop` are those of `Traits`.
+    `known`: before a round begins. `encodes`, `uncoded`, `objections`, `unstaged` and `no_loop` are those of `Traits`.
     """
 
     measures: ClassVar[bool] = False
@@ -39,6 +39,7 @@ class Weights(Protocol):
     encodes: ClassVar[tuple[str, ...]] = ("collective",)
     uncoded: ClassVar[str] = "servers are pushed models, and a codec encodes how far they have gone"
     objections: ClassVar[Mapping[str, str]] = {}
+    unstaged: ClassVar[str] = ""
     no_loop: ClassVar[str] = ""
 
     def begin(self, worker: Worker) -> None:
@@ -91,6 +92,7 @@ class LossWeights(Weights):
 
     measures: ClassVar[bool] = True
     known: ClassVar[bool] = False
+    unstaged: ClassVar[str] = "weights=loss uses the loss, and only the last stage knows it"
     no_loop: ClassVar[str] = "the loss stays in the loop, and this method needs it"
 
     def __post_init__(self) -> None:
