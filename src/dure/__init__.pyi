@@ -29,6 +29,7 @@ from dure.partition.methods.gpipe import GPipe as GPipe
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB
 from dure.partition.methods.petrowski import Petrowski as Petrowski
 from dure.partition.methods.pipedream import PipeDream as PipeDream
+from dure.partition.methods.spectrain import SpecTrain as SpecTrain
 from dure.partition.whole import Whole as Whole
 from dure.run.compare import compare as compare
 from dure.run.strategy import Strategy as Strategy

@@ -44,6 +44,8 @@ class Requester(Protocol):
     buffers: torch.Tensor | None
     kept: dict[str, torch.Tensor]
     kept_plain: dict[str, Any]
+    optimizer: LocalOptimizer
+    lr: float | Sequence[float] | None
 
     @property
     def group(self) -> MeanGradients: ...

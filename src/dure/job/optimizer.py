@@ -196,6 +196,24 @@ class FlatOptimizer:
                 step[start:stop].add_(values[start:stop], alpha=-_rate(spec, lr, group) * spec.weight_decay)
         return step
 
+    def ahead(
+        self,
+        values: torch.Tensor,
+        steps: Callable[[float], float],
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """Write to `out` the `values` that the present velocity reaches in `steps`, a function of the momentum.
+
+        The rule must be momentum: w - steps lr v. Weight decay and Nesterov's correction are left out.
+        """
+        velocity = self.vectors["velocity"]
+        for start, stop, spec, group in self._pieces:
+            cut, reach = slice(start, stop), _rate(spec, lr, group) * steps(spec.momentum)
+            torch.add(values[cut], velocity[cut], alpha=-reach, out=out[cut])
+        return out
+
     def _view(
         self,
         spec: OptimizerSpec,
@@ -237,6 +255,11 @@ def _rate(spec: OptimizerSpec, lr: float | Sequence[float] | None, group: int) -
     if lr is None:
         return spec.lr
     return lr if isinstance(lr, (int, float)) else lr[group]
+
+
+def has_velocity(spec: OptimizerSpec) -> bool:
+    """Whether the rule is momentum, whose state is a velocity."""
+    return _rule(spec).keeps == ("velocity",)
 
 
 def leaves_alone(spec: OptimizerSpec) -> bool:

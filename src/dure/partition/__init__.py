@@ -8,6 +8,7 @@ CATALOGUE = {
     "1f1b": "dure.partition.methods.one_f_one_b:OneFOneB",
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
+    "spectrain": "dure.partition.methods.spectrain:SpecTrain",
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
     "dni": "dure.partition.methods.dni:DNI",

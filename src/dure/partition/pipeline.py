@@ -17,6 +17,7 @@ from dure.partition.action import Action
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dure.job.optimizer import OptimizerSpec
     from dure.partition.weights import StageWeights
 
 
@@ -40,6 +41,9 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ValueError(f"stages={self.stages} splits nothing: write a whole number from 1, such as stages=2")
+
+    def check_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Raise `StrategyError` if the method does not work with the `optimizer` of the workers."""
 
     @property
     def micro_batches(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.gradient_source import Requester
+    from dure.job.optimizer import FlatOptimizer
     from dure.partition.action import Action
     from dure.partition.batches import StageBatches
     from dure.partition.borders import Border
@@ -88,6 +89,7 @@ class Stage:
         self.counts = StageCounts()
         self._aliases = aliases
         self._mirror: Tensor | None = None
+        self._ahead: Tensor | None = None
         self._mirrored = -1
         self._leaves: dict[int, Leaves] = {}
         self._stashed: dict[int, Tensor] = {}
@@ -132,6 +134,16 @@ class Stage:
         own = {id(each) for each in self._stashed.values()} - {id(self.requester.params)}
         self.counts.most_versions = max(self.counts.most_versions, 1 + len(own))
         return self._stashed[batch]
+
+    def ahead(self, steps: Callable[[float], float]) -> Tensor:
+        """The newest weights and the way that their velocity takes in `steps`, a function of the momentum."""
+        newest = self.newest
+        if isinstance(newest, Ghost):
+            return newest
+        if self._ahead is None:
+            self._ahead = torch.empty_like(newest)
+        optimizer = cast("FlatOptimizer", self.requester.optimizer)
+        return optimizer.ahead(newest, steps, self._ahead, lr=self.requester.lr)
 
     def begin(self, batches: range) -> None:
         """Begin with mini-batches of which the first finds nothing in flight."""

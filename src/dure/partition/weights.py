@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -31,4 +32,11 @@ class StageWeights(Protocol):
 
     def stash(self, batch: int) -> Tensor:
         """The newest weights at the first forward of a mini-batch, in memory that no update before its own changes."""
+        ...
+
+    def ahead(self, steps: Callable[[float], float]) -> Tensor:
+        """The newest weights and the way that their velocity takes in `steps`, a function of the momentum.
+
+        All calls use one memory, so a backward that reads it reads the last prediction.
+        """
         ...

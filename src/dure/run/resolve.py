@@ -153,6 +153,8 @@ def _check_micro_batches(setup: Setup) -> None:
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_use(setup.devices, timing_only=setup.config.timing_only)
     _check_micro_batches(setup)
+    if not isinstance(setup.strategy.partition, Whole):
+        setup.strategy.partition.check_optimizer(setup.job.optimizer)
     setup.topology.check()
     fewest = setup.traits.fewest
     if setup.workers < fewest:
