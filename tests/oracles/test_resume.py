@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import stage_jobs
 from support.runs import resume_local, virtual
 from support.soak import soaked
 from torch import nn
@@ -100,6 +101,29 @@ def test_resumed_is_uninterrupted(strategy, optimizer, tmp_path):
 @pytest.mark.parametrize("strategy", STRATEGIES[::2])
 def test_with_running_statistics_and_dropout(strategy, tmp_path):
     check_every_stop(jobs()["norm-and-dropout"], tmp_path, cluster(), strategy=strategy, steps=18)
+
+
+PIPELINES = [
+    "bsp collective pipedream:stages=4",
+    "bsp collective gpipe:stages=2,micro=2,remat=true",
+    "bsp collective 1f1b:stages=2,micro=4",
+    "averaging:period=3 collective pipedream:stages=2",
+    "bsp collective ddg:stages=2,weights=current",
+    "bsp collective features-replay:stages=2",
+]
+
+
+@pytest.mark.parametrize("strategy", [PIPELINES[0], *soaked(*PIPELINES[1:])])
+def test_pipelines_drain_at_each_checkpoint(strategy, tmp_path):
+    check_every_stop(stage_jobs.normed(), tmp_path, cluster(), strategy=strategy, steps=18)
+
+
+def test_a_checkpoint_changes_a_pipeline_without_a_flush_alone(tmp_path):
+    """A drain is a flush. So the schedule of checkpoints belongs to the run."""
+    for strategy, same in ((PIPELINES[2], True), (PIPELINES[0], False)):
+        options: dict[str, Any] = {"strategy": strategy, "on": cluster(), "steps": 18}
+        without, with_them = both(tmp_path / strategy, stage_jobs.normed(), **options)
+        assert (with_them["params_sha256"] == without["params_sha256"]) is same, strategy
 
 
 EVENTS = (

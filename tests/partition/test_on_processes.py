@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+from dataclasses import replace
+
 import pytest
 import torch
+from support.real_runs import Trial
 from support.runs import local, virtual
 from support.soak import soaked
 from support.stage_jobs import job_text
 
+from dure.errors import UsageError
+from dure.run import checkpoint
+from dure.run.config import TrainConfig
 from dure.runtime.launch.fork_server import ForkServer
+from dure.runtime.launch.interruption import Interrupted, Interruption
 
 PARTITIONS = [
     "gpipe:stages=2,micro=3",  # of 10 samples: 4, 3 and 3
@@ -37,16 +46,21 @@ def both(fork_server, job, strategy, workers, **options):
 def check_equal(virtually, really, within=0.0):
     """The same model up to `within`, and the same rows; the same counts and payload bytes at each worker exactly."""
     torch.testing.assert_close(really.params, virtually.params, rtol=0, atol=within)
-    rows = [[{name: row[name] for name in GRADED} for row in run.rows] for run in (virtually, really)]
-    assert [row["step"] for row in rows[1]] == [3, 6, 7]
-    for row, expected in zip(rows[1], rows[0], strict=True):
-        assert row == pytest.approx(expected, rel=0, abs=within), "rows differ"
+    check_rows(really.rows, virtually.rows, [3, 6, 7], within)
     there, here = virtually.summary, really.summary
     for name in ("samples", "updates_applied", "steps", "staleness"):
         assert here[name] == there[name], name
     for worker, counts in there["per_worker"].items():
         for name in ("bytes_sent", "bytes_received"):
             assert here["per_worker"][worker][name] == counts[name], f"{name} of {worker}"
+
+
+def check_rows(rows, expected, steps, within=0.0):
+    """The losses are those of the whole model with the buffers of all stages."""
+    assert [row["step"] for row in rows] == steps
+    for row, other in zip(rows, expected, strict=True):
+        chosen = [{name: each[name] for name in GRADED} for each in (row, other)]
+        assert chosen[0] == pytest.approx(chosen[1], rel=0, abs=within)
 
 
 def stages(partition):
@@ -76,3 +90,73 @@ def test_two_groups_written_from_messages_on_one_node(algorithm, fork_server):
 def test_a_batch_of_uneven_micro_batches_in_pipelines_of_unequal_batches(fork_server):
     strategy = "bsp collective gpipe:stages=2,micro=3"
     check_equal(*both(fork_server, "plain", strategy, 4, batch_sizes=(7, 10)), within=1e-12)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("partition", ["pipedream:stages=2", *soaked("gpipe:stages=2,micro=2", "ddg:stages=3")])
+def test_a_pipeline_is_resumed_from_a_checkpoint(partition, fork_server, tmp_path):
+    """As if it had been killed before its last checkpoint. It ends as the virtual run with the same checkpoints."""
+    strategy = f"bsp collective {partition}"
+    options = {"workers": 2 * stages(partition), "steps": 8, "eval_every": 3, "checkpoint_every": 3, "seed": 3}
+    options |= {"optimizer": "momentum", "dtype": "float64"}
+    config = TrainConfig(job=job_text("normed"), strategy=strategy, on="local", out=tmp_path / "here", **options)
+    whole = Trial(config).run(fork_server=fork_server)
+    there = virtual(job_text("normed"), strategy, out=tmp_path / "there", **options)
+    assert torch.equal(whole.params, there.params)
+    shutil.rmtree(tmp_path / "here" / "checkpoints" / "step-6")
+    trial = Trial(replace(config, resume=tmp_path / "here"))
+    resumed = trial.run(fork_server=fork_server)
+    assert torch.equal(resumed.params, there.params)
+    check_rows(resumed.history, there.rows, [3, 6, 8])
+    for name in ("samples", "updates_applied"):
+        assert resumed.totals.counts[name] == there.outcome.totals.counts[name], name
+    assert resumed.totals.staleness.as_dict() == there.outcome.totals.staleness.as_dict()
+
+
+class Terminate:
+    """Sends SIGTERM to this process once all workers have made `after` steps."""
+
+    def __init__(self, after=10):
+        self.after, self.sent = after, False
+
+    def __call__(self, trial):
+        driver = trial.driver
+        if not self.sent and all(driver.steps(name) >= self.after for name in driver.roster.workers):
+            self.sent = True
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("partition", ["pipedream:stages=3", *soaked("1f1b:stages=2,micro=2")])
+def test_sigterm_drains_a_pipeline_at_a_step_that_no_stage_has_begun(partition, fork_server, tmp_path):
+    """The checkpoint is that of the virtual run that is scheduled to drain at this step."""
+    strategy = f"bsp collective {partition}"
+    options = {"workers": stages(partition), "steps": 100_000, "seed": 3, "optimizer": "momentum"}
+    config = TrainConfig(
+        job=job_text("slow"),
+        strategy=strategy,
+        on="local",
+        checkpoint_every=10**6,
+        eval_every=10**6,
+        out=tmp_path,
+        **options,
+    )
+    trial, interruption = Trial(config), Interruption()
+    with pytest.raises(Interrupted), interruption.heard():
+        trial.run(Terminate(), fork_server=fork_server, interruption=interruption)
+    left = checkpoint.load(tmp_path / "checkpoints")
+    clocks = {left.parts[f"worker-{number}"].plain["clock"] for number in range(options["workers"])}
+    assert clocks == {left.step}
+    assert 10 <= left.step < 10_000
+    goes_on = {"steps": left.step + 5}
+    resumed = Trial(replace(config, resume=tmp_path, **goes_on)).run(fork_server=fork_server)
+    drained = virtual(
+        job_text("slow"), strategy, **options | goes_on, checkpoint_every=left.step, out=tmp_path / "there"
+    )
+    assert torch.equal(resumed.params, drained.params)
+
+
+def test_a_pipeline_does_not_end_after_seconds():
+    with pytest.raises(UsageError, match="cannot end after 3 seconds: its stages stop after the same mini-batch"):
+        virtual("digits-mlp", "bsp collective pipedream:stages=2", workers=2, seconds=3)

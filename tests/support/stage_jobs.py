@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dure.job.data.digits import load_digits
@@ -32,7 +32,7 @@ def job(model: Callable[[], nn.Module], **options: object) -> Job:
     )  # fmt: skip
 
 
-def _blocks(normed: Sequence[int], dropped: float) -> nn.Module:
+def _blocks(normed: Sequence[int], dropped: float) -> nn.Sequential:
     """Four blocks of two layers each, those in `normed` with batch norm."""
     widths = (64, 12, 14, 12, 10)
     blocks: list[nn.Module] = []
@@ -43,7 +43,7 @@ def _blocks(normed: Sequence[int], dropped: float) -> nn.Module:
         block += [] if last else [nn.Tanh()]
         block += [nn.Dropout(dropped)] if dropped and not last else []
         blocks.append(nn.Sequential(*block))
-    return nn.Sequential(*blocks).to(torch.float64)
+    return nn.Sequential(*blocks)
 
 
 def plain() -> Job:
@@ -63,3 +63,15 @@ def normed_first() -> Job:
 def normed_last() -> Job:
     """Batch norm in the last block only."""
     return job(partial(_blocks, (3,), 0.0))
+
+
+class Pause(nn.Module):
+    """Waits a little in each forward, so that a test can interfere."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return inputs
+
+
+def slow() -> Job:
+    return job(lambda: nn.Sequential(Pause(), *_blocks((), 0.0).children()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dure.core.node import Operation
     from dure.job.gradient import Gradient
     from dure.job.gradient_source import Requester
+    from dure.partition.action import Action
     from dure.partition.stage import Stage
 
 AHEAD = 2
@@ -39,7 +40,6 @@ class StageSource:
         self.samples = samples
         self.batch_size = stage.batches.batch_size
         self._updates: AsyncIterator[Gradient] | None = None
-        self._until = 0
 
     @property
     def epoch(self) -> float:
@@ -56,8 +56,9 @@ class StageSource:
         return requester.node.spawn(self._mean(requester), "the mean gradient of its stage")
 
     async def settled(self) -> None:
-        """Wait until the neighbors have received all messages."""
+        """Wait until the neighbors have received all messages. The pipeline is drained, and begins anew."""
         await self.stage.settled()
+        self._updates = None
 
     def state(self) -> dict[str, Any]:
         return self.stage.batches.state()
@@ -68,11 +69,13 @@ class StageSource:
     async def _next(self, requester: Requester) -> Gradient:
         stage = self.stage
         stage.requester = requester
-        if self._updates is None or requester.clock >= self._until:
-            self._until = requester.drained_at
-            pipeline, batches = stage.pipeline, range(requester.clock, self._until)
+        if self._updates is None:
+            pipeline, batches = stage.pipeline, range(requester.clock, requester.drained_at)
             stage.begin(batches)
-            self._updates = pipeline.run(stage, batches) if isinstance(pipeline, Programmed) else played(stage, batches)
+            if isinstance(pipeline, Programmed):
+                self._updates, stage.begun = pipeline.run(stage, batches), batches.stop - 1
+            else:
+                self._updates = played(stage, batches)
         return await anext(self._updates)
 
     async def _mean(self, requester: Requester) -> Gradient:
@@ -87,8 +90,11 @@ class StageSource:
 
 
 async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
-    """Play the order of a worker's actions for `batches`; give the gradient of each update."""
-    actions = stage.pipeline.order(stage.rank, batches)
+    """Play the order of a worker's actions for `batches`; give the gradient of each update.
+
+    An earlier drain leaves out the actions of later mini-batches: those of the others need none of them.
+    """
+    actions = _until_the_drain(stage, stage.pipeline.order(stage.rank, batches))
     window = list(islice(actions, AHEAD))
     for action in window:
         stage.expect(action)
@@ -105,3 +111,11 @@ async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
         else:
             await stage.backward(action, inputs=action.kind != "W", weights=action.kind != "I")
         await stage.node.sleep(0.0)  # messages leave now, not after the next computation
+
+
+def _until_the_drain(stage: Stage, actions: Iterator[Action]) -> Iterator[Action]:
+    """The actions of mini-batches before the drain, which may be set to an earlier one meanwhile."""
+    for action in actions:
+        if action.batch < stage.requester.drained_at:
+            stage.begun = max(stage.begun, action.batch)
+            yield action

@@ -60,7 +60,7 @@ class Stage:
     """The stages at worker `rank` of pipeline `replica`, on `node`; `peers` are the nodes of the pipeline by rank.
 
     `module` is None in a timing-only run. `requester` is the worker whose parameters the stage reads. `version` counts
-    its updates.
+    its updates. `begun` is the last mini-batch of which it has asked for a message or computed anything.
     """
 
     requester: Requester
@@ -86,6 +86,7 @@ class Stage:
         self.rank = rank
         self.peers = peers
         self.version = 0
+        self.begun = -1
         self.counts = StageCounts()
         self._aliases = aliases
         self._mirror: Tensor | None = None

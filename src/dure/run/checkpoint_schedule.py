@@ -4,8 +4,8 @@
 |-------------|--------------------------------|-----------------------------------------------------------------------|
 | that is due | all workers at one clock       | at the clock that is due                                              |
 |             | workers at clocks of their own | the first at the clock that is due, the others at their next boundary |
-| before that | all workers at one clock       | at a clock that none has reached; a worker that has passed it refuses,|
-|             |                                | and a later one is tried                                              |
+| before that | all workers at one clock       | at a clock that none has reached; a worker that has passed it, or has |
+|             |                                | begun the mini-batch after it, refuses, and a later one is tried      |
 |             | workers at clocks of their own | each at its next step boundary                                        |
 """
 
@@ -65,6 +65,7 @@ class CheckpointSchedule:
         self._last_round: CheckpointRound | None = None
         self._folder = folder
         self._lockstep, self._period = setup.lockstep, setup.period
+        self._in_flight = setup.parts - 1  # the first stage of a pipeline is so many mini-batches ahead of its clock
         self._roster = roster
         self._progress = progress
         self._commands = commands
@@ -135,7 +136,8 @@ class CheckpointSchedule:
         for attempt in range(ATTEMPTS):
             reached = self._progress.highest()
             rate = reached / max(self.node.now(), ahead)
-            unseen = 2 * self._period if self._period > 1 else min(AHEAD_STEPS, math.ceil(rate))
+            unseen = self._in_flight
+            unseen += 2 * self._period if self._period > 1 else min(AHEAD_STEPS, math.ceil(rate))
             step = reached + 1 + math.ceil(ahead * rate) + unseen
             if step >= scheduled or self.round is not None:
                 return  # the checkpoint that is due anyway comes first

@@ -27,6 +27,7 @@ from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, Tenso
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
 from dure.job.gradients import GradientEngine
+from dure.partition.source import StageSource
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
 from dure.run.devices import CPU
@@ -471,10 +472,11 @@ class WorkerProcess(RunProcess):
 
     def _stop_at(self, step: int) -> None:
         """Stop for a checkpoint at the clock `step`, with all other workers."""
-        if step <= self.worker.clock:
-            raise Refused(
-                f"{self.node.name} is at clock {self.worker.clock} and cannot stop at {step}: name a later one."
-            )
+        source = self.worker.source
+        begun = source.stage.begun if isinstance(source, StageSource) else -1
+        clock = max(self.worker.clock, begun)
+        if step <= clock:
+            raise Refused(f"{self.node.name} is at clock {clock} and cannot stop at {step}: name a later one.")
         self.next_checkpoint = step
 
     async def _checkpoint(self) -> None:

@@ -140,21 +140,26 @@ def _steps(config: TrainConfig, job: Job, batch: int) -> int:
     return min(limits) if limits else job.steps
 
 
-def _check_micro_batches(setup: Setup) -> None:
-    """Raise `UsageError` if a mini-batch has fewer samples than micro-batches."""
-    pipeline, least = setup.strategy.partition, min(setup.batch_sizes)
-    if isinstance(pipeline, Pipeline) and pipeline.micro_batches > least:
+def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
+    """Raise `UsageError` for a run that a pipeline cannot make."""
+    text, least = setup.strategy.text()["partition"], min(setup.batch_sizes)
+    if pipeline.micro_batches > least:
         raise UsageError(
-            f"{setup.strategy.text()['partition']} divides a mini-batch into {pipeline.micro_batches} micro-batches, "
+            f"{text} divides a mini-batch into {pipeline.micro_batches} micro-batches, "
             f"and a mini-batch has {least} samples. Write micro={least} or less, or raise --batch-size."
         )
+    if setup.config.seconds is not None:
+        raise UsageError(
+            f"{text} cannot end after {setup.config.seconds:g} seconds: its stages stop after the same mini-batch, "
+            "which they know before they begin it. Give --steps or --epochs in place of --seconds."
+        )
+    pipeline.check_optimizer(setup.job.optimizer)
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_use(setup.devices, timing_only=setup.config.timing_only)
-    _check_micro_batches(setup)
-    if not isinstance(setup.strategy.partition, Whole):
-        setup.strategy.partition.check_optimizer(setup.job.optimizer)
+    if isinstance(setup.strategy.partition, Pipeline):
+        _check_pipeline(setup, setup.strategy.partition)
     setup.topology.check()
     fewest = setup.traits.fewest
     if setup.workers < fewest:
