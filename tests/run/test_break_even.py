@@ -20,9 +20,9 @@ NUMEL = 64 * 64 + 64 + 64 * 10 + 10
 COST = CodecCost(encode=Line(value=1e-7), decode=Line(value=2e-7), combine=Line(value=3e-7))
 
 
-def summary(strategy: str, bandwidth: float = 1e8) -> dict[str, Any]:
+def summary(strategy: str, bandwidth: float = 1e8, per_host: int = 1) -> dict[str, Any]:
     """Of a cluster in which nothing but what the model has takes time."""
-    kind = Machines(count=K, compute=Constant(seconds=1e-3))
+    kind = Machines(count=K // per_host, workers=per_host, compute=Constant(seconds=1e-3))
     rest = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "codecs": {"fp16": COST, "1bit": COST}}
     on = Cluster(machines=(kind,), link=Link(bandwidth=bandwidth, latency=0.0), **rest)
     return dure.train("digits-mlp", strategy=strategy, on=on, steps=4).summary()
@@ -46,6 +46,12 @@ def test_through_servers_the_busiest_card_counts_both_ways() -> None:
     pulls = 5 / 4  # of a step: the first, and one after each of four
     assert found["bytes_fp32"] == pytest.approx(K * (4 + 4 * pulls) * NUMEL / 2)
     assert found["bytes"] == pytest.approx(K * (2 + 4 * pulls) * NUMEL / 2)
+
+
+def test_the_busiest_card_may_be_that_of_a_host() -> None:
+    """All workers on one host, whose card carries the bytes of four shards."""
+    found = summary("bsp ps:shards=4 fp16", per_host=4)["payoff"]
+    assert found["bytes"] == pytest.approx(4 * (2 + 4 * 5 / 4) * NUMEL)
 
 
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 fp16"])

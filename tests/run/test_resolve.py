@@ -10,8 +10,10 @@ from dure.cli.main import main
 from dure.run import train
 from dure.run.config import TrainConfig
 from dure.run.launchers import entry
+from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import rebuild, resolve
 from dure.run.strategy import Strategy
+from dure.runtime.virtual.cluster import Cluster, Machines, SharedHost
 
 STRATEGIES = (
     "bsp",
@@ -78,3 +80,32 @@ def test_a_fork_server_rebuilds_the_set_up_and_resolves_nothing(strategy, monkey
     assert (again.config, again.strategy) == (setup.config, setup.strategy)
     assert again.job.optimizer == setup.job.optimizer
     assert callable(entry.load(values))
+
+
+def config_of(strategy: str, **options: object) -> TrainConfig:
+    return TrainConfig.of({"job": "digits-mlp", "strategy": strategy} | options)
+
+
+HOSTED = Cluster(machines=[Machines(count=2, workers=2), Machines(workers=4)])
+
+
+def test_the_machines_of_workers_are_those_of_the_cluster():
+    setup, _ = resolve(config_of("bsp", on="virtual"), Prebuilt(cluster=HOSTED))
+    assert setup.machines == setup.topology.plan.machines == (0, 0, 1, 1, 2, 2, 2, 2)
+    one_host = Cluster(machines=[Machines(count=3)], host=SharedHost())
+    assert resolve(config_of("bsp", on="virtual"), Prebuilt(cluster=one_host))[0].machines == (0, 0, 0)
+
+
+def test_the_machines_of_a_stage_are_those_of_its_workers():
+    setup, _ = resolve(config_of("bsp", on="virtual", partition="gpipe:stages=2"), Prebuilt(cluster=HOSTED))
+    assert [setup.of_worker(rank).machines for rank in (0, 1)] == [(0, 1, 2, 2)] * 2
+
+
+def test_the_machines_of_a_real_run_are_those_of_its_launcher(monkeypatch):
+    setup, _ = resolve(config_of("bsp", on="local", workers=3))
+    assert setup.machines == (0, 0, 0)
+    assert rebuild(json.loads(json.dumps(setup.plain()))).machines == (0, 0, 0)
+    environment = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**environment, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(config_of("bsp", on="torchrun", workers=6))[0].machines == (0, 0, 1, 1, 2, 2)

@@ -22,6 +22,7 @@ from dure.codec.cost import cost_of
 from dure.codec.exchange import combining, tallying
 from dure.codec.timing import slices_of, timed
 from dure.core.cost import CodecCost, codec_cost
+from dure.core.deployment import NodeId
 from dure.core.node import CodecWork
 from dure.core.ranges import size
 from dure.run.devices import in_summary
@@ -51,7 +52,7 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
     machine; workers on other devices encode there, at a cost that is not known.
     """
     codec = setup.codec
-    rows = _rows(totals)
+    rows = _rows(totals).values()
     if codec is None or setup.workers == 1 or not rows or (cluster is None and in_summary(setup.devices)):
         return {}
     name = codec_name(codec)
@@ -60,7 +61,7 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codec_works(setup, codec)) / setup.period
-    sent = _by_servers(setup, totals) if setup.topology.servers else _by_collectives(setup, totals)
+    sent = _by_servers(setup, totals, cluster) if setup.topology.servers else _by_collectives(setup, totals)
     links = [] if cluster is None else _links(cluster)
     return {
         "codec": name,
@@ -121,30 +122,41 @@ def _at(bandwidth: float, compute: float, coding: float, sent: StepBytes) -> dic
     }
 
 
-def _rows(totals: Totals) -> list[dict[str, int]]:
+def _rows(totals: Totals) -> dict[str, dict[str, int]]:
     """The rows of workers that have reported steps and bytes: a failed worker has reported its steps only."""
-    return [row for row in totals.per_worker.values() if row.get("steps") and "bytes_sent" in row]
+    return {name: row for name, row in totals.per_worker.items() if row.get("steps") and "bytes_sent" in row}
 
 
 def _by_collectives(setup: Setup, totals: Totals) -> StepBytes:
     """Bytes out of a card; as many come in at the same time. Without a codec the collective is a ring."""
-    coded = max(row["bytes_sent"] / row["steps"] for row in _rows(totals))
+    coded = max(row["bytes_sent"] / row["steps"] for row in _rows(totals).values())
     return StepBytes(coded, 2 * (setup.workers - 1) / setup.workers * _weight(setup) / setup.period)
 
 
-def _by_servers(setup: Setup, totals: Totals) -> StepBytes:
+def _by_servers(setup: Setup, totals: Totals, cluster: Cluster | None) -> StepBytes:
     """Bytes in and out, one after another: parameters are pulled after gradients were pushed.
 
-    The busiest card is a worker's, or that of the largest shard, which has its part of the bytes of all workers.
+    The busiest card is that of a machine of workers, or that of the largest shard, which has its part of the bytes of
+    all workers. In a real run, each worker is taken to have a card of its own.
     """
     rows, pushed = _rows(totals), _weight(setup) / setup.period
-    most = max(row["steps"] for row in rows)
+    most = max(row["steps"] for row in rows.values())
     votes = setup.codec is not None and setup.codec.vote() is not None
-    cards = [_both(row, row["steps"], pushed, votes=votes) for row in rows]
+    cards = _cards({name: _both(row, row["steps"], pushed, votes=votes) for name, row in rows.items()}, cluster)
     part = max(size(ranges) for ranges in setup.topology.ranges) / setup.replica.numel
-    all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows]
+    all_workers = [_both(row, most, pushed * row["steps"] / most, votes=votes) for row in rows.values()]
     cards.append(StepBytes(*(part * math.fsum(each) for each in zip(*all_workers, strict=True))))  # in any order
     return StepBytes(max(card.coded for card in cards), max(card.plain for card in cards))
+
+
+def _cards(of_workers: Mapping[str, StepBytes], cluster: Cluster | None) -> list[StepBytes]:
+    """The bytes through the card of each machine with workers."""
+    if cluster is None:
+        return list(of_workers.values())
+    shared: dict[int, list[StepBytes]] = {}
+    for name, sent in of_workers.items():
+        shared.setdefault(cluster.machine_of(NodeId.of(name).rank), []).append(sent)
+    return [StepBytes(*map(math.fsum, zip(*each, strict=True))) for each in shared.values()]
 
 
 def _both(row: Mapping[str, int], steps: int, pushed: float, *, votes: bool) -> StepBytes:

@@ -364,11 +364,15 @@ def test_a_message_inside_a_host_takes_the_inner_link_and_not_the_card(wire: int
 
 
 def test_each_worker_has_an_inner_link_with_two_directions() -> None:
-    wires = Wires(workers=3, per_host=3, inside={"bandwidth": 1e6, "latency": 0})
-    for src, dst in ((0, 1), (1, 0), (1, 2)):
-        wires.send(src, dst, MIB, (src, dst))
-    alone = MIB / 1e6
-    assert wires.run() == pytest.approx({(0, 1): alone, (1, 0): 2 * alone, (1, 2): 2 * alone})
+    def times(*hops: tuple[int, int]) -> dict[object, float]:
+        wires = Wires(workers=3, per_host=3, inside={"bandwidth": MIB, "latency": 0})
+        for src, dst in hops:
+            wires.send(src, dst, MIB, (src, dst))
+        return wires.run()
+
+    assert times((0, 1), (1, 0)) == pytest.approx({(0, 1): 1, (1, 0): 1})
+    assert times((1, 0), (1, 2)) == pytest.approx({(1, 0): 2, (1, 2): 2})
+    assert times((0, 2), (1, 2)) == pytest.approx({(0, 2): 2, (1, 2): 2})
 
 
 def test_a_server_is_reached_inside_the_host_of_the_worker_beside_it() -> None:
