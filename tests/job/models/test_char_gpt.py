@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs import virtual
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -136,3 +137,15 @@ def test_texts_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa" * 99)
     with pytest.raises(DataError, match="binary cannot be read"):
         small(text=str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize("settings", ["", ",dropout=0.3"])
+def test_a_pipeline_of_embedding_blocks_and_head_is_one_worker(settings: str) -> None:
+    """With dropout stages draw numbers of their own: then two pipelines are compared, one of which computes twice."""
+    job = f"char-gpt:width=8,heads=2,layers=2,context=12{settings}"
+    options = {"steps": 3, "batch_size": 6, "dtype": "float64", "optimizer": "sgd:lr=0.1", "eval_samples": 8}
+    pipeline = virtual(job, "bsp gpipe:stages=4,micro=3", workers=4, **options)
+    again = virtual(job, "bsp gpipe:stages=4,micro=3,remat=true", workers=4, **options)
+    assert torch.equal(pipeline.params, again.params)
+    one = virtual(job, "bsp", workers=1, **options)
+    assert ((pipeline.params - one.params).abs().max() < 1e-12) == (not settings)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.runs import virtual
 from torch import nn
 
 from dure.errors import UsageError
@@ -40,3 +41,11 @@ def test_a_deep_network_keeps_the_strength_of_a_signal() -> None:
             assert not layer.bias.any()
     assert len(strengths) == 8
     assert all(0.5 < each / strengths[0] < 2 for each in strengths)
+
+
+def test_a_pipeline_of_eight_stages_is_one_worker() -> None:
+    job, options = "digits-mlp:depth=7,hidden=16", {"steps": 5, "batch_size": 8, "dtype": "float64"}
+    one = virtual(job, "bsp", workers=1, **options)
+    for partition in ("gpipe:stages=8,micro=2", "1f1b:stages=4,micro=4"):
+        pipeline = virtual(job, f"bsp {partition}", workers=int(partition[partition.index("=") + 1]), **options)
+        assert (pipeline.params - one.params).abs().max() < 1e-12

