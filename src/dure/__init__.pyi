@@ -26,10 +26,12 @@ from dure.partition.methods.ddg import DDG as DDG
 from dure.partition.methods.dni import DNI as DNI
 from dure.partition.methods.features_replay import FeaturesReplay as FeaturesReplay
 from dure.partition.methods.gpipe import GPipe as GPipe
+from dure.partition.methods.interleaved import Interleaved as Interleaved
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB
 from dure.partition.methods.petrowski import Petrowski as Petrowski
 from dure.partition.methods.pipedream import PipeDream as PipeDream
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
+from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
 from dure.partition.whole import Whole as Whole
 from dure.run.compare import compare as compare
 from dure.run.strategy import Strategy as Strategy

@@ -6,6 +6,8 @@ CATALOGUE = {
     "none": "dure.partition.whole:Whole",
     "gpipe": "dure.partition.methods.gpipe:GPipe",
     "1f1b": "dure.partition.methods.one_f_one_b:OneFOneB",
+    "interleaved": "dure.partition.methods.interleaved:Interleaved",
+    "zero-bubble": "dure.partition.methods.zero_bubble:ZeroBubble",
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
     "spectrain": "dure.partition.methods.spectrain:SpecTrain",

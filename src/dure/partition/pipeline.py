@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 from dure.partition.action import Action
+from dure.partition.orders import looped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ class Pipeline:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
-        return chunk * self.stages + rank
+        return looped(rank, chunk, self.stages)
 
     @property
     def lag(self) -> int:
