@@ -60,6 +60,18 @@ def normed_first() -> Job:
     return job(partial(_blocks, (0,), 0.2))
 
 
+def _tied() -> nn.Module:
+    """Six blocks. Blocks 1, 2 and 4 share a weight, and blocks 2 and 4 a bias too."""
+    blocks = [nn.Linear(64, 12), *(nn.Linear(12, 12) for _ in range(4)), nn.Linear(12, 10)]
+    blocks[2].weight = blocks[4].weight = blocks[1].weight
+    blocks[4].bias = blocks[2].bias
+    return nn.Sequential(*(nn.Sequential(nn.Tanh(), block) if number else block for number, block in enumerate(blocks)))
+
+
+def tied() -> Job:
+    return job(_tied)
+
+
 def normed_last() -> Job:
     """Batch norm in the last block only."""
     return job(partial(_blocks, (3,), 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 ROWS = 2
 """Samples of the mini-batch that finds the operations of the stages."""
+
+
+class Tie(NamedTuple):
+    """A parameter that several workers hold, in the order of `ranks`, as the slice [start, stop) of one of them."""
+
+    ranks: tuple[int, ...]
+    start: int
+    stop: int
 
 
 class StageLayout:
@@ -78,6 +86,21 @@ class StageLayout:
             held = [self.blocks[i] for stage in self.stages_of(rank) for i in self.blocks_in(stage)]
             own = {numbers[id(each)] for block in held for each in block.parameters() if id(each) in numbers}
             found.append(sorted(own))
+        return found
+
+    @cached_property
+    def ties(self) -> list[list[Tie]]:
+        """For each worker of a pipeline, its parameters that other workers hold too, in the model's order."""
+        found: list[list[Tie]] = []
+        for own in self.layers:
+            place, ties = 0, []
+            for number in own:
+                size = self.whole.layers[number].numel
+                ranks = tuple(rank for rank in self.ranks if number in self.layers[rank])
+                if len(ranks) > 1:
+                    ties.append(Tie(ranks, place, place + size))
+                place += size
+            found.append(ties)
         return found
 
     def part(self, rank: int, values: Tensor) -> Tensor:

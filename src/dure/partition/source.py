@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
+from dure.partition.exchange import sum_ties
 
 if TYPE_CHECKING:
     from dure.core.node import Operation
@@ -49,7 +50,7 @@ class StageSource:
 
     def gradient(self, requester: Requester) -> Operation[Gradient]:
         """Start the actions up to the next update."""
-        return requester.node.spawn(self._next(requester), "the next update of its stage")
+        return requester.node.spawn(self._own(requester), "the next update of its stage")
 
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
         """As `gradient`, averaged over the same stage of all replicas."""
@@ -78,7 +79,17 @@ class StageSource:
                 self._updates = played(stage, batches)
         return await anext(self._updates)
 
+    async def _own(self, requester: Requester) -> Gradient:
+        gradient = await self._next(requester)
+        await sum_ties(self.stage, gradient.values)
+        return gradient
+
     async def _mean(self, requester: Requester) -> Gradient:
+        gradient = await self._mean_of_replicas(requester)
+        await sum_ties(self.stage, gradient.values)  # last, so that copies get the same bits
+        return gradient
+
+    async def _mean_of_replicas(self, requester: Requester) -> Gradient:
         gradient = await self._next(requester)
         group = requester.group
         if self.share == 1.0 and not group.encodes:

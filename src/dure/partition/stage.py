@@ -267,6 +267,11 @@ class Stage:
         self.counts.actions += 1
         self.meter.add("compute", started, self.node.now(), str(action))
 
+    @property
+    def free_tag(self) -> int:
+        """The first tag above those of borders."""
+        return TAGS + 2 * self.layout.depth
+
     async def settled(self) -> None:
         """Wait until the neighbors have received all messages of this stage."""
         for sent in self._sent:
