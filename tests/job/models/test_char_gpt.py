@@ -22,13 +22,16 @@ def small(**settings: object) -> Job:
     return load_job("char-gpt", **{"width": 8, "layers": 2, "heads": 2, "context": 6, **settings})
 
 
-def test_sizes_are_those_of_gpt_2() -> None:
-    """The smallest model that was published has 124,439,808 parameters; embedding and head share theirs."""
-    with torch.device("meta"):
-        assert parameters(decoder(50257, 768, 12, 12, 1024, tied=True)) == 124_439_808
-    vocabulary, context, width, layers = 30, 5, 8, 3
+def size(vocabulary: int, width: int, layers: int, context: int, *, tied: bool) -> int:
     blocks = layers * (12 * width**2 + 13 * width)
-    assert parameters(decoder(vocabulary, width, layers, 2, context)) == blocks + (2 * vocabulary + context + 2) * width
+    return blocks + ((2 - tied) * vocabulary + context + 2) * width
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_are_those_of_gpt_2(tied: bool) -> None:
+    """The smallest model that was published has 124,439,808 parameters; embedding and head share their weight."""
+    assert size(50257, 768, 12, 1024, tied=True) == 124_439_808
+    assert parameters(decoder(30, 8, 3, 2, 5, tied=tied)) == size(30, 8, 3, 5, tied=tied)
 
 
 def test_the_model_is_embedding_blocks_and_head() -> None:
