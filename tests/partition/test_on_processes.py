@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,29 @@ def test_two_groups_written_from_messages_on_one_node(algorithm, fork_server):
 def test_a_batch_of_uneven_micro_batches_in_pipelines_of_unequal_batches(fork_server):
     strategy = "bsp collective gpipe:stages=2,micro=3"
     check_equal(*both(fork_server, "plain", strategy, 4, batch_sizes=(7, 10)), within=1e-12)
+
+
+def test_a_worker_in_an_all_reduce_hands_out_messages():
+    """Otherwise this run would never end: see `late_requests`."""
+    deadline = time.monotonic() + 30
+
+    def act(trial):
+        assert time.monotonic() < deadline, "the run hangs"
+
+    options = {"workers": 4, "steps": 4, "seed": 3, "eval_every": 100}
+    strategy = "bsp collective pipedream:stages=2"
+    config = TrainConfig(job=job_text("late_requests"), strategy=strategy, on="local", **options)
+    really = Trial(config).run(act)
+    assert torch.equal(really.params, virtual(job_text("plain"), strategy, **options).params)
+
+
+def test_a_worker_does_not_finish_before_its_last_message_is_fetched():
+    """It would count the bytes that it has sent without that message."""
+    options = {"workers": 2, "steps": 3, "seed": 3}
+    really = local(job_text("slow_requests"), "bsp collective pipedream:stages=2", **options)
+    there = virtual(job_text("plain"), "bsp collective pipedream:stages=2", **options)
+    sent = [run.summary["per_worker"]["worker 1"]["bytes_sent"] for run in (really, there)]
+    assert sent[0] == sent[1] == 3 * 10 * 12 * 4
 
 
 # ---- checkpoints

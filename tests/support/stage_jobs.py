@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ from dure.job.data.digits import load_digits
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
+from dure.runtime.process.node import ProcessNode
 
 HERE = Path(__file__)
 
@@ -87,3 +89,40 @@ class Pause(nn.Module):
 
 def slow() -> Job:
     return job(lambda: nn.Sequential(Pause(), *_blocks((), 0.0).children()))
+
+
+LATE_SECONDS = 0.2
+LATE = {"worker 0": 0, "worker 3": 1}
+"""The number of messages that a worker asks for in time; its later requests come late."""
+
+
+def late_requests() -> Job:
+    """Some requests for messages come late, on two pipelines of two stages. A process that has loaded this keeps it.
+
+    Worker 0 (stage 0) asks worker 1 late for its first gradient, and worker 3 (stage 1) asks worker 2 late for its
+    second input. Both that are asked stand in an all-reduce then, and each of these waits for one of the late.
+    """
+    recv = ProcessNode._recv
+    asked: Counter[str] = Counter()
+
+    async def late(self: ProcessNode, peer: str, into: Tensor, tag: int) -> Tensor:
+        asked[self.name] += 1
+        if asked[self.name] > LATE.get(self.name, 10**6):
+            await self.sleep(LATE_SECONDS)
+        return await recv(self, peer, into, tag)
+
+    ProcessNode._recv = late
+    return plain()
+
+
+def slow_requests() -> Job:
+    """Each request of worker 0 for a message comes a little late. A process that has loaded this keeps it."""
+    recv = ProcessNode._recv
+
+    async def late(self: ProcessNode, peer: str, into: Tensor, tag: int) -> Tensor:
+        if self.name == "worker 0":
+            await self.sleep(0.03)
+        return await recv(self, peer, into, tag)
+
+    ProcessNode._recv = late
+    return plain()

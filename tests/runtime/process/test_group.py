@@ -42,7 +42,7 @@ class FailingWork:
 
 def test_an_error_of_the_device_is_not_taken_for_a_lost_rank():
     node = ProcessNode(Identity("job", "worker 0", 0), CREDENTIALS)
-    operation = EngineOperation(node, "the others' all_reduce", [FailingWork()], lambda: None, on_device=True)
+    operation = EngineOperation(node, "the others' all_reduce", [FailingWork()], lambda: None, in_loop=True)
 
     async def wait():
         await operation

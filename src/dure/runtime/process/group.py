@@ -34,25 +34,26 @@ class EngineOperation(Operation[Any]):
     """An operation of the engine in progress. `await` blocks in the engine, while the wire's helper thread runs.
 
     Afterwards other tasks and the wire run once: a role that only awaits the engine would otherwise never let them run.
-    Where tensors are `on_device`, the stream that is current at the `await` waits for the results, and the loop runs
-    meanwhile: messages on their way to pinned memory leave through it, and other ranks may wait for one.
+    With `in_loop` the loop runs meanwhile, as other ranks may wait for a message of this one. It is set where tensors
+    are on a device: messages on their way to pinned memory leave through the loop, and the stream that is current at
+    the `await` waits for the results. It is set in a group of some ranks: the others ask for messages at any time.
     """
 
-    __slots__ = ("_finish", "_node", "_on_device", "_works")
+    __slots__ = ("_finish", "_in_loop", "_node", "_works")
 
     def __init__(
-        self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any], *, on_device: bool
+        self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any], *, in_loop: bool
     ) -> None:
         super().__init__(node.loop, label)
         self._node = node
         self._works = works
         self._finish = finish
-        self._on_device = on_device
+        self._in_loop = in_loop
 
     def __await__(self) -> Generator[Operation[Any], None, Any]:
         if not self.done:
             try:
-                if self._on_device:
+                if self._in_loop:
                     yield from self._wait_in_loop()
                 else:
                     self._block()
@@ -113,7 +114,7 @@ def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
 
 
 class ProcessGroup:
-    """A group of processes, as seen by one member.
+    """A group of processes, as seen by one member; `engine` is that of some ranks, or None for all.
 
     Tensors on a device travel by the device's backend of `engine`, tensors on the CPU by Gloo. Control (barriers,
     agreement, statistics) is on the CPU, so that no step copies it to the device and back.
@@ -184,7 +185,8 @@ class ProcessGroup:
     def _start(
         self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
     ) -> EngineOperation:
-        return EngineOperation(self._node, label, works, finish, on_device=tensor.device.type != "cpu")
+        in_loop = self._engine is not None or tensor.device.type != "cpu"
+        return EngineOperation(self._node, label, works, finish, in_loop=in_loop)
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         """Count the bytes of the engine's ring algorithm; the engine reports none."""
