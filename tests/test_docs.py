@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -16,7 +18,8 @@ import pytest
 
 import dure
 from dure.core.catalogue import load, paper
-from dure.job.job import Job
+from dure.core.spec_text import value_text
+from dure.job.job import BUILT_IN, Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY
 from dure.run.strategy import catalogue as one_catalogue
@@ -156,6 +159,21 @@ def test_the_guide_tells_every_field_of_a_job():
     assert str(Job.__dataclass_fields__["optimizer"].default_factory()) == str(OptimizerSpec("sgd", lr=0.1))
     for name in re.findall(r"`([A-Z]\w+)`", table):
         assert name in dure.__all__, name
+
+
+def test_the_guide_lists_every_job_and_its_parameters():
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    table = text.partition("## Built-in jobs")[2].partition("##")[0]
+    rows = {
+        cells[1].strip(" `"): cells[4] for line in table.splitlines() if (cells := line.split("|"))[1:] and "`" in line
+    }
+    assert list(rows) == list(BUILT_IN)
+    for name, parameters in rows.items():
+        module, _, function = BUILT_IN[name].partition(":")
+        own = dict(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+        own.pop("data_root", None)
+        told = [f"{key}={value_text(each.default)}" if each.default != "" else key for key, each in own.items()]
+        assert re.findall(r"`([^`]+)`", parameters) == told, name
 
 
 def test_dependencies_have_their_reasons():

@@ -50,10 +50,10 @@ BUILT_IN: Mapping[str, str] = {
     "mnist-mlp": "dure.job.models.mnist:mnist_mlp",
     "mnist-cnn": "dure.job.models.mnist:mnist_cnn",
     "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",
+    "vgg16": "dure.job.models.vgg16:vgg16",
     "embedding-text": "dure.job.models.text:embedding_text",
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
-    "vgg16": "dure.job.models.vgg16:vgg16",
 }
 
 
