@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from support.runs import resolved
 
 from dure.errors import DeadlockError, StrategyError
 from dure.partition import orders
@@ -180,3 +181,15 @@ def test_an_update_before_one_of_its_backwards_is_refused() -> None:
         "StrategyError: worker 0 has U1 before B1 in its order: an update comes after all forwards and backwards of "
         "its mini-batch."
     )
+
+
+def test_a_run_with_a_wrong_order_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(pipeline: GPipe, rank: int, batches: range) -> list[Action]:
+        order = list(orders.gpipe(rank, pipeline.stages, pipeline.micro, batches))
+        if rank == 1:
+            swap(order, Action("F", 1, 3), Action("B", 1, 3))
+        return order
+
+    monkeypatch.setattr(GPipe, "order", wrong)
+    with pytest.raises(DeadlockError, match=r"worker 1 waits at B1\.3 for its own F1\.3"):
+        resolved("digits-mlp", "bsp gpipe:stages=2", workers=2, steps=3, on="virtual")

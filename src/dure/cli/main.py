@@ -70,6 +70,8 @@ class Methods:
     """Which one; all if left out. Of gossip also a graph, as in gossip:graph=ring."""
     workers: int | None = None
     """How many gossip with each other; 8, 16 and 64 if left out."""
+    draw: tuple[Path, ...] | None = None
+    """Draw a partition, as in pipedream:stages=4 --draw FILE.svg: its timetable as text and, in the file, in color."""
     json: bool = False
     """Print one JSON object as the last line."""
 
@@ -77,6 +79,11 @@ class Methods:
         """Return the rows and their tables."""
         from dure.cli.methods import members, tables
 
+        if self.draw is not None:
+            from dure.cli.drawing import draw, shown
+
+            drawn = draw(self.name, self.draw)
+            return CommandResult({"drawing": drawn.row}, shown(drawn))
         rows = members(self.name, self.workers)
         return CommandResult({"methods": rows}, tables(rows, details=bool(self.name)))
 

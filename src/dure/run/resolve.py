@@ -14,6 +14,8 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
 from dure.partition.pipeline import Pipeline
+from dure.partition.source import Programmed
+from dure.partition.ticks import Orders, check
 from dure.partition.whole import Whole
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
@@ -33,6 +35,9 @@ ENDLESS = 10**9
 
 EVALUATE_EVERY = 50
 """Steps between evaluations of a run that only `seconds` limits."""
+
+CHECKED = 4
+"""Mini-batches for each stage in which the orders of a pipeline are checked: they fill it, repeat, and drain it."""
 
 
 def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
@@ -154,6 +159,8 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
             "which they know before they begin it. Give --steps or --epochs in place of --seconds."
         )
     pipeline.check_optimizer(setup.job.optimizer)
+    if not isinstance(pipeline, Programmed):
+        check(Orders.of(pipeline, range(min(setup.steps, CHECKED * pipeline.stages))))
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:

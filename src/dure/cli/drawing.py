@@ -1,0 +1,99 @@
+"""Draws the timetable of a pipeline: as text for the terminal, and in color as an SVG file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.errors import UsageError
+from dure.partition.drawing import Picture, svg, text
+from dure.partition.pipeline import Pipeline
+from dure.report.files import replacing
+from dure.run.strategy import make
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture that is written to `path`."""
+
+    picture: Picture
+    path: Path
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The figures of the picture, for JSON."""
+        table = self.picture.timetable
+        return {
+            "partition": self.picture.title,
+            "picture": str(self.path),
+            "ticks": table.makespan,
+            "bubble": table.bubble,
+            "workers": [
+                {
+                    "stages": self.picture.stages_of(rank),
+                    "idle": table.idle(rank) / table.makespan,
+                    "most_sets": table.most_sets(rank),
+                    "most_versions": self.picture.weights[rank].most_versions,
+                    "staleness": self.picture.staleness(rank),
+                }
+                for rank in range(len(table.workers))
+            ],
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        yield Text(text(self.picture, options.max_width), no_wrap=True)
+
+
+def draw(name: str, files: Sequence[Path]) -> Drawn:
+    """Draw the partition `name` into the file of `files`, NAME.svg if there is none.
+
+    Raises `UsageError` for a name that is no pipeline, and for a file that cannot be written.
+    """
+    if not name:
+        raise UsageError("--draw needs a partition before it: write dure methods pipedream:stages=4 --draw FILE.svg.")
+    pipeline = make(name, "partition")
+    if not isinstance(pipeline, Pipeline):
+        raise UsageError(f"{name} splits no model, and a drawing shows stages: draw pipedream, for example.")
+    if len(files) > 1:
+        raise UsageError(f"--draw writes one file, and {len(files)} are named: {', '.join(map(str, files))}.")
+    path = files[0] if files else Path(f"{name.partition(':')[0]}.svg")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
+    drawn = Drawn(Picture.of(pipeline, name), path)
+    with replacing(path) as file:
+        file.write(svg(drawn.picture))
+    return drawn
+
+
+def shown(drawn: Drawn) -> list[RenderableType]:
+    """The timetable as text, and the figures of each worker as a table."""
+    from rich.text import Text
+
+    caption = "Stages and micro-batches count from 1, and micro-batches count on over the mini-batches; a dot is idle."
+    return [
+        Text(f"{drawn.picture.title}: {drawn.picture.bubble}", style="bold"),
+        drawn,
+        Text(caption),
+        _figures(drawn.row),
+        Text(f"In color: {drawn.path}"),
+    ]
+
+
+def _figures(row: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("worker", "stages", "idle", "in flight", "versions", "staleness"):
+        shown.add_column(heading, justify="right")
+    for rank, each in enumerate(row["workers"]):
+        figures = (str(each[name]) for name in ("most_sets", "most_versions", "staleness"))
+        shown.add_row(str(rank), ", ".join(map(str, each["stages"])), f"{each['idle']:.0%}", *figures)
+    return shown

@@ -1,0 +1,67 @@
+"""`dure methods NAME --draw`: the timetable on the terminal, and the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dure.cli.drawing import draw
+from dure.cli.main import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def told(capfd, *arguments):
+    """The exit status, the standard output and the errors of a command."""
+    status = main(["methods", *arguments])
+    return status, *capfd.readouterr()
+
+
+def test_a_drawing_shows_the_timetable_and_the_figures(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "70")
+    status, shown, _ = told(capfd, "pipedream:stages=3", "--draw")
+    assert status == 0
+    lines = [line.rstrip() for line in shown.splitlines()]
+    rows = [line for line in lines if line.startswith("k=")]
+    assert rows[0] == "k=1 |  F1  F2  F3   .   .  B1  F4  B2  F5  B3  F6  B4  F7  B5  F8  B6"
+    assert rows[2] == "k=3 |   .   .  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6  F7  B7"
+    assert [line.split()[-1] for line in lines if "% " in line][-3:] == ["2", "1", "0"]
+    assert lines[-1] == "In color: pipedream.svg"
+    assert ElementTree.parse(tmp_path / "pipedream.svg").getroot().get("role") == "img"
+
+
+def test_the_picture_in_the_documentation_is_the_one_of_the_command(tmp_path):
+    draw("pipedream:stages=4", [tmp_path / "now.svg"])
+    assert (tmp_path / "now.svg").read_text() == (DOCS / "pipedream.svg").read_text()
+
+
+def test_the_figures_are_there_as_json(capfd, tmp_path):
+    path = tmp_path / "v.svg"
+    status, shown, _ = told(capfd, "zero-bubble:stages=2,micro=4,schedule=v", "--draw", str(path), "--json")
+    drawing = json.loads(shown)["drawing"]
+    assert (status, drawing["picture"], drawing["ticks"]) == (0, str(path), 49)
+    assert [worker["stages"] for worker in drawing["workers"]] == [[1, 4], [2, 3]]
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draw", "pipedream"], "--draw needs a partition before it"),
+        (["bsp", "--draw"], '"bsp" is a sync, not a partition'),
+        (["none", "--draw"], "none splits no model"),
+        (["gpipe", "--draw", "a.svg", "b.svg"], "--draw writes one file, and 2 are named: a.svg, b.svg"),
+        (["gpipe", "--draw", "nowhere/a.svg"], "cannot write nowhere/a.svg: there is no folder nowhere"),
+        (["gpipe:stages=0", "--draw"], "stages=0 splits nothing"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(arguments, message, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, said = told(capfd, *arguments)
+    assert status == 2
+    assert message in said
+    assert list(tmp_path.iterdir()) == []

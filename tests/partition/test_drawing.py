@@ -1,0 +1,155 @@
+"""Pictures of pipelines against published timetables, and their figures against those of the stage engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from xml.etree import ElementTree
+
+import pytest
+from support.chains import play
+from support.soak import soaked
+
+from dure.errors import UsageError
+from dure.partition import CATALOGUE
+from dure.partition.drawing import Picture, svg, text
+from dure.partition.pipeline import Pipeline
+from dure.partition.source import Programmed
+from dure.run.strategy import make
+
+MORE = [
+    "pipedream:sync=vertical",
+    "pipedream:ahead=many",
+    "pipedream:ahead=many,sync=vertical",
+    "ddg:weights=current",
+    "spectrain:predicts=carry",
+    "zero-bubble:schedule=h2",
+    "zero-bubble:schedule=v",
+    "interleaved:chunks=3",
+]
+
+
+def drawn(name: str, batches: int | None = None, **parameters: object) -> Picture:
+    given = ",".join(f"{key}={value}" for key, value in parameters.items())
+    whole = f"{name}{',' if ':' in name else ':'}{given}" if given else name
+    picture = Picture.of(make(whole, "partition"), whole)
+    return picture if batches is None else Picture(picture.pipeline, whole, range(batches))
+
+
+def ordered() -> list[str]:
+    """The members that are orders of actions."""
+    made = {name: make(name, "partition") for name in CATALOGUE}
+    return [name for name, one in made.items() if isinstance(one, Pipeline) and not isinstance(one, Programmed)]
+
+
+# ---- text
+
+
+def test_the_timetable_is_in_the_notation_of_the_papers():
+    assert text(drawn("pipedream", 4, stages=3)).splitlines() == [
+        "k=1 | F1 F2 F3  .  . B1 F4 B2  . B3  . B4",
+        "k=2 |  . F1 F2  . B1 F3 B2 F4 B3  . B4  .",
+        "k=3 |  .  . F1 B1 F2 B2 F3 B3 F4 B4  .  .",
+    ]
+
+
+def test_micro_batches_count_on_and_chunks_have_primes():
+    assert (
+        text(drawn("zero-bubble:schedule=v", 2, stages=1, micro=1))
+        == "k=1 |  F1 F1' I1' W1'  I1  W1  F2 F2' I2' W2'  I2  W2"
+    )
+
+
+def test_a_timetable_is_folded_at_the_width():
+    lines = text(drawn("gpipe", 1, stages=2, micro=3), 18).splitlines()
+    assert lines == ["k=1 | F1 F2 F3  .", "k=2 |  . F1 F2 F3", "", "k=1 |  . B3 B2 B1", "k=2 | B3 B2 B1  ."]
+
+
+# ---- SVG
+
+
+@pytest.mark.parametrize("name", [*ordered(), *MORE])
+@pytest.mark.parametrize("stages", [4, *soaked(1, 2, 8)])
+def test_a_picture_shows_each_action_with_the_weights_it_reads(name, stages):
+    picture = drawn(name, stages=stages)
+    tree = ElementTree.fromstring(svg(picture))
+    names = {"svg": "http://www.w3.org/2000/svg"}
+    cells = []
+    for each in tree.findall("svg:g", names):
+        box = each.find("svg:rect", names)
+        words = [word.text for word in each.findall("svg:text", names)]
+        cells.append((float(box.get("x")), float(box.get("y")), *words))
+    tick = float(tree.find("svg:g/svg:rect", names).get("width"))
+    rows = sorted({y for _, y, *_ in cells})
+    found = [[(round((x - 118) / tick), *words) for x, y, *words in sorted(cells) if y == row] for row in rows]
+    expected = [
+        [
+            (each.start, picture.label(each.action), str(read))
+            for each, read in zip(row, worker.reads, strict=True)
+            if read is not None
+        ]
+        for row, worker in zip(picture.timetable.workers, picture.weights, strict=True)
+    ]
+    assert found == expected
+    assert svg(picture).count("h8l-4 6z") == stages * len(picture.batches) + 1, "updates, and their legend"
+
+
+def test_a_picture_names_what_it_has_in_its_legend():
+    shown = svg(drawn("zero-bubble", stages=2))
+    assert "gradient of the weights" in shown
+    assert ">backward<" not in shown
+    assert "a prediction of them" not in shown
+    assert "a prediction of them" in svg(drawn("spectrain", stages=4))
+
+
+def test_a_title_is_escaped():
+    shown = svg(Picture(drawn("gpipe").pipeline, "<a> & b", range(1)))
+    assert "<a>" not in shown
+    assert ElementTree.fromstring(shown)[0].text == "<a> & b"
+
+
+def test_a_program_has_no_order_to_draw():
+    with pytest.raises(UsageError, match="dni:stages=3 has no order of actions to draw"):
+        drawn("dni", stages=3)
+
+
+# ---- the versions of weights
+
+
+def test_pipedream_goes_backward_through_the_weights_of_its_forward():
+    reads = {
+        picture.label(each.action): str(read)
+        for picture in [drawn("pipedream", 8, stages=3)]
+        for each, read in zip(picture.timetable.workers[0], picture.weights[0].reads, strict=True)
+    }
+    assert [reads[f"F{t}"] for t in range(1, 9)] == ["w0", "w0", "w0", "w1", "w2", "w3", "w4", "w5"]
+    assert [reads[f"B{t}"] for t in range(1, 9)] == [reads[f"F{t}"] for t in range(1, 9)]
+
+
+def test_petrowski_goes_backward_through_the_newest_weights():
+    picture = drawn("petrowski", 8, stages=3)
+    backward = [
+        str(read)
+        for each, read in zip(picture.timetable.workers[0], picture.weights[0].reads, strict=True)
+        if each.action.kind == "B"
+    ]
+    assert backward == [f"w{t}" for t in range(8)]
+
+
+@pytest.mark.parametrize("name", ordered())
+def test_the_staleness_of_a_member_is_that_of_its_order(name):
+    for stages in range(1, 9):
+        picture = drawn(name, 3 * stages, stages=stages)
+        expected = [picture.pipeline.staleness(rank) for rank in range(stages)]
+        assert [worker.staleness[3 * stages - 1] for worker in picture.weights] == expected
+        assert [picture.staleness(rank) for rank in range(stages)] == expected
+
+
+@pytest.mark.parametrize("name", [name for name in (*ordered(), *MORE) if make(name, "partition").chunks == 1])
+def test_the_figures_are_those_that_the_stages_count(name):
+    micro = ("," if ":" in name else ":") + "micro=3" if make(name, "partition").flushes else ""
+    run = play(f"{name}{micro}", 3, steps=9, optimizer="momentum:lr=0.1")
+    picture = Picture(run.stages[0].pipeline, name, range(9))
+    for rank, stage in enumerate(run.stages):
+        assert stage.counts.staleness == Counter(picture.weights[rank].staleness.values())
+        assert stage.counts.most_sets == picture.timetable.most_sets(rank)
+        assert stage.counts.most_versions == picture.weights[rank].most_versions
