@@ -65,15 +65,26 @@ def test_the_bytes_of_tied_parameters():
             assert sent == 8 * 5 * (10 * borders[rank] + ties[rank]), (rank, timing_only)
 
 
-def test_tied_parameters_on_processes():
-    """The same bits and the same payload as in virtual time."""
-    strategy = f"bsp collective 1f1b:{TIED},micro=3"
+def test_exchanges_on_processes():
+    """The same bits and the same payload as in virtual time, of tied parameters and of norms."""
+    strategy, options = (
+        f"bsp collective 1f1b:{TIED},micro=3",
+        OPTIONS | {"optimizer": "momentum:clip=0.45", "workers": 3},
+    )
     with ForkServer() as fork_server:
-        here = local(job_text("tied"), strategy, workers=3, fork_server=fork_server, **OPTIONS)
-    there = virtual(job_text("tied"), strategy, workers=3, **OPTIONS)
+        here = local(job_text("tied"), strategy, fork_server=fork_server, **options)
+    there = virtual(job_text("tied"), strategy, **options)
     assert torch.equal(here.params, there.params)
     for worker, counts in there.summary["per_worker"].items():
         assert here.summary["per_worker"][worker]["bytes_sent"] == counts["bytes_sent"]
+
+
+def test_a_codec_of_changes_is_refused():
+    """Each stage would encode the change of its copy with an error of its own. A mean gradient is summed after it."""
+    strategy = f"averaging:period=2 collective {{}} gpipe:{TIED},micro=2"
+    with pytest.raises(StrategyError, match=r"copies of the parameter '1\.1\.weight', which would become different"):
+        virtual(job_text("tied"), strategy.format("int8"), workers=6, **OPTIONS)
+    virtual(job_text("tied"), strategy.format("int8").replace("averaging:period=2", "bsp"), workers=6, **OPTIONS)
 
 
 @pytest.mark.parametrize("method", ["pipedream", "petrowski", "ddg", "features-replay", "dni"])

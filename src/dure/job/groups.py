@@ -9,7 +9,7 @@ holds the parameters without differences. A step with a schedule has one rate pe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,13 +18,11 @@ from torch import nn
 from dure.core.spec_text import names, nearest
 from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
-from dure.job.optimizer import GroupRange, OptimizerSpec
+from dure.job.optimizer import OF_GROUPS, GroupRange, OptimizerSpec
 from dure.job.replica import Layer
 from dure.job.schedule import Schedule, factor_at
 
 Groups = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
-
-FIELDS = tuple(each.name for each in fields(OptimizerSpec) if each.name != "name")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Rates:
         found = []
         for segment in self.segments:
             own = rule(replace(self.spec, **segment.overrides))
-            found.append(segment._replace(overrides={name: getattr(own, name) for name in FIELDS}))
+            found.append(segment._replace(overrides={name: getattr(own, name) for name in OF_GROUPS}))
         return found
 
 
@@ -103,10 +101,10 @@ def _difference(spec: OptimizerSpec, groups: Groups, name: str, parameter: nn.Pa
             'Write {"weight_decay": 0.0}, or {} for nothing.'
         )
     for key in own:
-        if key not in FIELDS:
+        if key not in OF_GROUPS:
             raise UsageError(
                 f"Job.groups sets {key!r} for {name}, which is no hyper-parameter of an optimizer: there are "
-                f"{names(FIELDS)}.{nearest(str(key), FIELDS)}"
+                f"{names(OF_GROUPS)}.{nearest(str(key), OF_GROUPS)}"
             )
     try:
         replace(spec, **own)

@@ -14,6 +14,8 @@ Weight decay is coupled: g + weight_decay w replaces g. Only `adamw` decouples i
 al. (2012). Their update gamma g / sqrt(G) has no `eps` and divides by zero where every gradient has been zero, so `eps`
 is added to the root, as in PyTorch.
 
+`clip` limits the norm of a gradient before the rule, as `torch.nn.utils.clip_grad_norm_` does (`Clipped`).
+
 Every rule is element-wise: the result for a slice equals, bit for bit (float32 and float64), that slice of the result
 for the whole vector. So results do not depend on how a model is cut into shards.
 """
@@ -40,10 +42,10 @@ class OptimizerSpec:
     """An optimizer as plain values. `str` gives the text form, `parse` reads it.
 
     The optimizer `momentum` uses a momentum of 0.9 unless another is given. A negative momentum is allowed:
-    asynchronous methods may need it.
+    asynchronous methods may need it. `clip` is the largest norm of the gradient of the whole model; None: any.
 
-    >>> OptimizerSpec.parse("adam:lr=0.001")
-    OptimizerSpec(name='adam', lr=0.001, momentum=0.0, nesterov=False, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-08)
+    >>> OptimizerSpec.parse("adam:lr=0.001").betas
+    (0.9, 0.999)
     >>> str(OptimizerSpec("momentum", lr=0.01, nesterov=True))
     'momentum:lr=0.01,momentum=0.9,nesterov=true'
 
@@ -58,6 +60,7 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.name not in _RULES:
@@ -66,6 +69,8 @@ class OptimizerSpec:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise StrategyError(f"{self.name}: {name} must be a number >= 0, got {value}.")
+        if self.clip is not None and not self.clip > 0:
+            raise StrategyError(f"{self.name}: clip must be a number above 0, as in clip=1, got {self.clip}.")
         if len(self.betas) != 2:
             raise StrategyError(f"{self.name}: betas must be two numbers, as in betas=0.9/0.999, got {self.betas}.")
         if self.name == "momentum" and self.momentum == 0:
@@ -87,11 +92,15 @@ class OptimizerSpec:
     def __str__(self) -> str:
         plain = OptimizerSpec()
         parts = []
-        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps"):
+        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "clip"):
             value = getattr(self, name)
             if name == "lr" or value != getattr(plain, name):
                 parts.append(f"{name}={value_text(value)}")
         return f"{self.name}:{','.join(parts)}"
+
+
+OF_GROUPS = tuple(each.name for each in fields(OptimizerSpec) if each.name not in ("name", "clip"))
+"""The hyper-parameters that may differ between parameter groups. A norm is that of the whole gradient."""
 
 
 def optimizer_member(text: str) -> MemberSpec:
@@ -137,7 +146,7 @@ class FlatOptimizer:
     """An update rule for a flat vector of `numel` elements, and its state.
 
     `segments` are slices whose hyper-parameters differ (parameter groups), as `(start, stop, overrides)`. They do not
-    overlap; `overrides` may have any field of `OptimizerSpec` except its name. Outside of them `spec` applies.
+    overlap; `overrides` may have any field in `OF_GROUPS`. Outside of them `spec` applies.
     """
 
     def __init__(
@@ -265,6 +274,43 @@ def has_velocity(spec: OptimizerSpec) -> bool:
 def leaves_alone(spec: OptimizerSpec) -> bool:
     """Whether a zero gradient changes neither values nor the rule's state, so that its step can be left out."""
     return spec.name in ("sgd", "adagrad") and not (spec.momentum or spec.weight_decay)
+
+
+class Clipped:
+    """A rule whose gradients are the whole model's, with their norm limited to `clip`."""
+
+    def __init__(self, optimizer: FlatOptimizer, clip: float) -> None:
+        self.optimizer = optimizer
+        self.spec = optimizer.spec
+        self._clip = clip
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None:
+        """As `FlatOptimizer.apply`; `gradient` keeps its values."""
+        factor = clip_factor(float(torch.linalg.vector_norm(gradient)), self._clip)
+        self.optimizer.apply(values, gradient if factor == 1 else gradient * factor, out, lr=lr)
+
+    def state(self) -> State:
+        return self.optimizer.state()
+
+    def restore(self, state: State) -> None:
+        self.optimizer.restore(state)
+
+
+def clip_factor(norm: float, clip: float) -> float:
+    """The factor on a gradient with this norm, so that the norm becomes `clip` at most: that of PyTorch.
+
+    >>> clip_factor(0.5, 1.0), round(clip_factor(4.0, 1.0), 5)
+    (1.0, 0.25)
+    """
+    factor = clip / (norm + 1e-6)
+    return factor if not factor >= 1 else 1.0  # NaN stays
 
 
 class RangesOptimizer:
@@ -434,7 +480,7 @@ def _pieces(
     for start, stop, overrides, group in sorted(segments, key=lambda segment: segment[:2]):
         if not at <= start <= stop <= numel:
             raise ValueError(f"segment [{start}, {stop}) overlaps another or leaves a vector of {numel} elements.")
-        unknown = set(overrides) - {field.name for field in fields(OptimizerSpec) if field.name != "name"}
+        unknown = set(overrides) - set(OF_GROUPS)
         if unknown:
             raise ValueError(f"segment [{start}, {stop}) sets {names(sorted(unknown))}, no hyper-parameter of a slice.")
         pieces += [(at, start, spec, 0), (start, stop, replace(spec, **overrides), group)]

@@ -1,4 +1,4 @@
-"""Exchanges between the workers of one pipeline at an update, as for parameters that several of them hold.
+"""Exchanges between the workers of one pipeline at an update: tied parameters, and the norm of the whole gradient.
 
 All workers of a pipeline that flushes reach the update of the same mini-batch before any of them goes on, so each may
 wait for the others here. Messages have tags above those of borders.
@@ -6,20 +6,22 @@ wait for the others here. Messages have tags above those of borders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from dure.core.node import Ghost
+from dure.job.optimizer import clip_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.partition.stage import Stage
 
-TIES = 0
-"""The number of the exchange of tied gradients."""
+TIES, NORM = 0, 1
+"""The numbers of the exchanges."""
 
 
 async def exchanged(stage: Stage, values: Mapping[int, Tensor], number: int) -> dict[int, Tensor]:
@@ -58,6 +60,24 @@ async def sum_ties(stage: Stage, gradient: Tensor) -> None:
         for copy in copies[1:]:
             total += copy
         gradient[tie.start : tie.stop] = total
+
+
+async def limit_norm(stage: Stage, gradient: Tensor, clip: float) -> None:
+    """Limit the norm of the gradient of the whole model, of which `gradient` is a part, to `clip`, in place.
+
+    The workers add up their squared norms in the order of ranks. A tied parameter counts at the first of its workers.
+    """
+    others = [rank for rank in stage.layout.ranks if rank != stage.rank]
+    if isinstance(gradient, Ghost):
+        await exchanged(stage, {rank: Ghost(1, torch.float64.itemsize) for rank in others}, NORM)
+        return
+    again = [tie for tie in stage.layout.ties[stage.rank] if tie.ranks[0] != stage.rank]
+    starts, stops = [0, *(tie.stop for tie in again)], [*(tie.start for tie in again), gradient.numel()]
+    parts = [gradient[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    own = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum().reshape(1)
+    received = await exchanged(stage, dict.fromkeys(others, own), NORM)
+    squares = [own if rank == stage.rank else received[rank] for rank in stage.layout.ranks]
+    gradient *= clip_factor(math.sqrt(sum(map(float, squares))), clip)
 
 
 def _like(value: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ ROWS = 2
 
 
 class Tie(NamedTuple):
-    """A parameter that several workers hold, in the order of `ranks`, as the slice [start, stop) of one of them."""
+    """A parameter that the workers `ranks` hold, in their order, as the slice [start, stop) of the vector of one."""
 
+    name: str
     ranks: tuple[int, ...]
     start: int
     stop: int
@@ -95,11 +96,11 @@ class StageLayout:
         for own in self.layers:
             place, ties = 0, []
             for number in own:
-                size = self.whole.layers[number].numel
+                layer = self.whole.layers[number]
                 ranks = tuple(rank for rank in self.ranks if number in self.layers[rank])
                 if len(ranks) > 1:
-                    ties.append(Tie(ranks, place, place + size))
-                place += size
+                    ties.append(Tie(layer.name, ranks, place, place + layer.numel))
+                place += layer.numel
             found.append(ties)
         return found
 

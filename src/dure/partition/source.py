@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
-from dure.partition.exchange import sum_ties
+from dure.partition.exchange import limit_norm, sum_ties
 
 if TYPE_CHECKING:
     from dure.core.node import Operation
@@ -30,13 +30,17 @@ class Programmed(Protocol):
 
 
 class StageSource:
-    """Gradients of the parameters of one `stage`, for a worker that is the same stage of all replicas' pipelines."""
+    """Gradients of the parameters of one `stage`, for a worker that is the same stage of all replicas' pipelines.
+
+    `clip` is the largest norm of the gradient over all stages; None: any.
+    """
 
     can_stop = False
     whole = False
 
-    def __init__(self, stage: Stage, *, share: float, samples: int) -> None:
+    def __init__(self, stage: Stage, *, share: float, samples: int, clip: float | None = None) -> None:
         self.stage = stage
+        self.clip = clip
         self.share = share
         self.samples = samples
         self.batch_size = stage.batches.batch_size
@@ -80,13 +84,19 @@ class StageSource:
         return await anext(self._updates)
 
     async def _own(self, requester: Requester) -> Gradient:
-        gradient = await self._next(requester)
-        await sum_ties(self.stage, gradient.values)
-        return gradient
+        return await self._completed(await self._next(requester))
 
     async def _mean(self, requester: Requester) -> Gradient:
-        gradient = await self._mean_of_replicas(requester)
-        await sum_ties(self.stage, gradient.values)  # last, so that copies get the same bits
+        return await self._completed(await self._mean_of_replicas(requester))
+
+    async def _completed(self, gradient: Gradient) -> Gradient:
+        """A gradient that is to be applied, with what it needs from the other stages.
+
+        A mean over replicas comes before, so that the copies of a tied parameter get the same bits.
+        """
+        await sum_ties(self.stage, gradient.values)
+        if self.clip is not None:
+            await limit_norm(self.stage, gradient.values, self.clip)
         return gradient
 
     async def _mean_of_replicas(self, requester: Requester) -> Gradient:

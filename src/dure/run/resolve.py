@@ -23,6 +23,7 @@ from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name
+from dure.run.whole_gradient import check_clip, check_ties
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import server_rule_of, traits_of
@@ -168,6 +169,9 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
     if isinstance(setup.strategy.partition, Pipeline):
         _check_pipeline(setup, setup.strategy.partition)
     setup.topology.check()
+    check_clip(setup)
+    if setup.stages is not None:
+        check_ties(setup, setup.stages)
     fewest = setup.traits.fewest
     if setup.workers < fewest:
         raise UsageError(

@@ -129,7 +129,8 @@ class Stages:
             peers=[str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.ranks],
             aliases=self.of(rank).topology.needs_everybody,
         )
-        return StageSource(stage, share=size / self.data.total, samples=len(self.job.train))
+        clip = self.job.optimizer.clip
+        return StageSource(stage, share=size / self.data.total, samples=len(self.job.train), clip=clip)
 
     def prepare(self) -> None:
         """Measure the borders and make the set-ups of all ranks, before processes are forked."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.job.optimizer import FlatOptimizer
+from dure.job.optimizer import Clipped, FlatOptimizer
 from dure.run.checkpoint import fitting
 from dure.sync import saved
 from dure.sync.worker import Worker
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.core.state import State
+    from dure.job.gradient_source import LocalOptimizer
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
 
@@ -31,19 +32,13 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
     if run.stages is not None:
         rank, place = run.stages.place(number)
         setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
-    model, optimizer = setup.model, setup.job.optimizer
+    model = setup.model
     worker = Worker(
         node=node,
         rank=rank,
         world_size=setup.workers,
         params=model.params,
-        optimizer=FlatOptimizer(
-            optimizer,
-            model.replica.numel,
-            model.replica.dtype,
-            segments=model.rates.segments,
-            device=model.replica.device,
-        ),
+        optimizer=_optimizer(setup, clips=source is None),  # a stage clips by the norm over all stages
         rates=model.rates.at if model.rates else None,
         source=source or setup.data.source(rank),
         meter=meter,
@@ -66,6 +61,14 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
         worker.sessions.work_queue = PortionClient(server, setup.batches) if setup.coordinated else None
     topology.connect(worker, group)
     return worker
+
+
+def _optimizer(setup: Setup, *, clips: bool) -> LocalOptimizer:
+    """The optimizer of a worker's own steps."""
+    model, spec = setup.model, setup.job.optimizer
+    replica = model.replica
+    rule = FlatOptimizer(spec, replica.numel, replica.dtype, segments=model.rates.segments, device=replica.device)
+    return rule if spec.clip is None or not clips else Clipped(rule, spec.clip)
 
 
 def restore_worker(worker: Worker, parts: Parts) -> State | None:

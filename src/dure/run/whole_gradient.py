@@ -1,0 +1,41 @@
+"""Checks of runs that need the gradient of the whole model: for its norm, and for parameters in several stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dure.errors import StrategyError
+
+if TYPE_CHECKING:
+    from dure.run.setup import Setup
+    from dure.run.stages import Stages
+
+
+def check_clip(setup: Setup) -> None:
+    """Raise `StrategyError` for a limit of the norm where no worker knows the gradient of the whole model."""
+    clip, text = setup.job.optimizer.clip, setup.strategy.text()
+    if clip is None:
+        return
+    over_servers = setup.topology.servers > 0 and not setup.server_side.own_rule
+    if over_servers or setup.coordinated:
+        raise StrategyError(
+            f"clip={clip:g} limits the norm of the gradient of the whole model, and with {text['sync']} over "
+            f"{text['topology']} each server applies gradients of its own part of the model. Leave clip out, or use "
+            "bsp over collective."
+        )
+    if setup.stages is not None and not setup.stages.pipeline.flushes:
+        raise StrategyError(
+            f"clip={clip:g} limits the norm of the gradient over all stages, and the stages of {text['partition']} "
+            "update at different times. Leave clip out, or use a pipeline that flushes, such as gpipe or 1f1b."
+        )
+
+
+def check_ties(setup: Setup, stages: Stages) -> None:
+    """Raise `StrategyError` for parameters in several stages if a codec makes their copies different."""
+    ties, text = [tie for each in stages.layout.ties for tie in each], setup.strategy.text()
+    if setup.codec is None or not setup.traits.changes or not ties:
+        return
+    raise StrategyError(
+        f"{text['codec']} encodes the change of each stage's model, and stages have copies of the parameter "
+        f"{ties[0].name!r}, which would become different. Use fp32, other cuts, or bsp, which encodes gradients."
+    )
