@@ -143,18 +143,24 @@ def play(
     strategy: str,
     stages: int,
     *,
+    sync: str = "bsp",
+    replicas: int = 1,
+    cluster: Cluster | None = None,
     job: Job | None = None,
     during: Any = None,
     **options: Any,
 ) -> Played:
     """Run a partition over the chain; `strategy` names it, with its parameters but without stages and cuts.
 
+    The gradients of all `replicas` of a stage are in one list.
+
     The training, not its preparation, is inside of `during`.
     """
     setup, cluster = resolved(
-        job or chain(), "bsp", partition=split(strategy, stages), workers=stages, on="virtual", dtype="float64",
-        **{"eval_every": 1000, "steps": 9, "out": "unwritten"} | options,
+        job or chain(), f"{sync} {split(strategy, stages)}", cluster, workers=replicas * stages, on="virtual",
+        dtype="float64", **{"eval_every": 1000, "steps": 9, "out": "unwritten"} | options,
     )  # fmt: skip
+    assert cluster is not None
     virtual = VirtualRun(setup, cluster, Callbacks())
     _ = setup.job.flops_per_sample  # one pass through the model, kept
     with _recorded() as found, during or nullcontext():

@@ -23,9 +23,11 @@ T = TypeVar("T")
 class Names:
     """Names of some nodes of a run among themselves: node i of a kind is node `ranks[kind][i]` of the run.
 
+    A node of these kinds that is not in the set gets a number behind those of the set; other names stay.
+
     >>> names = Names({"worker": [1, 3, 5]})
-    >>> names.outside("worker 2"), names.inside("worker 5"), names.outside("driver")
-    ('worker 5', 'worker 2', 'driver')
+    >>> names.outside("worker 2"), names.inside("worker 5"), names.inside("worker 0"), names.outside("driver")
+    ('worker 5', 'worker 2', 'worker 3', 'driver')
     """
 
     def __init__(self, ranks: Mapping[str, Sequence[int]]) -> None:
@@ -42,8 +44,16 @@ class Names:
         return self._outside.get(name, name)
 
     def inside(self, name: str) -> str:
-        """The name in this set of a node of the run; other names stay."""
-        return self._inside.get(name, name)
+        """The name in this set of a node of the run."""
+        found = self._inside.get(name)
+        if found is not None:
+            return found
+        kind, _, rank = name.partition(" ")
+        return str(NodeId(kind, len(self.ranks[kind]) + int(rank))) if kind in self.ranks else name
+
+    def has(self, name: str) -> bool:
+        """Whether a node of the run is in this set, or of a kind without a set."""
+        return name in self._inside or name.partition(" ")[0] not in self.ranks
 
 
 class NodeView:
@@ -53,7 +63,7 @@ class NodeView:
         self.real = node
         self.names = names
         self.name = names.inside(node.name)
-        self.rank = NodeId.of(self.name).rank
+        self.rank = node.rank if self.name == node.name else NodeId.of(self.name).rank
 
     @property
     def rng(self) -> np.random.Generator:
@@ -157,13 +167,17 @@ class ServiceView:
             self.protocol = protocol
 
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        return self._service.handle(replace(call, caller=self._names.inside(call.caller)))
+        return self._service.handle(self.seen(call))
+
+    def seen(self, call: Call) -> Call:
+        """The call as the service sees it."""
+        return replace(call, caller=self._names.inside(call.caller))
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
         return self._service.expects(method)
 
     def lost(self, name: str) -> None:
-        """Tell the service of a lost node."""
+        """Tell the service of a lost node of the set; the others are none of its own."""
         lost = getattr(self._service, "lost", None)
-        if lost is not None:
+        if lost is not None and self._names.has(name):
             lost(self._names.inside(name))

@@ -122,13 +122,16 @@ def tied_stages(ties: Mapping[str, Sequence[int]], cuts: Sequence[int]) -> dict[
     return {name: numbers for name, numbers in stages.items() if len(numbers) > 1}
 
 
-def refuse_ties(method: str, ties: Mapping[str, Sequence[int]]) -> None:
-    """Raise `StrategyError` if `ties`, which `tied_stages` gave, has a parameter: `method` does not flush."""
+FLUSHING = "a pipeline that flushes, such as gpipe or 1f1b, which sums the gradients of tied parameters"
+
+
+def refuse_ties(method: str, ties: Mapping[str, Sequence[int]], instead: str = FLUSHING) -> None:
+    """Raise `StrategyError` if `ties`, which `tied_stages` gave, has a parameter: `method` has no common update."""
     for name, stages in ties.items():
         raise StrategyError(
             f"the parameter {name!r} is tied: stages {_listed(stages)} hold it, and {method} updates each of them at a "
-            "time of its own, so the copies would differ. Use a pipeline that flushes, such as gpipe or 1f1b, which "
-            "sums the gradients of tied parameters, or choose cuts that put the blocks with it into one stage."
+            f"time of its own, so the copies would differ. Use {instead}, or choose cuts that put the blocks with it "
+            "into one stage."
         )
 
 

@@ -52,8 +52,13 @@ class StageLayout:
         cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size))
         self.bounds = (0, *cuts, len(self.blocks))
         if not pipeline.flushes:
-            refuse_ties("a pipeline without a flush", tied_stages(tied(whole.module, self.blocks), self.bounds[1:-1]))
+            refuse_ties("a pipeline without a flush", self.tied)
         self._measured: dict[int, tuple[dict[int, Border], list[BlockCost]]] = {}
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages hold, by name, with these stages."""
+        return tied_stages(tied(self.whole.module, self.blocks), self.bounds[1:-1])
 
     @property
     def ranks(self) -> range:

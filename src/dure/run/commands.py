@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +19,24 @@ if TYPE_CHECKING:
 class Commands:
     """Calls the processes of `roster` from the driver's `node`; `registered` is done once all can be called.
 
+    `clocks` are the servers with a clock.
+
     Commands that tell a process of the failure of another one suppress the error of a process that has failed itself:
     the driver notices that failure by the connection.
     """
 
-    def __init__(self, node: ProcessNode, roster: ProcessRoster, registered: Operation[None]) -> None:
+    def __init__(
+        self, node: ProcessNode, roster: ProcessRoster, registered: Operation[None], clocks: Sequence[str]
+    ) -> None:
+        self.clocks = clocks
         self._node = node
         self._roster = roster
         self._registered = registered
 
     @property
     def clock(self) -> str:
-        """The server that hosts the clock."""
-        return self._roster.servers[0]
+        """The server that hosts the clock, in a run without a pipeline."""
+        return self.clocks[0]
 
     def call(self, name: str, method: str, /, **fields: Any) -> Operation[Reply]:
         return self._node.call(Address(name, "process"), method, **fields)
@@ -80,8 +86,9 @@ class Commands:
             await answer
 
     async def settle(self) -> None:
-        """Have the clock close the group that the last worker left open."""
-        await self.call(self.clock, "settle")
+        """Have the clocks close the group that the last worker left open."""
+        for clock in self.clocks:
+            await self.call(clock, "settle")
 
     async def save_servers(self, draft: Path) -> None:
         """Have all servers write their parts of a checkpoint."""

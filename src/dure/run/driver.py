@@ -117,7 +117,7 @@ class Driver:
         setup, node = self.setup, self.node
         self.roster = roster = ProcessRoster(setup.deployment, self.fault_settings.absent)
         self.registration = Registration(node, roster, lambda: node.begin(self.progress.totals.seconds))
-        self.commands = commands = Commands(node, roster, self.registration.registered)
+        self.commands = commands = Commands(node, roster, self.registration.registered, setup.clocks)
         self.progress = progress = RunProgress(setup, roster)
         self.history = History(setup, self.callbacks, progress, node.now)
         self.results = Results(setup, node, roster, commands)

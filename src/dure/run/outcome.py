@@ -148,7 +148,7 @@ def _bytes_per_step(totals: Totals) -> dict[str, float]:
 
 def _graph(setup: Setup) -> dict[str, Any]:
     """The graph of gossip and its rate of mixing; only for a number of workers that can be drawn."""
-    if setup.topology.graph is None or not 1 < setup.workers <= DRAWN:
+    if setup.topology.graph is None or not 1 < len(setup.topology.graph) <= DRAWN:
         return {}
     return {
         "graph": {

@@ -261,7 +261,7 @@ class ServerProcess(RunProcess):
         if parts:
             server.restore(parts)
             if node.incarnation:
-                self.setup.topology.restarted(server.shard, node.incarnation)
+                self.setup.of_server(server.number).topology.restarted(server.shard, node.incarnation)
         server.serve()
         handlers = {
             "lost": self._worker_lost,

@@ -18,6 +18,7 @@ from dure.core.deployment import by_rank
 from dure.core.node import Address
 
 if TYPE_CHECKING:
+    from dure.core.node import Node
     from dure.run.commands import Commands
     from dure.run.outcome import Totals
     from dure.run.roster import ProcessRoster
@@ -77,6 +78,17 @@ def model_of_workers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.
     return models[0] if setup.topology.needs_everybody else torch.stack(models).mean(dim=0)
 
 
+async def model_at_servers(setup: Setup, node: Node) -> tuple[torch.Tensor, int]:
+    """The newest parameters of all servers, received on `node`, and the number of gradients that each of them holds."""
+    if setup.stages is None:
+        return await setup.client(node, -1).look(setup.replica.params.clone())
+    each = []
+    for rank in range(setup.parts):
+        own = setup.of_worker(rank)
+        each.append(await own.client(setup.stages.view(node, rank), -1).look(own.replica.params.clone()))
+    return setup.stages.joined([values for values, _ in each]), min(gradients for _, gradients in each)
+
+
 def merged_buffers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor | None:
     """The buffers of all workers as one; None where training changes none."""
     found = [delivered[name].buffers for name in by_rank(delivered)]
@@ -112,7 +124,7 @@ class Results:
         if not setup.topology.clocked:
             return model_of_workers(setup, self.delivered), count_steps(totals, self._roster.finished, setup.parts)
         count_updates(totals, self.statuses)
-        self.clock = (await self._node.call(Address(self._commands.clock, "clock"), "status")).fields
-        totals.counts["updates_refused"] += self.clock["refused"]
-        client = setup.client(self._node, -1)
-        return await client.look(setup.replica.params.clone())
+        for name in self._commands.clocks:
+            self.clock = (await self._node.call(Address(name, "clock"), "status")).fields
+            totals.counts["updates_refused"] += self.clock["refused"]
+        return await model_at_servers(setup, self._node)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dure.core.deployment import SERVER, NodeId
 from dure.core.state import State
 from dure.run.checkpoint import fitting
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HostedServer:
-    """A server on `node`: its shard and, on server 0 of a run that has them, the clock and the coordinator."""
+    """A server on `node`: its shard and, on server 0 of a run that has them, the clock and the coordinator.
+
+    `number` counts the servers of the run. The clock is saved under the name `clock_part`.
+    """
 
     node: Node
     shard: Any
     clock: ClockService | None = None
     coordinator: Coordinator | None = None
+    number: int = -1
+    clock_part: str = "clock"
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            self.number = self.node.rank
 
     def serve(self) -> None:
         """Register the services at the node."""
@@ -38,6 +48,11 @@ class HostedServer:
         if self.coordinator is not None:
             self.node.serve("coordinator", self.coordinator)
 
+    @property
+    def name(self) -> str:
+        """The name of the node in the run."""
+        return str(NodeId(SERVER, self.number))
+
     def lead(self, sync: Any, seconds: float) -> None:
         """Start the coordinator's part of the method, if there is one, at `seconds` of the run."""
         if self.coordinator is not None:
@@ -45,21 +60,21 @@ class HostedServer:
 
     def restore(self, parts: Parts) -> None:
         """Continue from the parts of a checkpoint. Raises `CheckpointError` where one does not fit."""
-        name = f"shard-{self.node.rank}"
+        name = f"shard-{self.number}"
         with fitting(name):
             self.shard.restore(parts[name])
-        with fitting("clock"):
+        with fitting(self.clock_part):
             if self.clock is not None:
-                self.clock.restore(parts["clock"].plain)
+                self.clock.restore(parts[self.clock_part].plain)
         with fitting("coordinator"):
             if self.coordinator is not None:
                 self.coordinator.restore(parts["coordinator"].plain)
 
     def parts(self) -> Parts:
         """The parts of a checkpoint that hold this server's state, by name."""
-        found: Parts = {f"shard-{self.node.rank}": self.shard.state()}
+        found: Parts = {f"shard-{self.number}": self.shard.state()}
         if self.clock is not None:
-            found["clock"] = State({}, self.clock.state())
+            found[self.clock_part] = State({}, self.clock.state())
         if self.coordinator is not None:
             found["coordinator"] = State({}, self.coordinator.state())
         return found
@@ -73,7 +88,7 @@ class HostedServer:
 
 
 def build_server(
-    setup: Setup,
+    run: Setup,
     node: Node,
     *,
     absent: Collection[int] | None = None,
@@ -83,8 +98,15 @@ def build_server(
     """Build the server of `node`'s rank. `absent` replaces the ranks that the set-up expects to join later.
 
     A worker without progress for `evict_seconds` is evicted. `log` keeps what the shard has applied.
+
+    In a pipeline it is one of the servers of a stage. A pipeline cannot go on without a worker, so none is evicted.
     """
-    server = HostedServer(node, setup.topology.shard(node, node.rank, log=log))
+    number, setup, clock_part = node.rank, run.of_server(node.rank), "clock"
+    if run.stages is not None:
+        place = run.place_of_server(number)
+        node, clock_part, evict_seconds = run.stages.view(node, place), f"clock-{place}", math.inf
+    shard = setup.topology.shard(node, node.rank, log=log)
+    server = HostedServer(node, shard, number=number, clock_part=clock_part)
     if node.rank == 0 and setup.topology.clocked:
         later = setup.absent if absent is None else absent
         present = [rank for rank in range(setup.workers) if rank not in later]

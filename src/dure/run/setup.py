@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dure.codec.fp32 import Float32
+from dure.core.deployment import SERVER
 from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
@@ -146,6 +147,20 @@ class Setup:
     def of_worker(self, number: int) -> Setup:
         """The set-up of worker `number`: in a pipeline, that of its stage."""
         return self if self.stages is None else self._of_rank[number % self.parts]
+
+    def place_of_server(self, number: int) -> int:
+        """The rank in the pipelines whose workers use server `number`; 0 without a pipeline."""
+        return number * self.parts // self.topology.servers
+
+    def of_server(self, number: int) -> Setup:
+        """The set-up of server `number`: in a pipeline, that of its stage."""
+        return self if self.stages is None else self._of_rank[self.place_of_server(number)]
+
+    @property
+    def clocks(self) -> list[str]:
+        """The servers with a clock: the first; in a pipeline, the first of each stage."""
+        servers = self.deployment.names(SERVER)
+        return servers[:: len(servers) // self.parts] if servers else []
 
     def reports(self, number: int) -> bool:
         """Whether worker `number` knows the loss of its mini-batches, and counts their samples."""

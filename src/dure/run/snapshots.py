@@ -10,10 +10,12 @@ import torch
 
 from dure.core.node import Address
 from dure.errors import RemoteError
+from dure.run.results import model_at_servers
 
 if TYPE_CHECKING:
-    from dure.core.node import Operation, Reply, Task
+    from dure.core.node import Node, Operation, Reply, Task
     from dure.run.setup import Setup
+    from dure.run.stages import Stages
     from dure.runtime.process.node import ProcessNode
     from dure.sync.worker import Worker
 
@@ -131,6 +133,8 @@ class Snapshots:
         self._parts.pop(step, None)
 
     def _take_of_others(self, worker: Worker) -> None:
+        if self.setup.stages is not None and worker.buffers is not None:
+            return  # no worker has the buffers of all stages
         if self.is_due(worker.clock):
             self._next_after(worker.clock)
             self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
@@ -140,12 +144,37 @@ class Snapshots:
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
             slowest = (await self.node.call(DRIVER_ADDRESS, "slowest")).fields["steps"]
-            if worker.sessions.peer is not None:
-                values, updates = await worker.peer.look()
-            else:
-                values, updates = await worker.server.client.look(worker.params.clone())
+            values, updates = await self._others(worker)
             said = {"seconds": self.node.now(), "steps": slowest, "bytes": self._bytes_sent(), "updates": updates}
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, **said)
+
+    async def _others(self, worker: Worker) -> tuple[torch.Tensor, int]:
+        """The servers' or the peers' newest model, and the number of gradients in it."""
+        stages = self.setup.stages
+        if stages is not None:
+            if worker.sessions.peer is not None:
+                return await _model_of_peers(stages, worker, self.node)
+            return await model_at_servers(self.setup, self.node)
+        if worker.sessions.peer is not None:
+            return await worker.peer.look()
+        return await worker.server.client.look(worker.params.clone())
+
+
+async def _model_of_peers(stages: Stages, worker: Worker, node: Node) -> tuple[torch.Tensor, int]:
+    """The mean of the models of all pipelines in gossip, asked for on `node`, and the number of gradients in them."""
+    models, gradients = [], 0
+    for rank in stages.layout.ranks:
+        total, found = torch.zeros_like(stages.of(rank).model.params), []
+        for name in stages.workers_of(rank):
+            into, held = worker.params, worker.clock - worker.joined_at
+            if name != node.name:
+                into = torch.empty_like(total)
+                held = (await node.call(Address(name, "peer"), "look", into=(into,))).fields["gradients"]
+            total += into
+            found.append(held)
+        models.append(total / len(found))
+        gradients = sum(found)
+    return stages.joined(models), gradients
 
 
 def _copied(buffers: torch.Tensor | None) -> list[torch.Tensor]:

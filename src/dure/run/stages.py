@@ -19,6 +19,7 @@ from dure.core.node_view import Names, NodeView
 from dure.core.ranges import equal_ranges
 from dure.job.initial_model import InitialModel
 from dure.partition.batches import StageBatches
+from dure.partition.blocks import refuse_ties
 from dure.partition.layout import StageLayout
 from dure.partition.source import StageSource
 from dure.partition.stage import Stage
@@ -39,6 +40,9 @@ class StageSetup(Protocol):
 
     @property
     def topology(self) -> Topology: ...
+
+    @property
+    def model(self) -> InitialModel: ...
 
     @property
     def delivery(self) -> Delivery: ...
@@ -100,6 +104,10 @@ class Stages:
                 SERVER: range(rank * servers, (rank + 1) * servers),
             }
         )
+
+    def workers_of(self, rank: int) -> list[str]:
+        """The workers of one rank, by name, in the order of their pipelines."""
+        return [str(NodeId(WORKER, number)) for number in range(rank, self.workers, self.count)]
 
     def view(self, node: Node, rank: int) -> NodeView:
         """A node of one rank, among the nodes of that rank."""
@@ -190,8 +198,11 @@ class StagedTopology(Topology):
         self.in_place = each[0].in_place
         self.colocated = each[0].colocated
         self.servers = sum(topology.servers for topology in each)
+        self.graph = each[0].graph
 
     def check(self) -> None:
+        if not (self.needs_everybody or self.plan.method.ordered):
+            refuse_ties("an asynchronous method", self._stages.layout.tied, "a synchronous one, such as bsp")
         for topology in self._each:
             topology.check()
 
@@ -205,12 +216,17 @@ class StagedTopology(Topology):
                 return None if node is None else NodeId.of(names.outside(str(node)))
 
             for node in topology.deploy().nodes:
-                lost = WhenLost.END if node.id.kind == WORKER else node.when_lost
+                lost = WhenLost.END if node.id.kind == WORKER else self.server_lost
                 there = outside(node.id)
                 assert there is not None
                 found[str(there)] = NodeSpec(there, outside(node.beside), lost)
         workers = [found[str(NodeId(WORKER, number))] for number in range(self.plan.workers)]
         return Deployment((*workers, *(node for node in found.values() if node.id.kind != WORKER)))
+
+    @property
+    def server_lost(self) -> WhenLost:
+        """All stages of a pipeline are at the same mini-batch, so all go back together."""
+        return WhenLost.ROLL_BACK
 
     def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
         count, models_of = self._stages.count, list(models)

@@ -57,7 +57,7 @@ WRAPPER = "codec wrapper"
 JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
 """The kind of member that each joins."""
 
-STAGED_TOPOLOGIES = ("collective",)
+STAGED_TOPOLOGIES = ("collective", "ps", "gossip")
 """The topologies that connect the same stage of several pipelines."""
 
 UNSTAGED = "it decides on each gradient, or uses more than the next one, and a stage has only its part of a gradient"

@@ -162,7 +162,7 @@ class VirtualSegment:
 
     @property
     def clock(self) -> ClockService | None:
-        """The clock of the servers."""
+        """The clock of the servers; in a pipeline, that of the first stage."""
         return self.servers[0].clock if self.servers else None
 
     @property
@@ -440,11 +440,11 @@ class VirtualSegment:
         """How the run ended."""
         setup, totals, attendance = self.setup, self.totals, self.attendance
         for server in self.servers:
-            totals.count("per_shard", server.node.name, **setup.topology.counted(server.shard))
+            totals.count("per_shard", server.name, **setup.topology.counted(server.shard))
         totals.counts["updates_refused"] = 0
         if self.model.at_servers:
             totals.count_updates([(shard.staleness, shard.applied, shard.refused) for shard in self.shards])
-            totals.counts["updates_refused"] += self.clock.refused if self.clock is not None else 0
+            totals.counts["updates_refused"] += sum(server.clock.refused for server in self.servers if server.clock)
         else:
             totals.counts["updates_applied"] -= attendance.refused
             totals.staleness.histogram[0] = totals.counts["updates_applied"]

@@ -76,9 +76,9 @@ class VirtualModel:
         """Of gossip: the distance of the workers' models from their mean, as the root of the mean of squares."""
         if self._setup.topology.graph is None:
             return {}
-        models = torch.stack([tensors["params"] for tensors in self._models()])
-        apart = models - models.mean(dim=0)
-        return {"consensus": math.sqrt(float(apart.square().sum(dtype=torch.float64)) / len(models))}
+        models, parts = [tensors["params"] for tensors in self._models()], self._setup.parts
+        apart = sum(_apart(torch.stack(models[rank::parts])) for rank in range(parts))
+        return {"consensus": math.sqrt(apart / (len(models) / parts))}
 
     def _models(self) -> list[dict[str, torch.Tensor]]:
         """The tensors that each worker delivers, in rank order; crashed workers are left out."""
@@ -114,3 +114,8 @@ class VirtualModel:
         through = self._attendance.finished & self._workers.keys()
         count = self._setup.delivery.gradients_in
         return self._retired_updates | {rank: count(self._workers[rank]) for rank in through}
+
+
+def _apart(models: torch.Tensor) -> float:
+    """The sum of squared distances of models from their mean."""
+    return float((models - models.mean(dim=0)).square().sum(dtype=torch.float64))

@@ -45,6 +45,7 @@ class ADPSGD:
         topologies=("gossip",),
         lockstep=False,
         delivers="mean",
+        staged=True,
         no_loop="its neighbors average with a model at any time, also while backward() uses it",
         topology_reason="its workers meet in pairs, each at its own time, and have no server between them",
     )

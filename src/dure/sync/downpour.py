@@ -80,6 +80,7 @@ class Downpour:
         encodes=("ps",),
         topology_reason="its workers push and pull at different times",
         collective_reason="a collective needs all of them at once",
+        staged=True,
     )
 
     def __post_init__(self) -> None:
@@ -97,7 +98,8 @@ class Downpour:
 
     def adapted(self) -> Traits:
         """The traits under these parameters."""
-        return replace(self.traits, own_rate=self.local_lr > 0)
+        alone = "warm_start begins with one worker, and each stage would choose its own" if self.warm_start else ""
+        return replace(self.traits, own_rate=self.local_lr > 0, unstaged=alone)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         if self.server == "sgd":

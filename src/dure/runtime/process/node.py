@@ -27,6 +27,7 @@ from dure.core.node import (
     TensorSpec,
     Work,
 )
+from dure.core.node_view import ServiceView
 from dure.core.protocol import COUNT, Method, check
 from dure.errors import DureError, Refused, RemoteError
 from dure.job.gradient import GradientWork
@@ -231,10 +232,11 @@ class Hosting:
         return services[service].expects(method)
 
     def request(self, service: str, call: Call, respond: Respond) -> None:
-        protocol: Mapping[str, Method] = getattr(self._node.services[service], "protocol", {})
+        hosted = self._node.services[service]
+        protocol: Mapping[str, Method] = getattr(hosted, "protocol", {})
         try:
             if call.method in protocol:
-                check(service, protocol[call.method], call)
+                check(service, protocol[call.method], hosted.seen(call) if isinstance(hosted, ServiceView) else call)
         except Refused as error:
             respond(error)
             return
