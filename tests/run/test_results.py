@@ -14,7 +14,7 @@ from dure.run.results import Delivered, count_servers, count_steps, count_update
 def setup(*, needs_everybody=False):
     merge = lambda found: torch.stack(list(found)).sum(dim=0)  # noqa: E731
     topology = SimpleNamespace(needs_everybody=needs_everybody)
-    return SimpleNamespace(topology=topology, delivery=SimpleNamespace(merge_buffers=merge))
+    return SimpleNamespace(stages=None, topology=topology, delivery=SimpleNamespace(merge_buffers=merge))
 
 
 def delivered(buffers=(None, None, None)):
