@@ -25,7 +25,10 @@ class Programmed(Protocol):
     """A pipeline method that is no order of forwards and backwards: a program on the primitives of a stage."""
 
     def run(self, stage: Stage, batches: range) -> AsyncIterator[Gradient]:
-        """Work through `batches` at one worker; give the gradient of each update."""
+        """Work through `batches` at one worker; give the gradient of each update.
+
+        The program sets `stage.begun`. It ends before `batches` do if `stage.requester.drained_at` says so.
+        """
         ...
 
 
@@ -77,10 +80,7 @@ class StageSource:
         if self._updates is None:
             pipeline, batches = stage.pipeline, range(requester.clock, requester.drained_at)
             stage.begin(batches)
-            if isinstance(pipeline, Programmed):
-                self._updates, stage.begun = pipeline.run(stage, batches), batches.stop - 1
-            else:
-                self._updates = played(stage, batches)
+            self._updates = pipeline.run(stage, batches) if isinstance(pipeline, Programmed) else played(stage, batches)
         return await anext(self._updates)
 
     async def _own(self, requester: Requester) -> Gradient:

@@ -1,31 +1,26 @@
-"""Synthesizers: small dense models that predict the gradient of a stage's outputs from the outputs.
-
-S(h) = A h + b, or `hidden` layers of the width of h with ReLU before it;  S([h, y]) with labels
-prediction for B samples:  S(h) / B, as the loss is a mean;  at first 0, since A and b are
-step on the gradient d:    the mean over the samples of || S(h) - B d ||^2
-"""
+"""Synthesizers: models that predict the gradient of a stage's outputs from the outputs, and from the labels."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import one_hot
 
+from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import UsageError
 from dure.job.data.structure import called, tensors
-from dure.job.isolated import Isolated
-from dure.job.optimizer import FlatOptimizer, OptimizerSpec
-from dure.job.replica import Replica
+from dure.partition.gradient_model import GradientModel
 from dure.partition.stage_module import seed_of
 
 if TYPE_CHECKING:
     from dure.job.data.structure import Batch
     from dure.job.job import Job
+    from dure.job.optimizer import OptimizerSpec
     from dure.partition.stage import Stage
 
 NAME = "synthesizer"
@@ -43,7 +38,7 @@ class Predictor(Protocol):
 class Synthesizer:
     """The synthesizer behind `stage`, with `hidden` layers and its own `optimizer`.
 
-    Its values and those of the optimizer are declared state of the worker (`kept`), so that a restart restores them.
+    Its state is declared state of the worker (`kept`), so that a restart restores it.
     """
 
     def __init__(self, stage: Stage, *, hidden: int, labels: bool, optimizer: OptimizerSpec) -> None:
@@ -51,24 +46,23 @@ class Synthesizer:
         specs = [each for each in stage.layout.border(stage.rank, stage.rows(0)).tensors if each.gradient]
         self.labels = Labels(stage.layout.job) if labels else None
         self._shapes = [each.shape for each in specs]
-        widths = widths_of(stage, hidden, self.labels)
-        device = stage.module.replica.device
-        with Isolated(True, seed_of((stage.batches.seed, stage.batches.replica, stage.rank)), device):
-            self._model = dense(widths).to(device, specs[0].dtype)
-        self._replica = Replica(self._model)
-        self._optimizer = FlatOptimizer(optimizer, self._replica.numel, self._replica.dtype, device=device)
+        self._model = GradientModel(
+            widths_of(stage, hidden, self.labels),
+            optimizer,
+            seed=seed_of((stage.batches.seed, stage.batches.replica, stage.rank)),
+            dtype=specs[0].dtype,
+            device=stage.module.replica.device,
+        )
         self._waiting: deque[Tensor] = deque()
-        self._keep_in(stage.requester.kept, stage.requester.kept_plain)
+        self._kept, self._plain = stage.requester.kept, stage.requester.kept_plain
+        if NAME in self._plain:
+            self._model.restore(State(under_prefix(f"{NAME}.", self._kept), self._plain[NAME]))
+        self._keep()
 
-    def _keep_in(self, kept: dict[str, Tensor], plain: dict[str, Any]) -> None:
-        """Make the state a part of `kept` and `plain`, from the values that these have already."""
-        own = {NAME: self._replica.params} | {f"{NAME} {name}": v for name, v in self._optimizer.vectors.items()}
-        for name, values in own.items():
-            if name in kept:
-                values.copy_(kept[name])
-            kept[name] = values
-        self._optimizer.steps = plain.setdefault(f"{NAME} steps", 0)
-        self._plain = plain
+    def _keep(self) -> None:
+        state = self._model.state()
+        self._kept.update(with_prefix(f"{NAME}.", state.tensors))
+        self._plain[NAME] = state.plain
 
     def predict(self, outputs: Sequence[Tensor], targets: Batch | None) -> list[Tensor]:
         """The predicted gradients of the outputs of a mini-batch. `targets` are for a synthesizer with labels."""
@@ -77,21 +71,13 @@ class Synthesizer:
             parts.append(self.labels.encoded(targets, parts[0]))
         features = torch.cat(parts, dim=1)
         self._waiting.append(features)
-        with torch.no_grad():
-            found = self._model(features) / len(features)
-        split = found.split([each[0].numel() for each in outputs], dim=1)
+        split = torch.split(self._model.predict(features), [each[0].numel() for each in outputs], dim=1)
         return [part.reshape(shape) for part, shape in zip(split, self._shapes, strict=True)]
 
     def learn(self, gradients: Sequence[Tensor]) -> None:
         """Make a step towards the gradients of the oldest mini-batch that `predict` has seen and `learn` has not."""
-        features = self._waiting.popleft()
-        wanted = torch.cat([each.flatten(1) for each in gradients], dim=1) * len(features)
-        with Isolated(True, None, features.device):
-            loss = (self._model(features) - wanted).square().sum(dim=1).mean()
-            found = torch.autograd.grad(loss, self._replica.parameters)
-        values = self._replica.params
-        self._optimizer.apply(values, torch.cat([each.reshape(-1) for each in found]), values)
-        self._plain[f"{NAME} steps"] = self._optimizer.steps
+        self._model.learn(self._waiting.popleft(), torch.cat([each.flatten(1) for each in gradients], dim=1))
+        self._keep()
 
 
 class Labels:
@@ -104,14 +90,18 @@ class Labels:
         inputs, targets = job.train.batch(torch.arange(2) % len(job.train))
         found = tensors(targets)
         if len(found) != 1:
-            raise UsageError(f"labels=true needs one tensor of targets, and {job.name} has {len(found)}: leave it out")
+            raise UsageError(
+                f"dni:labels=true needs one tensor of targets, and {job.name} has {len(found)}: write labels=false"
+            )
         self.width = found[0][0].numel()
         self._classes = not found[0].is_floating_point()
         if self._classes:
             with torch.no_grad():
                 outputs = called(job.build(0), inputs)
             if not isinstance(outputs, Tensor) or outputs.dim() != 2 or found[0].dim() != 1:
-                raise UsageError("labels=true needs classes whose scores are the columns of the outputs: leave it out")
+                raise UsageError(
+                    "dni:labels=true needs classes whose scores are the columns of the outputs: write labels=false"
+                )
             self.width = outputs.shape[1]
 
     def encoded(self, targets: Batch | None, like: Tensor) -> Tensor:
@@ -138,15 +128,3 @@ def share_of(stage: Stage, hidden: int, labels: bool) -> float:
     """The time of a synthesizer's forward, in shares of the model's forward."""
     widths = widths_of(stage, hidden, Labels(stage.layout.job) if labels else None)
     return stage.layout.share_of_dense(sum(inputs * outputs for inputs, outputs in pairwise(widths)))
-
-
-def dense(widths: Sequence[int]) -> nn.Sequential:
-    """Dense layers with ReLU between them; the last is zero."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    last = layers[-2]
-    assert isinstance(last, nn.Linear)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*layers[:-1])

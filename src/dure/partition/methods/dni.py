@@ -10,12 +10,17 @@ Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 
         receive the target d of mini-batch t - 1;  S_k <- a step on || S_k(h_k) - d ||^2      not at the last module
 
 The target of a module is predicted too, by the synthesizer of the next module. A synthesizer S_k is linear or has
-`hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`synthesizer.py`). With `labels` it
-reads the targets y (cDNI). It learns the target of mini-batch t - 1 after the backward of t, when the target has come;
-at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has synthesizers of its own.
+`hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`gradient_model.py`). With `labels`
+it reads the targets y (cDNI). It learns the target of mini-batch t - 1 after the backward of t, when the target has
+come; at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has synthesizers of its own.
 
 The weights are never stale, and one graph is kept; the prediction is biased instead. A mini-batch takes f + b and the
 time of the synthesizer, whatever K is; no stage waits for a backward of the others. One module is SGD.
+
+Features grow along a wrong prediction, and the next prediction grows with them, so synthesizers must learn faster than
+modules move: a high `rate`, and a lower learning rate than SGD needs. With the defaults `digits-mlp:depth=7` over four
+stages reached an accuracy of 0.96 to 0.98 after 2,500 steps at lr=0.03 and lr=0.05 (three seeds each); at lr=0.1 one of
+two seeds diverged, and so did all runs in which synthesizers used Adam.
 """
 
 from __future__ import annotations
@@ -48,18 +53,20 @@ class DNI(Pipeline):
     flushes: ClassVar[bool] = False
 
     hidden: int = parameter(0, "hidden layers of a synthesizer; 0: it is linear", range=">= 0")
-    labels: bool = parameter(False, "a synthesizer reads the targets too (cDNI)")
-    optimizer: Literal["adam", "sgd"] = parameter("adam", "optimizer of a synthesizer")
-    rate: float = parameter(0.001, "rate of this optimizer; 0: synthesizers stay at zero", range=">= 0, < inf")
+    labels: bool = parameter(True, "a synthesizer reads the targets too (cDNI)")
+    optimizer: Literal["sgd", "adam"] = parameter("sgd", "optimizer of a synthesizer")
+    rate: float = parameter(
+        0.9, "rate of this optimizer; sgd is stable below 1, adam needs about 0.001; 0: no step", range=">= 0, < inf"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden < 0:
             raise ValueError(f"hidden counts layers and must be at least 0, got {self.hidden}")
-        if self.optimizer not in ("adam", "sgd"):
-            raise ValueError(f"optimizer must be adam or sgd, got {self.optimizer!r}")
+        if self.optimizer not in ("sgd", "adam"):
+            raise ValueError(f"optimizer must be sgd or adam, got {self.optimizer!r}")
         if not 0 <= self.rate < float("inf"):
-            raise ValueError(f"rate must be a number >= 0, got {self.rate}. Try 0.001.")
+            raise ValueError(f"rate must be a number >= 0, got {self.rate}. Try 0.9 for sgd, 0.001 for adam.")
         if self.remat:
             raise ValueError(
                 "remat=true saves nothing: each backward of dni follows its forward at once. Leave it out."
@@ -70,9 +77,12 @@ class DNI(Pipeline):
         is_last = stage.rank == self.stages - 1
         synthesizer = None if is_last or stage.module is None else self.synthesizer(stage)
         share = 0.0 if is_last else share_of(stage, self.hidden, self.labels)
+        stage.begun = batches.start
         stage.expect(Action("F", batches.start))
         for batch in batches:
-            if batch + 1 < batches.stop:
+            goes_on = batch + 1 < stage.requester.drained_at  # which is never set to a mini-batch that has begun
+            if goes_on:
+                stage.begun = batch + 1
                 stage.expect(Action("F", batch + 1))
             stage.expect(Action("B", batch))
             await stage.forward(Action("F", batch))
@@ -80,12 +90,13 @@ class DNI(Pipeline):
             predict = None if is_last else partial(self._predicted, stage, synthesizer, batch)
             await stage.backward(Action("B", batch), predict=predict, forward=share)
             await stage.node.sleep(0.0)
-            ended = batch + 1 == batches.stop
-            for done in () if is_last else range(max(batch - 1, batches.start), batch + ended):
+            for done in () if is_last else range(max(batch - 1, batches.start), batch + (not goes_on)):
                 target = await stage.gradients(Action("B", done))
                 learn = partial(_learn, synthesizer, target)
                 await stage.compute(Action("S", batch), learn, forward=share, backward=share)
             yield stage.update(batch)
+            if not goes_on:
+                return
 
     def synthesizer(self, stage: Stage) -> Predictor:
         """The synthesizer behind `stage`."""
