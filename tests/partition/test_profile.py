@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from support import stage_jobs
+from support.runs import resolved
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -10,9 +12,11 @@ from dure.errors import StrategyError, UsageError
 from dure.job.models.mlp import mlp
 from dure.job.models.vgg16 import vgg16_shapes
 from dure.partition.blocks import blocks_of
-from dure.partition.cut import cut_of
+from dure.partition.cut import Speeds, cut_of
 from dure.partition.plan import Level, plan
 from dure.partition.profile import BlockProfile, Profile, counted, timed
+from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.compute import Constant
 
 
 def job_of(model, width=8, targets=None):
@@ -158,7 +162,27 @@ def test_a_slow_link_moves_the_cut_to_the_smaller_border():
     profile = Profile(tuple(BlockProfile(1.0, 4 * each, 10) for each in (8, 4, 4, 16, 16, 4)))
     assert cut_of("profile", blocks, 2, profile=lambda: profile) == (3,)
     profile = Profile(tuple(BlockProfile(1.0, 4 * each, 10) for each in (8, 4, 16, 16, 16, 4)))
-    assert cut_of("profile", blocks, 2, profile=lambda: profile, bandwidth=10.0) == (2,)
+    assert cut_of("profile", blocks, 2, profile=lambda: profile, speeds=Speeds(6.0, 10.0)) == (2,)
+
+
+def slow(**kind):
+    return Cluster(machines=(Machines(compute=Constant(seconds=0.1), **kind),), link=Link(bandwidth=1e4))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "cut"),
+    [
+        (Cluster.uniform(4), 1),
+        (slow(count=4), 2),  # 2 * 30 samples * 40 numbers of 4 bytes take 0.96 s, the mini-batch 0.1 s
+        (slow(count=2, workers=2), 1),  # both stages of a replica are on one machine
+        (slow(count=1, workers=4, inside=InsideLink(bandwidth=1e4)), 2),
+        (Cluster(machines=(Machines(count=3), Machines(link=Link(bandwidth=1e4)))), 2),  # the slowest of both replicas
+    ],
+)
+def test_a_cluster_gives_the_link_of_a_cut_by_profile(cluster, cut):
+    job = stage_jobs.job(lambda: nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 4), nn.Linear(4, 10)), batch_size=30)
+    setup, _ = resolved(job, "bsp collective gpipe:stages=2,cuts=profile", cluster, on="virtual")
+    assert setup.stages.layout.bounds == (0, cut, 3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@
     | `profile`    | the slowest stage or border is as fast as possible, by counted operations   |
     | `FILE.json`  | as `profile`, by the profile in a file (`Profile.write`)                    |
 
-The last two use the dynamic programme of PipeDream (`plan.py`) with one replica of each stage.
+The last two use the dynamic programme of PipeDream (`plan.py`) with one replica of each stage, and the slowest link
+between two stages of the cluster in virtual time; other runs have links without limit (`Speeds`).
 
 Every stage needs a trainable parameter, since it is a worker of its own. Blocks without parameters (activations,
 pooling) stay with the block before them where the rule leaves a choice, so equal models are cut equally.
@@ -20,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -29,6 +31,24 @@ from dure.partition.plan import Level, plan
 from dure.partition.profile import Profile
 
 RULES = ("parameters", "even", "profile")
+PROFILES = (".json", ".yaml")
+"""Ends of the names of files with a profile."""
+
+
+class Speeds(NamedTuple):
+    """Seconds of a mini-batch of the whole model at one worker, and bytes per second of the links between stages."""
+
+    seconds: float = 1.0
+    bandwidth: float = math.inf
+
+
+ANY = Speeds()
+"""Speeds where none are known."""
+
+
+def is_by_profile(cuts: str) -> bool:
+    """Whether `cuts` uses a profile, and so the speeds of machines."""
+    return cuts == "profile" or cuts.endswith(PROFILES)
 
 
 def cut_of(
@@ -36,11 +56,12 @@ def cut_of(
     blocks: Sequence[nn.Module],
     num_stages: int,
     profile: Callable[[], Profile] | None = None,
-    bandwidth: float = math.inf,
+    speeds: Speeds = ANY,
 ) -> tuple[int, ...]:
     """The numbers of the first block of each stage but the first. `cuts` is a text of the table above.
 
-    `profile` makes the profile of the blocks for `cuts=profile`; `bandwidth` of the links is in bytes per second.
+    `profile` makes the profile of the blocks for `cuts=profile`; its times are in proportion, and `speeds` gives their
+    sum.
 
     Raises `StrategyError` for a text that names no rule, and for blocks that cannot be cut so.
     """
@@ -56,12 +77,14 @@ def cut_of(
     if cuts == "even":
         return balanced([*map(int, trains)], trains, num_stages)
     if cuts == "profile" and profile is not None:
-        return _by_profile(profile(), num_stages, bandwidth)
-    if cuts.endswith((".json", ".yaml")):
+        found = profile()  # its operations are whole numbers, and sums of them exact
+        unlimited = math.isinf(speeds.bandwidth)
+        return _by_profile(found if unlimited else found.lasting(speeds.seconds), num_stages, speeds.bandwidth)
+    if cuts.endswith(PROFILES):
         found = Profile.read(Path(cuts))
         if len(found.blocks) != len(blocks):
             raise UsageError(f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {len(blocks)}.")
-        return _by_profile(found, num_stages, bandwidth)
+        return _by_profile(found, num_stages, speeds.bandwidth)
     return _by_hand(cuts, trains, num_stages)
 
 

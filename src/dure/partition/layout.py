@@ -10,7 +10,7 @@ import torch
 
 from dure.partition.blocks import blocks_of, call_of, check_composition, first_samples, refuse_ties, tied, tied_stages
 from dure.partition.borders import BlockCost, Border, measure
-from dure.partition.cut import cut_of
+from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import counted
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ class Tie(NamedTuple):
 
 
 class StageLayout:
-    """A job's model, of which `whole` is a replica, cut into the stages of `pipeline`.
+    """A job's model, of which `whole` is a replica, cut into the stages of `pipeline` for machines of these `speeds`.
 
     Raises `UsageError` for a model that cannot be cut.
     """
 
-    def __init__(self, job: Job, pipeline: Pipeline, whole: Replica) -> None:
+    def __init__(self, job: Job, pipeline: Pipeline, whole: Replica, speeds: Speeds = ANY) -> None:
         self.job = job
         self.pipeline = pipeline
         self.whole = whole
@@ -49,7 +49,7 @@ class StageLayout:
         self.depth = pipeline.stages * pipeline.chunks
         if job.stages is not None:
             check_composition(job, whole.module, self.blocks)
-        cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size))
+        cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size), speeds)
         self.bounds = (0, *cuts, len(self.blocks))
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)

@@ -64,6 +64,11 @@ class Profile:
         """Whether blocks `start` to `stop` - 1 have trainable parameters."""
         return any(block.parameter_nbytes for block in self.blocks[start:stop])
 
+    def lasting(self, seconds: float) -> Profile:
+        """This profile with all times multiplied by a factor, so that the blocks take `seconds` together."""
+        factor = seconds / math.fsum(block.seconds for block in self.blocks)
+        return replace(self, blocks=tuple(replace(each, seconds=each.seconds * factor) for each in self.blocks))
+
     def write(self, path: Path) -> None:
         """Write the profile as JSON, which `read` and every reader of YAML accept."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -6,13 +6,16 @@ values (`Setup.plain`); `rebuild` only builds the job and the strategy from them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, load_job
+from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.pipeline import Pipeline
 from dure.partition.source import Programmed
 from dure.partition.ticks import Orders, check
@@ -60,7 +63,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     asked = CPU if config.device is None or (config.timing_only and config.device == AUTO) else config.device
     devices = devices_of(asked, workers, virtual=config.virtual, local_rank=local_rank)
     device = devices[0] if config.virtual else CPU
-    setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device)
+    speeds = _speeds(cluster, job, strategy.partition, machines, sizes)
+    setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds)
     _check(setup, cluster)
     return setup, cluster
 
@@ -126,6 +130,21 @@ def _machines(workers: int, cluster: Cluster | None, here: RankEnvironment | Non
         return tuple(cluster.machine_of(place) for place in places.values())
     local = workers if here is None else here.local_size
     return tuple(rank // local for rank in range(workers))
+
+
+def _speeds(cluster: Cluster | None, job: Job, partition: Any, machines: Sequence[int], sizes: Sequence[int]) -> Speeds:
+    """The speeds for cuts by a profile: worker 0 and the slowest link between two stages of a cluster."""
+    if cluster is None or not isinstance(partition, Pipeline) or not is_by_profile(partition.cuts):
+        return ANY
+    borders = [(here, there) for n, (here, there) in enumerate(pairwise(machines)) if (n + 1) % partition.stages]
+    bandwidths = [
+        cluster.inside_of(here).bandwidth
+        if here == there
+        else min(cluster.link_of(here).bandwidth, cluster.link_of(there).bandwidth)
+        for here, there in borders
+    ]
+    seconds = cluster.machines[0].compute.mean(job.flops_per_sample * sizes[0])
+    return Speeds(seconds, min(bandwidths, default=math.inf))
 
 
 def _batch_sizes(config: TrainConfig, job: Job, workers: int, parts: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel
+from dure.partition.cut import ANY, Speeds
 from dure.partition.whole import Whole
 from dure.run.delivery import Delivery
 from dure.run.devices import CPU
@@ -44,7 +45,8 @@ class Setup:
 
     `batch_sizes` holds the mini-batch size of each worker. `steps` are mini-batches per worker, `eval_every` the
     mini-batches between evaluations. `devices` holds the device of each worker's replica, all on the CPU if empty;
-    `device` is that of the replicas in this process.
+    `device` is that of the replicas in this process. `speeds` of a virtual cluster: for the cuts of a
+    pipeline.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Setup:
     absent: frozenset[int] = frozenset()
     devices: tuple[str, ...] = ()
     device: str = CPU
+    speeds: Speeds = ANY
 
     # ---- the method
 
@@ -125,6 +128,7 @@ class Setup:
             timing_only=config.timing_only,
             virtual=config.virtual,
             device=self.device,
+            speeds=self.speeds,
             of=lambda rank: self._of_rank[rank],
         )
 

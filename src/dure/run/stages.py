@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.job import Job
+    from dure.partition.cut import Speeds
     from dure.partition.pipeline import Pipeline
     from dure.run.delivery import Delivery
     from dure.run.worker_data import WorkerData
@@ -53,7 +54,8 @@ class Stages:
     """A job's model over the stages of `pipeline`, for a run of `workers`. `whole` are the initial values of the model.
 
     `batch_sizes` holds the mini-batch size of each pipeline. `of` gives the set-up of the workers of a rank. A
-    `virtual` run needs the operations of each mini-batch. Raises `UsageError` for a model that cannot be cut.
+    `virtual` run needs the operations of each mini-batch, and has machines of these `speeds`. Raises `UsageError` for a
+    model that cannot be cut.
     """
 
     job: Job
@@ -66,6 +68,7 @@ class Stages:
     timing_only: bool
     virtual: bool
     device: str
+    speeds: Speeds
     of: Callable[[int], StageSetup]
 
     @property
@@ -76,7 +79,7 @@ class Stages:
     @cached_property
     def layout(self) -> StageLayout:
         """The model cut into its stages."""
-        return StageLayout(self.job, self.pipeline, self.whole.replica)
+        return StageLayout(self.job, self.pipeline, self.whole.replica, self.speeds)
 
     @cached_property
     def modules(self) -> list[StageModule]:
