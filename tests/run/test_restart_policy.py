@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 from support.real_runs import Killer, Notes, Trial, configured
+from support.runs import virtual
+from support.soak import soaked
+from support.stage_jobs import job_text
 
 from dure.core.state import State
 from dure.errors import DureError
 from dure.run import checkpoint, restart_policy
 from dure.run.callbacks import Callbacks
+from dure.run.config import TrainConfig
 from dure.runtime.launch.fork_server import ForkServer
 
 
@@ -147,6 +151,39 @@ def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, l
     late = [[brought for brought, _ in lines] for lines in models if ["model", "same"] in lines]
     assert len(late) == lives
     assert all(brought[0] == "model" and set(brought[2:]) == {"verdict"} for brought in late)
+
+
+@pytest.mark.parametrize("partition", ["pipedream:stages=2", *soaked("1f1b:stages=2,micro=2")])
+def test_a_worker_of_a_pipeline_takes_everybody_back(partition, tmp_path, fork_server):
+    """The result is that of the run without a kill, and with the same checkpoints."""
+    options = {"workers": 4, "steps": 90, "checkpoint_every": 30, "eval_every": 10, "optimizer": "momentum"}
+    strategy = f"bsp collective {partition}"
+    config = TrainConfig(job=job_text("slow"), strategy=strategy, on="local", out=tmp_path / "run", **options)
+    trial, killer = Trial(config), ServerKiller(["worker 3"], tmp_path / "run" / "checkpoints")
+    rewound: list[int] = []
+    outcome = trial.run(killer, fork_server=fork_server, callbacks=Callbacks(rewind=rewound.append))
+    assert killer.killed == ["worker 3"]
+    assert len(trial.drivers) == 2
+    assert outcome.totals.failures_survived == 1
+    assert outcome.notes["deaths"]["worker 3"] == "killed by signal 9 (SIGKILL)"
+    calm = virtual(job_text("slow"), strategy, out=tmp_path / "calm", **options)
+    assert outcome.params.equal(calm.params)
+    assert rewound == [checkpoint.rows(killer.snapshots[0])]
+    for name in ("step", "updates", "loss"):
+        assert [row[name] for row in outcome.history] == [row[name] for row in calm.rows], name
+    assert outcome.totals.counts["samples"] == calm.outcome.totals.counts["samples"]
+
+
+def test_an_error_of_a_worker_of_a_pipeline_takes_nobody_back(tmp_path, fork_server):
+    """It would be raised again."""
+    options = {"workers": 2, "steps": 90, "checkpoint_every": 5, "out": tmp_path}
+    config = TrainConfig(
+        job=job_text("fails"), strategy="bsp collective gpipe:stages=2,micro=2", on="local", **options
+    )  # fmt: skip
+    trial = Trial(config)
+    with pytest.raises(DureError, match=r"worker 1 failed: .*the 50th loss.*Resume with"):
+        trial.run(fork_server=fork_server)
+    assert len(trial.drivers) == 1
 
 
 def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, fork_server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +90,19 @@ class Pause(nn.Module):
 
 def slow() -> Job:
     return job(lambda: nn.Sequential(Pause(), *_blocks((), 0.0).children()))
+
+
+def fails() -> Job:
+    """The 50th training loss of a process raises an error."""
+    losses: list[None] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses.append(None) if outputs.requires_grad else None
+        if len(losses) == 50:
+            raise RuntimeError("the 50th loss")
+        return cross_entropy(outputs, targets)
+
+    return replace(plain(), loss=loss)
 
 
 LATE_SECONDS = 0.2

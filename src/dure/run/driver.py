@@ -263,7 +263,7 @@ class Driver:
     def run(self, resume: Path | None = None, *, after: Driver | None = None) -> Outcome:
         """Start all processes, and wait for the result.
 
-        `resume` is a folder of checkpoints; `after` the driver of the same run that has lost a server.
+        `resume` is a folder of checkpoints; `after` the driver of the same run that has lost a process.
         """
         if resume is not None:
             with checkpoint.fitting("run"):
@@ -316,7 +316,9 @@ class Driver:
 
     def begin_again(self) -> float | None:
         """After an error: seconds until another driver may go on from the last checkpoint; None if none may."""
-        return self.restarts.together(self.roster.failed) if self.registration.begun.done else None
+        if not self.registration.begun.done or self.failures.own_errors:
+            return None
+        return self.restarts.together(self.roster.failed, self.failures.killed())
 
     def close(self) -> None:
         """Release everything; if the run is not over, processes get no time to close their connections."""

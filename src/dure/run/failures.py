@@ -90,18 +90,26 @@ class FailureTracker:
             if self._explained(name):
                 self._explain(name)
 
+    @property
+    def own_errors(self) -> list[DureError]:
+        """The errors of workers that no failure of another process explains."""
+        return [error for error in self.reported.values() if not isinstance(error, RemoteError)]
+
+    def killed(self) -> list[str]:
+        """The failed processes that were killed, by a signal from outside or by the run itself."""
+        return [name for name in self._failed if name in self.reasons or self._launcher.exited.get(name, 0) < 0]
+
     def check(self, workers: Collection[str], restarts: RestartPolicy) -> None:
         """Raise the error that ends the run, if any; the failure of a server that is started again is none."""
-        own = [error for error in self.reported.values() if not isinstance(error, RemoteError)]
-        if own:
-            raise min(own, key=lambda error: not isinstance(error, errors.DivergedError))
+        if self.own_errors:
+            raise min(self.own_errors, key=lambda error: not isinstance(error, errors.DivergedError))
         for name in self._failed:
             fatal = self._deployment[name].when_lost is not WhenLost.GO_ON
             if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 serves = NodeId.of(name).kind == SERVER
-                loss = f"its part of the model is gone{again}" if serves else f"{self._strategy} needs all workers"
-                raise DureError(f"{name} failed: {self.cause(name)}; {loss}.{self._advice(name)}")
+                loss = "its part of the model is gone" if serves else f"{self._strategy} needs all workers"
+                raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")
         if workers and all(name in self._failed for name in workers):
             first = next(iter(name for name in self._failed if name in workers))
             if self._explained(first):

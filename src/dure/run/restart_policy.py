@@ -1,13 +1,16 @@
-"""Decides whether failed servers of a real run are started again from the last checkpoint, and which others with them.
+"""Decides which processes of a real run are started again from the last checkpoint after a failure.
 
-| updates                              | failed server             | processes that go back to the checkpoint          |
-|--------------------------------------|---------------------------|---------------------------------------------------|
-| applied on arrival (Downpour)        | any but the first         | that server; the others wait for it               |
-| applied on arrival                   | the first, with the clock | all                                               |
-| in the clock's order, or coordinated | any                       | all: a group is on all servers, or on none        |
+| updates                              | failed process                   | processes that go back to the checkpoint   |
+|--------------------------------------|----------------------------------|--------------------------------------------|
+| applied on arrival (Downpour)        | any server but the first         | that server; the others wait for it        |
+| applied on arrival                   | the first server, with the clock | all                                        |
+| in the clock's order, or coordinated | any server                       | all: a group is on all servers, or on none |
+| of the stages of a pipeline          | a worker that was killed         | all                                        |
 
 An acknowledged update is applied in memory. A server that is started again alone has lost the updates since the
 checkpoint; no update is applied twice. If all processes go back, the steps since the checkpoint are made again.
+
+A worker that has raised an error would raise it again, so nothing is started again after it.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
 
 LIMIT = 5
-"""Restarts of one server in a run."""
+"""Restarts of one process in a run."""
 
 BACK_OFF_SECONDS = 0.5
-"""Seconds before a server is started again the first time; twice as long each time after."""
+"""Seconds before a process is started again the first time; twice as long each time after."""
 
 RETURN_SECONDS = 60.0
 """Seconds in which workers wait for a failed server."""
@@ -37,11 +40,12 @@ log = logging.getLogger("dure")
 
 
 class RestartPolicy:
-    """Counts restarts of servers, and schedules them. `folder` holds the run's checkpoints."""
+    """Counts restarts of processes, and schedules them. `folder` holds the run's checkpoints."""
 
     def __init__(self, setup: Setup, folder: Path | None) -> None:
         self.folder = folder
         saving = folder is not None and bool(setup.config.checkpoint_every)
+        self._deployment = setup.deployment
         self.alone = saving and setup.topology.server_lost is WhenLost.RESTART_ALONE
         self.made: Counter[str] = Counter()
         self._due: dict[str, float] = {}
@@ -57,7 +61,7 @@ class RestartPolicy:
         return self._due.keys()
 
     def possible(self, name: str) -> bool:
-        """Whether a server can be started again, alone or with all processes."""
+        """Whether a process can be started again, alone or with all others."""
         saved = self.folder is not None and (self.folder / LATEST).exists()
         return saved and self.made[name] < LIMIT
 
@@ -76,20 +80,28 @@ class RestartPolicy:
         return found
 
     def back_off(self, name: str) -> float:
-        """Seconds until a failed server is started again."""
+        """Seconds until a failed process is started again."""
         return float(BACK_OFF_SECONDS * 2 ** self.made[name])
 
-    def together(self, failed: Collection[str]) -> float | None:
-        """Seconds until all processes go back to the checkpoint after servers have failed; None if they cannot."""
-        servers = sorted(name for name in failed if NodeId.of(name).kind == SERVER)
-        if not servers or not all(map(self.possible, servers)):
+    def together(self, failed: Collection[str], killed: Collection[str]) -> float | None:
+        """Seconds until all processes go back to the checkpoint after some have failed; None if they cannot.
+
+        `killed` are those that no error of their own has ended.
+        """
+        causes = sorted(name for name in failed if self._takes_back(name, name in killed))
+        if not causes or not all(map(self.possible, causes)):
             return None
-        pause = max(map(self.back_off, servers))
+        pause = max(map(self.back_off, causes))
         self._due.clear()
-        for name in servers:
+        for name in causes:
             self.count(name)
-        log.warning("all processes are started again from the last checkpoint, because of %s.", ", ".join(servers))
+        log.warning("all processes are started again from the last checkpoint, because of %s.", ", ".join(causes))
         return pause
+
+    def _takes_back(self, name: str, killed: bool) -> bool:
+        """Whether all processes go back after the failure of one."""
+        serves = NodeId.of(name).kind == SERVER
+        return serves or (killed and self._deployment[name].when_lost is WhenLost.ROLL_BACK)
 
     def count(self, name: str) -> None:
         self.made[name] += 1

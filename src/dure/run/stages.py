@@ -210,7 +210,7 @@ class StagedTopology(Topology):
             topology.check()
 
     def deploy(self) -> Deployment:
-        """The nodes of all ranks under their names in the run. A pipeline cannot go on without one of its workers."""
+        """The nodes of all ranks under their names in the run. Without one of its workers a pipeline goes back."""
         found: dict[str, NodeSpec] = {}
         for rank, topology in enumerate(self._each):
             names = self._stages.names(rank)
@@ -219,7 +219,7 @@ class StagedTopology(Topology):
                 return None if node is None else NodeId.of(names.outside(str(node)))
 
             for node in topology.deploy().nodes:
-                lost = WhenLost.END if node.id.kind == WORKER else self.server_lost
+                lost = WhenLost.ROLL_BACK if node.id.kind == WORKER else self.server_lost
                 there = outside(node.id)
                 assert there is not None
                 found[str(there)] = NodeSpec(there, outside(node.beside), lost)
