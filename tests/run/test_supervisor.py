@@ -34,8 +34,13 @@ class Given:
         nodes = [NodeSpec(NodeId(WORKER, rank), None, worker_lost) for rank in range(2)]
         deployment = Deployment((*nodes, NodeSpec(NodeId(SERVER, 0), None, WhenLost.ROLL_BACK)))
         topology = SimpleNamespace(in_place=in_place, graph=graph)
+        every = {"reports": lambda number: True, "replica_of": lambda number: number}
         setup = SimpleNamespace(
-            deployment=deployment, topology=topology, batch_sizes=(8, 8), config=SimpleNamespace(frozen_after=3.0)
+            deployment=deployment,
+            topology=topology,
+            batch_sizes=(8, 8),
+            config=SimpleNamespace(frozen_after=3.0),
+            **every,
         )
         self.roster = ProcessRoster(deployment)
         self.roster.ready |= self.roster.expected
