@@ -119,7 +119,9 @@ def test_a_worker_does_not_finish_before_its_last_message_is_fetched():
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("partition", ["pipedream:stages=2", *soaked("gpipe:stages=2,micro=2", "ddg:stages=3")])
+@pytest.mark.parametrize(
+    "partition", ["pipedream:stages=2", *soaked("gpipe:stages=2,micro=2", "ddg:stages=3", "dni:stages=2")]
+)
 def test_a_pipeline_is_resumed_from_a_checkpoint(partition, fork_server, tmp_path):
     """As if it had been killed before its last checkpoint. It ends as the virtual run with the same checkpoints."""
     strategy = f"bsp collective {partition}"
@@ -152,7 +154,7 @@ class Terminate:
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("partition", ["pipedream:stages=3", *soaked("1f1b:stages=2,micro=2")])
+@pytest.mark.parametrize("partition", ["pipedream:stages=3", *soaked("1f1b:stages=2,micro=2", "dni:stages=3,rate=0.3")])
 def test_sigterm_drains_a_pipeline_at_a_step_that_no_stage_has_begun(partition, fork_server, tmp_path):
     """The checkpoint is that of the virtual run that is scheduled to drain at this step."""
     strategy = f"bsp collective {partition}"

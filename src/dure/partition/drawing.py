@@ -55,8 +55,8 @@ class Picture:
         """
         if isinstance(pipeline, Programmed):
             raise UsageError(
-                f"{title} has no order of actions to draw: what a worker does next depends on the messages that have "
-                "come. Record a run of it by dure train --trace, and open trace.json in Perfetto."
+                f"{title} has no order of actions to draw: it is a program on the stages. "
+                "Record a run of it by dure train --trace, and open trace.json in Perfetto."
             )
         return cls(pipeline, title, range(2 if pipeline.flushes else 2 * pipeline.stages + 4))
 

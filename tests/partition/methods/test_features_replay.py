@@ -49,6 +49,10 @@ def test_the_run_follows_the_recursion_bit_for_bit(num_stages, every):
     assert torch.equal(run.params, recursion(num_stages, drained(STEPS, every)))
 
 
+def test_over_servers_both_passes_read_the_newest_weights():
+    assert torch.equal(play("features-replay", 3, sync="bsp ps").params, recursion(3, drained(STEPS, 0)))
+
+
 def test_the_trajectory_is_its_own():
     run = play("features-replay", 4)
     for other in ("ddg", "ddg:weights=current"):
