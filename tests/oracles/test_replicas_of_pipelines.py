@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import shutil
+
 import pytest
 import torch
+from support import gossip_jobs, stage_jobs
 from support.chains import LR, chain, flat, play, split, stage_modules
-from support.runs import Finished, resolved, virtual
+from support.real_runs import Trial
+from support.runs import Finished, local, resolved, virtual
 from support.soak import soaked
+from support.stage_jobs import job_text
+from torch import nn
 
+import dure
 from dure.errors import StrategyError
+from dure.job.job import load_job
 from dure.partition.pipeline import Pipeline
 from dure.partition.stage import Stage
 from dure.run.callbacks import Callbacks
+from dure.run.config import TrainConfig
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import LogNormal
 
@@ -169,3 +181,132 @@ def test_all_actions_of_a_mini_batch_read_the_same_weights(monkeypatch):
     play("gpipe:micro=3", 2, **GOSSIP)
     assert {len(each) for each in read.values()} == {1}
     assert max(len(each) for each in present.values()) > 1
+
+
+# ---- without a flush
+
+
+@pytest.mark.parametrize("topology", ["collective", "ps"])
+def test_replicas_of_a_delayed_pipeline_step_by_their_mean_gradient(topology):
+    """w_k(t + 1) = w_k(t) - lr mean_r grad_k f(x_r(t); w_1(t - 2), w_2(t - 1), w_3(t)) of three stages."""
+    steps, job = 8, dataclasses.replace(chain(), split=load_job("digits-mlp", split="striped").split)
+    played = play("pipedream", 3, sync=f"bsp {topology}", replicas=2, job=job, steps=steps)
+    samplers = job.samplers([job.batch_size] * 2, seed=0)
+    versions = [stage_modules(3)]
+    for t in range(steps):
+        after = copy.deepcopy(versions[t])
+        for sampler in samplers:
+            read = [copy.deepcopy(versions[max(0, t - 2 + k)][k]) for k in range(3)]
+            inputs, targets = job.train.batch(sampler.next())
+            found = torch.autograd.grad(
+                job.loss(nn.Sequential(*read)(inputs), targets), [each for stage in read for each in stage.parameters()]
+            )
+            for parameter, gradient in zip((p for stage in after for p in stage.parameters()), found, strict=True):
+                parameter.data.sub_(gradient, alpha=LR / 2)
+        versions.append(after)
+    assert float((played.params - flat(versions[-1])).abs().max()) < 1e-12
+
+
+# ---- on the way
+
+
+def test_the_rate_grows_with_the_copies_of_the_model():
+    one, other = pair("bsp collective", scale_lr=True)
+    assert one.setup.job.optimizer == other.setup.job.optimizer
+
+
+@pytest.mark.parametrize("strategy", ["downpour ps", "easgd ps", "ad-psgd gossip"])
+def test_tied_parameters_need_a_synchronous_method(strategy):
+    with pytest.raises(StrategyError, match="an asynchronous method updates each of them at a time of its own"):
+        resolved(stage_jobs.tied(), f"{strategy} gpipe:stages=3", workers=6, on="virtual")
+    resolved(stage_jobs.tied(), "bsp ps gpipe:stages=3", workers=6, on="virtual")
+
+
+RESUMED = [
+    "averaging:period=3 collective",
+    "easgd:period=2 ps:shards=2",
+    "bmuf:period=3,overlap=1 collective",
+    "ad-psgd gossip",
+    *soaked(
+        "bsp ps:shards=2",
+        "one-shot ps",
+        "eamsgd:period=3 collective",
+        "averaging:period=3 ps",
+        "diloco:period=3 ps",
+        "downpour:n_push=2,n_fetch=3 ps:shards=2",
+    ),
+]
+
+
+@pytest.mark.parametrize("partition", [GPIPE, *soaked("pipedream:stages=2")])
+@pytest.mark.parametrize("strategy", RESUMED)
+def test_resumed_is_uninterrupted(strategy, partition, tmp_path):
+    kinds = (Machines(count=4, compute=LogNormal(seconds=0.01, sigma=0.4)),)
+    on = Cluster(machines=kinds, unfairness=0.3)
+    options = {"strategy": f"{strategy} {partition}", "steps": 7, "batch_size": 8, "optimizer": "momentum"}
+    whole = dure.train("digits-mlp", on=on, out=tmp_path / "whole", checkpoint_every=4, eval_every=3, **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    (tmp_path / "killed" / "summary.json").unlink()
+    resumed = dure.train("digits-mlp", on=on, resume=tmp_path / "killed")
+    facts = [{**run.summary(), "batching": None, "evaluation_seconds": None} for run in (resumed, whole)]
+    assert facts[0] == facts[1]
+    assert list(resumed.history) == list(whole.history)
+
+
+# ---- on processes
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    with ForkServer() as one:
+        yield one
+
+
+def test_servers_on_processes_are_the_virtual_ones_also_after_a_failure(fork_server, tmp_path):
+    """All stages go back to the checkpoint together, so that no step is lost and none is made twice."""
+    options = {"workers": 4, "steps": 60, "eval_every": 20, "checkpoint_every": 20, "seed": 3}
+    strategy = "bsp ps pipedream:stages=2"
+    config = TrainConfig(
+        job=job_text("slow"), strategy=strategy, on="local", out=tmp_path / "here", optimizer="momentum", **options
+    )
+    killed = []
+
+    def kill(trial):
+        saved = (tmp_path / "here" / "checkpoints" / "step-20").exists()
+        if saved and not killed:
+            killed.append(trial.driver)
+            trial.kill("server 1")  # that of the second stage
+
+    trial = Trial(config)
+    really = trial.run(kill, fork_server=fork_server)
+    there = virtual(job_text("slow"), strategy, optimizer="momentum", out=tmp_path / "there", **options)
+    assert torch.equal(really.params, there.params)
+    assert [(row["step"], row["loss"]) for row in really.history] == [(row["step"], row["loss"]) for row in there.rows]
+    for name in ("samples", "updates_applied"):
+        assert really.totals.counts[name] == there.outcome.totals.counts[name], name
+    assert (len(trial.drivers), really.totals.failures_survived) == (2, 1)
+
+
+def test_an_asynchronous_method_on_processes(fork_server):
+    """One worker makes its updates in order, whatever the order of stages in time."""
+    one = local(
+        "digits-mlp",
+        f"downpour:n_push=2,n_fetch=2 ps {GPIPE}",
+        workers=2,
+        fork_server=fork_server,
+        **{**OPTIONS, "eval_every": 2},
+    )
+    other = virtual("digits-mlp", "downpour:n_push=2,n_fetch=2 ps", workers=1, **OPTIONS)
+    assert distance(one, other) < 1e-12
+    assert (one.rows[-1]["step"], one.rows[-1]["updates"], one.summary["updates_applied"]) == (7, 7, 4)
+
+
+def test_gossip_on_processes(fork_server):
+    """f = -b v - b w has the gradient -b everywhere, so each stage's mean is start + lr x steps x mean of b."""
+    job = f"{gossip_jobs.__file__}:blocks"
+    run = local(
+        job, "ad-psgd gossip gpipe:stages=2,micro=1", workers=4, steps=100, eval_every=40, fork_server=fork_server
+    )
+    mean = sum(gossip_jobs.PUSHES[:2]) / 2
+    assert run.params.tolist() == pytest.approx([1.0 + 0.25 * 100 * mean] * 2, rel=1e-12)
+    assert run.rows[-1]["updates"] == 200

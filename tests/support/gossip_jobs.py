@@ -53,3 +53,28 @@ def linear() -> Job:
     return Job(
         model=Slope, loss=mean, train=data, batch_size=1, optimizer=OptimizerSpec(lr=0.25), split=Own(), name="linear"
     )
+
+
+class Block(nn.Module):
+    """Adds b w to the last column; its number stands in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        pushes, sums = inputs[:, :1], inputs[:, 1:]
+        return torch.cat([pushes, sums + pushes * self.place], dim=1)
+
+
+def minus_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -outputs[:, 1].mean()
+
+
+def blocks() -> Job:
+    """Two blocks: f(v, w) = -b v - b w."""
+    pushes = torch.tensor([[push, 0.0] for push in PUSHES], dtype=torch.float64)
+    return Job(
+        model=lambda: nn.Sequential(Block(), Block()), loss=minus_sum, train=Data(pushes, torch.zeros(3)),
+        batch_size=1, optimizer=OptimizerSpec(lr=0.25), split=Own(), name="blocks",
+    )  # fmt: skip

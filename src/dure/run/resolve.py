@@ -51,8 +51,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     if config.virtual and cluster is None:
         cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
     workers = _workers(config, cluster)
-    job = _build_job(config, strategy, workers, prebuilt.job)
     parts = _parts(strategy, workers)
+    job = _build_job(config, strategy, workers // parts, prebuilt.job)
     sizes = _batch_sizes(config, job, workers, parts)
     steps = _steps(config, job, sum(sizes))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
@@ -73,18 +73,18 @@ def rebuild(values: Mapping[str, Any]) -> Setup:
     """Make the set-up of a real run in another of its processes from `Setup.plain()`: its values are final."""
     config, strategy = TrainConfig.of(values["config"]), Strategy.of(**values["strategy"])
     workers, machines, sizes = values["workers"], tuple(values["machines"]), tuple(values["batch_sizes"])
-    job = _build_job(config, strategy, workers)
+    job = _build_job(config, strategy, workers // _parts(strategy, workers))
     steps, every, devices = values["steps"], values["eval_every"], tuple(values["devices"])
     return Setup(config, job, strategy, workers, machines, sizes, steps, every, devices=devices)
 
 
-def _build_job(config: TrainConfig, strategy: Strategy, workers: int, given: Job | None = None) -> Job:
-    """Load the job, or adjust the `given` one, and set its optimizer to that of the run."""
+def _build_job(config: TrainConfig, strategy: Strategy, copies: int, given: Job | None = None) -> Job:
+    """Load the job, or adjust the `given` one, and set its optimizer to that of a run of `copies` of the model."""
     if given is None:
         job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
     else:
         job = _adjusted(given, config)
-    averaged = server_rule_of(strategy.sync).averaged(workers)
+    averaged = server_rule_of(strategy.sync).averaged(copies)
     local = traits_of(strategy.sync).local_optimizer
     if config.optimizer is None and local is not None:
         job = replace(job, optimizer=local)
