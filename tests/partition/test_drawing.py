@@ -6,7 +6,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
-from support.chains import play
+from support.chains import drained, play
 from support.soak import soaked
 
 from dure.errors import UsageError
@@ -135,6 +135,14 @@ def test_petrowski_goes_backward_through_the_newest_weights():
     assert backward == [f"w{t}" for t in range(8)]
 
 
+def test_spectrain_reads_predictions():
+    picture = drawn("spectrain", 20, stages=5)
+    for rank, row in enumerate(picture.timetable.workers):
+        for each, read in zip(row, picture.weights[rank].reads, strict=True):
+            if read is not None:
+                assert read == (each.version, rank // 2 + (4 - rank if each.action.kind == "F" else 0))
+
+
 @pytest.mark.parametrize("name", ordered())
 def test_the_staleness_of_a_member_is_that_of_its_order(name):
     for stages in range(1, 9):
@@ -153,3 +161,21 @@ def test_the_figures_are_those_that_the_stages_count(name):
         assert stage.counts.staleness == Counter(picture.weights[rank].staleness.values())
         assert stage.counts.most_sets == picture.timetable.most_sets(rank)
         assert stage.counts.most_versions == picture.weights[rank].most_versions
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipedream", "pipedream:sync=vertical", "petrowski", "gpipe:micro=3", *soaked("spectrain", "zero-bubble:micro=3")],
+)
+def test_a_trace_names_the_actions_and_the_weights_of_the_picture(name):
+    run = play(name, 3, steps=9, checkpoint_every=5, trace=True, optimizer="momentum:lr=0.1")
+    pictures = [Picture(run.stages[0].pipeline, name, batches) for batches in drained(9, 5)]
+    for rank in range(3):
+        spans = [each for each in run.finished.outcome.spans if each.rank_name == f"worker {rank}"]
+        found = [each.detail for each in sorted(spans, key=lambda each: each.start) if " w" in each.detail]
+        assert found == [
+            f"{each.action} {read}"
+            for picture in pictures
+            for each, read in zip(picture.timetable.workers[rank], picture.weights[rank].reads, strict=True)
+            if read is not None
+        ]

@@ -20,6 +20,7 @@ from dure.core.node import Ghost, Operation, StepPortion, StepTime
 from dure.core.ranges import equal_ranges
 from dure.job.gradient import Gradient
 from dure.partition.stage_module import Leaves, Passed, StageModule
+from dure.partition.versions import VersionLog
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
@@ -88,6 +89,7 @@ class Stage:
         self.version = 0
         self.begun = -1
         self.counts = StageCounts()
+        self._log = None if meter.spans is None else VersionLog(layout.pipeline, rank)
         self._aliases = aliases
         self._mirror: Tensor | None = None
         self._ahead: Tensor | None = None
@@ -150,6 +152,8 @@ class Stage:
         """Begin with mini-batches of which the first finds nothing in flight."""
         self._batches = batches
         self.batches.begin(batches.start)
+        if self._log is not None:
+            self._log.begin(batches.start)
         for batch in list(self._stashed):
             self._unstash(batch)
 
@@ -247,6 +251,8 @@ class Stage:
         self._stash_ahead(batch)
         self._unstash(batch)
         self.version += 1
+        if self._log is not None:
+            self._log.updated(batch)
         self._times.pop(batch, None)
         self.batches.drop(batch)
         if self.module is None:
@@ -262,10 +268,17 @@ class Stage:
     async def compute(self, action: Action, function: Any, *, forward: float = 0.0, backward: float = 0.0) -> None:
         """Compute `function`, in these shares of the time of its mini-batch: of the model's forward and backward."""
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
+        detail = self._detail(action)
         started = self.node.now()
         await self.node.compute(StepPortion(function, time, forward, backward))
         self.counts.actions += 1
-        self.meter.add("compute", started, self.node.now(), str(action))
+        self.meter.add("compute", started, self.node.now(), detail)
+
+    def _detail(self, action: Action) -> str:
+        """The text of an action in a trace, with the version of the weights that it reads: "F3 w2"."""
+        if self._log is None or action.kind not in ("F", "B", "I", "W"):
+            return str(action)
+        return f"{action} {self._log.read(action)}"
 
     @property
     def free_tag(self) -> int:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.job.gradient_source import Requester
+    from dure.partition.action import Action
     from dure.partition.pipeline import Pipeline
     from dure.partition.ticks import Timed
 
@@ -46,40 +47,65 @@ class WeightsRead:
 
 def weights_read(pipeline: Pipeline, rank: int, row: Sequence[Timed]) -> WeightsRead:
     """The weights that the actions of worker `rank` read, in the order of its `row` of a timetable."""
-    stage = _Versions(pipeline, rank, min((each.action.batch for each in row), default=0))
+    versions = VersionLog(pipeline, rank)
+    versions.begin(min((each.action.batch for each in row), default=0))
     reads: list[Read | None] = []
     first: dict[int, int] = {}
     staleness: dict[int, int] = {}
     most = 1
-    for action, _, _, version in row:
-        stage.version = version
-        if action.kind == "U":
+    for each in row:
+        batch = each.action.batch
+        if each.action.kind == "U":
             reads.append(None)
-            staleness[action.batch] = version - first.pop(action.batch)
-            stage.drop(action.batch)
-            continue
-        rule = pipeline.forward_reads if action.kind == "F" else pipeline.backward_reads
-        read = Read(*map(int, rule(stage, action.batch).tolist()))
-        first.setdefault(action.batch, read.version)
-        reads.append(read)
-        most = max(most, stage.versions)
+            staleness[batch] = versions.version - first.pop(batch)
+            versions.updated(batch)
+        else:
+            read = versions.read(each.action)
+            first.setdefault(batch, read.version)
+            reads.append(read)
+            most = max(most, versions.kept)
     return WeightsRead(reads, staleness, most)
 
 
-class _Versions:
-    """The weights of a stage, of which each is a `Read` as a tensor: (the number of its updates, predicted ones).
+class VersionLog:
+    """The versions of the weights of worker `rank`, as the rules of its pipeline read them.
 
-    The mini-batch `first` finds nothing in flight.
+    To the rules it is a stage whose weights are a `Read` as a tensor: the updates before them, and those predicted.
     """
 
     requester: Requester
 
-    def __init__(self, pipeline: Pipeline, rank: int, first: int) -> None:
+    def __init__(self, pipeline: Pipeline, rank: int) -> None:
+        self.pipeline = pipeline
         self.rank = rank
         self.version = 0
-        self._lag = pipeline.lag
-        self._first = first
+        self._first = 0
         self._stashed: dict[int, Tensor] = {}
+
+    # ---- the actions of the worker
+
+    def begin(self, first: int) -> None:
+        """Begin with the mini-batch `first`, after an update by each one before it; nothing is in flight."""
+        self._first = self.version = first
+        self._stashed.clear()
+
+    def read(self, action: Action) -> Read:
+        """The weights that a forward or a backward reads now."""
+        rule = self.pipeline.forward_reads if action.kind == "F" else self.pipeline.backward_reads
+        return Read(*map(int, rule(self, action.batch).tolist()))
+
+    def updated(self, batch: int) -> None:
+        """Count the update by a mini-batch, and drop its weights."""
+        self._stashed.pop(batch, None)
+        self.version += 1
+
+    @property
+    def kept(self) -> int:
+        """The number of weights kept now, the newest included. With a lag, so are those for mini-batches to come."""
+        kept = {int(each[0]) for each in self._stashed.values()} | {self.version}
+        return len(range(min(kept), self.version + 1)) if self.pipeline.lag else len(kept)
+
+    # ---- the weights of a stage
 
     @property
     def newest(self) -> Tensor:
@@ -89,18 +115,10 @@ class _Versions:
         return self.stash(batch)
 
     def stash(self, batch: int) -> Tensor:
-        version = max(0, batch - self._first - self._lag) if self._lag else self.version
+        lag = self.pipeline.lag
+        version = max(self._first, batch - lag) if lag else self.version
         return self._stashed.setdefault(batch, torch.tensor([version, 0]))
 
     def ahead(self, steps: Callable[[float], float]) -> Tensor:
         """The newest weights and the updates that `steps` predicts if each is as large as the last."""
         return torch.tensor([self.version, round(steps(1.0))])
-
-    @property
-    def versions(self) -> int:
-        """The number of weights kept now. With a lag, those for mini-batches to come are among them."""
-        kept = {int(each[0]) for each in self._stashed.values()} | {self.version}
-        return len(range(min(kept), self.version + 1)) if self._lag else len(kept)
-
-    def drop(self, batch: int) -> None:
-        self._stashed.pop(batch, None)
