@@ -22,7 +22,7 @@ from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link
 
-CUTS = {1: "", 2: "cuts=4", 3: "cuts=2/4", 4: "cuts=2/4/6"}
+CUTS = {1: "", 2: "cuts=4", 3: "cuts=2/4", 4: "cuts=2/4/6", 6: "cuts=1/2/3/4/5"}
 """The text that splits the chain into so many stages."""
 
 BATCH = 3
@@ -143,6 +143,7 @@ def play(
     strategy: str,
     stages: int,
     *,
+    depth: int | None = None,
     sync: str = "bsp",
     replicas: int = 1,
     cluster: Cluster | None = None,
@@ -157,7 +158,7 @@ def play(
     The training, not its preparation, is inside of `during`.
     """
     setup, cluster = resolved(
-        job or chain(), f"{sync} {split(strategy, stages)}", cluster, workers=replicas * stages, on="virtual",
+        job or chain(), f"{sync} {split(strategy, stages, depth)}", cluster, workers=replicas * stages, on="virtual",
         dtype="float64", **{"eval_every": 1000, "steps": 9, "out": "unwritten"} | options,
     )  # fmt: skip
     assert cluster is not None
@@ -168,10 +169,10 @@ def play(
     return Played(finished, [found[rank][0] for rank in range(stages)], [found[rank][1] for rank in range(stages)])
 
 
-def split(strategy: str, stages: int) -> str:
-    """The text of a partition of the chain."""
+def split(strategy: str, stages: int, depth: int | None = None) -> str:
+    """The text of a partition of the chain; `depth` counts the stages of all chunks."""
     name, _, rest = strategy.partition(":")
-    return f"{name}:" + ",".join(filter(None, (f"stages={stages}", CUTS[stages], rest)))
+    return f"{name}:" + ",".join(filter(None, (f"stages={stages}", CUTS[depth or stages], rest)))
 
 
 def free_network(workers: int, **rest: Any) -> Cluster:

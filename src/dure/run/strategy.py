@@ -184,11 +184,11 @@ def catalogue(axis: str) -> Catalogue:
 def find(name: str, axis: str | None = None) -> tuple[str, str]:
     """Find the axis (or `REMEDY`) of `name` and the place of its class, on `axis` if given. Raises `StrategyError`.
 
-    A method in a user's own file is `FILE.py:CLASS`.
+    A method or a pipeline in a user's own file is `FILE.py:CLASS`.
     """
     own = user_code.split(name)
     if own is not None:
-        return "sync", _own_method(name, *own)
+        return _own_member(name, *own)
     for candidate in (*AXES, *JOINS):
         if name in catalogue(candidate):
             if axis not in (None, candidate):
@@ -200,18 +200,20 @@ def find(name: str, axis: str | None = None) -> tuple[str, str]:
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
 
 
-def _own_method(name: str, file: str, member: str) -> str:
+def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
     try:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
+    if issubclass(kind, Pipeline):
+        return "partition", place_of(kind)
     lacks = [part for part in ("traits", "work") if not hasattr(kind, part)]
     if lacks or not is_dataclass(kind):
         raise StrategyError(
             f"{name} is no method: a method is a dataclass with `traits` (dure.Traits) and `work`; this lacks "
             f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
         )
-    return place_of(kind)
+    return "sync", place_of(kind)
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:

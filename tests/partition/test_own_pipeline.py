@@ -1,0 +1,66 @@
+"""A user's own pipeline, in a file: it runs, and a wrong order is refused before anything starts."""
+
+import pytest
+import torch
+from support.chains import CUTS, chain, play
+from support.runs import resolved, virtual
+
+from dure.errors import DeadlockError, StrategyError
+
+OWN = """
+from dataclasses import dataclass
+from dure.partition.action import Action
+from dure.partition.pipeline import Pipeline
+
+@dataclass(frozen=True)
+class OneByOne(Pipeline):
+    '''No pipelining at all.'''
+
+    def order(self, rank, batches):
+        for batch in batches:
+            yield Action("F", batch)
+            yield Action("B", batch)
+            yield Action("U", batch)
+
+
+@dataclass(frozen=True)
+class Crossed(OneByOne):
+    '''The first worker waits for a backward of the second, which waits for a forward of the first.'''
+
+    def order(self, rank, batches):
+        actions = list(super().order(rank, batches))
+        if rank == 1:
+            actions = [*(each for each in actions if each.kind == "F"), *(each for each in actions if each.kind != "F")]
+        return iter(actions)
+
+
+@dataclass(frozen=True)
+class Forgetful(OneByOne):
+    '''An update is missing.'''
+
+    def order(self, rank, batches):
+        return (each for each in super().order(rank, batches) if each.kind != "U" or each.batch != 1)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return lambda name: {"partition": f"{path}:{name}:stages=2,{CUTS[2]}", "workers": 2}
+
+
+def test_a_pipeline_in_a_file_runs(own):
+    run = virtual(chain(), "bsp", None, steps=9, dtype="float64", **own("OneByOne"))
+    assert torch.allclose(run.params, play("gpipe:micro=1", 2).params, rtol=0, atol=1e-14)
+
+
+def test_a_deadlock_is_refused_before_the_run_and_names_its_actions(own):
+    waits = "worker 0 waits at B0 for worker 1's B0; worker 1 waits at F1 for worker 0's F1"
+    with pytest.raises(DeadlockError, match=waits):
+        resolved(chain(), "bsp", on="virtual", **own("Crossed"))
+
+
+def test_an_order_without_an_update_is_refused(own):
+    with pytest.raises(StrategyError, match="worker 0 has no U1 in its order"):
+        resolved(chain(), "bsp", on="virtual", **own("Forgetful"))
