@@ -3,6 +3,7 @@
     sudo python bench/virtual_network.py                    all groups, and the table
     sudo python bench/virtual_network.py --group 0          one group
     sudo python bench/virtual_network.py --held-out         the settings that nothing was fitted to or chosen by
+    sudo python bench/virtual_network.py --per-host         settings with two workers on each host
     python bench/virtual_network.py --table                 the table of the kept measurements
 
 Hosts are network namespaces of this machine with limited cards (`dure.cli.reproduce.namespaces`); servers live beside
@@ -94,10 +95,17 @@ class Group:
     bandwidth: float
     settings: tuple[Setting, ...]
     servers: int = 0
+    per_host: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.workers} at {self.bandwidth:g}"
+        shared = f", {self.per_host} per host" if self.per_host > 1 else ""
+        return f"{self.workers} at {self.bandwidth:g}{shared}"
+
+    @property
+    def hosts(self) -> int:
+        """Hosts with workers."""
+        return self.workers // self.per_host
 
 
 GROUPS = (
@@ -150,6 +158,19 @@ HELD_OUT = (
     )),
 )  # fmt: skip
 """Written down after the model was last changed, before any of them was run."""
+
+PER_HOST = (
+    Group(4, 100, (
+        Setting("bsp collective", (2, 2)),
+        Setting("bsp collective:algorithm=hierarchical", (2, 2)),
+        Setting("bsp collective:algorithm=torus", (2, 2)),
+        Setting("bsp ps:colocated=true", (1, 1)),
+        Setting("bsp ps:shards=4,colocated=true", (1, 1, 1, 1)),
+        Setting("averaging:period=2 ps:colocated=true", (2,)),
+        Setting("downpour ps:shards=4,colocated=true", (0.5, 0.5, 0.5, 0.5)),
+        Setting("ad-psgd", (2,)),
+    ), per_host=2),
+)  # fmt: skip
 
 
 def seconds_per_step(trace: Path) -> float:
@@ -252,25 +273,25 @@ def measure(group: Group, rows: Path) -> None:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        namespaces.hosts(group.workers + group.servers, bandwidth=group.bandwidth * 125e3) as hosts,
+        namespaces.hosts(group.hosts + group.servers, bandwidth=group.bandwidth * 125e3) as hosts,
     ):
         plan: dict[str, Any] = {"rows": str(rows.absolute()), "group": group.name, "folder": folder}
         plan |= {"congestion": hosts.congestion, "probe": False, "batch": 0, "settings": []}
-        plan |= {"server_hosts": hosts.names[group.workers :], "server_addresses": hosts.addresses[group.workers :]}
+        plan |= {"server_hosts": hosts.names[group.hosts :], "server_addresses": hosts.addresses[group.hosts :]}
         if unprobed:
-            run(hosts, min(PROBED, group.workers), plan | {"probe": True})
+            run(hosts, min(PROBED, group.hosts), group.per_host, plan | {"probe": True})
         batches = [[(each, runs) for each, runs in left if not Setting(**each).engine]]
         batches += [[(each, 1)] for each, runs in left if Setting(**each).engine for _ in range(runs)]
         for number, batch in enumerate(batches):
             if batch:
-                run(hosts, group.workers, plan | {"settings": batch, "batch": number})
+                run(hosts, group.hosts, group.per_host, plan | {"settings": batch, "batch": number})
 
 
-def run(hosts: namespaces.Hosts, count: int, plan: dict[str, Any]) -> None:
+def run(hosts: namespaces.Hosts, count: int, per_host: int, plan: dict[str, Any]) -> None:
     some = namespaces.Hosts(hosts.names[:count], hosts.addresses[:count], hosts.bandwidth, hosts.congestion)
     environ = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--host", json.dumps(plan)]
-    some.run(command, seconds=GROUP_SECONDS, environ=environ)
+    some.run(command, seconds=GROUP_SECONDS, environ=environ, per_host=per_host)
 
 
 def read(rows: Path) -> dict[str, list[dict[str, Any]]]:
@@ -285,10 +306,10 @@ def read(rows: Path) -> dict[str, list[dict[str, Any]]]:
 # ---- the predictions
 
 
-def predicted(cluster: Cluster, setting: Setting, compute: list[float], workers: int) -> list[float]:
+def predicted(cluster: Cluster, setting: Setting, compute: list[float], hosts: int) -> list[float]:
     """Seconds per step of `setting` in virtual time, with several seeds; `compute` is what steps have taken."""
     steps = LogNormal(seconds=statistics.mean(compute), sigma=float(np.std(np.log(compute))))
-    machines = cluster.machines[0].model_copy(update={"compute": steps, "count": workers})
+    machines = cluster.machines[0].model_copy(update={"compute": steps, "count": hosts})
     here = cluster.model_copy(update={"machines": (machines,)})
     times = []
     with tempfile.TemporaryDirectory() as folder:
@@ -321,7 +342,7 @@ def table(groups: tuple[Group, ...], rows: Path) -> str:
             times = sorted(row["measured"] for row in runs)
             real, spread = statistics.median(times), f"{times[0]:.3f} to {times[-1]:.3f}"
             compute = [seconds for row in runs for seconds in row["compute"]]
-            virtual = statistics.median(predicted(cluster, setting, compute, group.workers))
+            virtual = statistics.median(predicted(cluster, setting, compute, group.hosts))
             errors.append(virtual / real - 1)
             what = f"| `{setting.strategy}` | {group.workers} | {group.bandwidth:g} | {sum(setting.layers):g}"
             lines.append(f"{what} | {real:.3f} | {spread} | {virtual:.3f} | {errors[-1]:+.1%} |")
@@ -343,6 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--group", type=int, help="one group of settings, counted from 0; all if left out")
     parser.add_argument("--held-out", action="store_true", help="the settings that nothing was chosen by")
+    parser.add_argument("--per-host", action="store_true", help="the settings with two workers on each host")
     parser.add_argument("--rows", type=Path, default=Path("runs/virtual_network.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the table of the kept measurements")
     parser.add_argument("--measure-only", action="store_true", help="leave the predictions, and the table, for later")
@@ -351,7 +373,7 @@ def main() -> None:
     if given.host is not None:
         on_host(given.host)
         return
-    groups: tuple[Group, ...] = HELD_OUT if given.held_out else GROUPS
+    groups: tuple[Group, ...] = PER_HOST if given.per_host else HELD_OUT if given.held_out else GROUPS
     if given.group is not None:
         groups = groups[given.group : given.group + 1]
     if not given.table:

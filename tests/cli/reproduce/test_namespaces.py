@@ -58,6 +58,17 @@ def test_each_direction_of_each_card_is_limited_and_hosts_reach_each_other() -> 
 
 
 @here
+def test_several_ranks_on_each_host_are_numbered_host_by_host() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    told = f"import os; print(*(os.environ[name] for name in {names}), os.stat('/proc/self/ns/net').st_ino)"
+    with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
+        done = hosts.run([sys.executable, "-c", told], seconds=30, per_host=2)
+    places, networks = zip(*(each.out.strip().rsplit(" ", 1) for each in done), strict=True)
+    assert places == ("0 0 4 2", "1 1 4 2", "2 0 4 2", "3 1 4 2")
+    assert networks[0] == networks[1] != networks[2] == networks[3]
+
+
+@here
 def test_nothing_is_left_behind_by_a_program_that_fails() -> None:
     before = there()
     program = "[ $RANK = 1 ] || exit 0; (setsid sleep 300 &); echo so bad >&2; exit 3"

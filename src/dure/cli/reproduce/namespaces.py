@@ -106,9 +106,9 @@ class Hosts:
     congestion: str
 
     def run(
-        self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None
+        self, command: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None, per_host: int = 1
     ) -> list[ExitedProcess]:
-        """Run `command` on each host, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        """Run `command` on each host `per_host` times, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
         After the first failure the others have GRACE_SECONDS to end. After `seconds` all are killed.
 
@@ -116,32 +116,34 @@ class Hosts:
         """
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             programs = [
-                Program(self._command(rank, command, environ or {}), Path(folder), rank)
-                for rank in range(len(self.names))
+                Program(self._command(rank, per_host, command, environ or {}), Path(folder), rank)
+                for rank in range(per_host * len(self.names))
             ]
             try:
                 late = _wait(programs, seconds)
             finally:
-                for name, program in zip(self.names, programs, strict=True):
+                for name in self.names:
                     _end_all(name)
+                for program in programs:
                     program.end()
             done = [program.done() for program in programs]
         _complain(done, late, seconds)
         return done
 
-    def _command(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    def _command(self, rank: int, per_host: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+        host, local_rank = divmod(rank, per_host)
         place = {
             "RANK": rank,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": len(self.names),
-            "LOCAL_WORLD_SIZE": 1,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": per_host * len(self.names),
+            "LOCAL_WORLD_SIZE": per_host,
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": 29500,
             **environ,
         }
         given = [f"{name}={value}" for name, value in place.items()]
         elsewhere = ["-u", ENGINE_INTERFACE]  # an interface of this network is none of theirs
-        return ["ip", "netns", "exec", self.names[rank], "env", *elsewhere, *given, *command]
+        return ["ip", "netns", "exec", self.names[host], "env", *elsewhere, *given, *command]
 
 
 class Program:

@@ -5,7 +5,7 @@ A step takes
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
     seconds * factor / speed
 
-`factor` is drawn for each step and has mean one. `speed` is constant for each machine.
+`factor` is drawn for each step and has mean one. `speed` is constant for each worker.
 
     distribution         factor                                            parameters
     constant             1
