@@ -221,6 +221,8 @@ class Reproduce:
     """pipelines: numbers of stages, with commas between."""
     rates: str | None = None
     """pipelines: learning rates, with commas between."""
+    methods: str | None = None
+    """pipelines: methods, with commas between."""
     data: Path | None = None
     """it-signsgd, pipelines: folder of data sets; else DURE_DATA, else the user's cache."""
     out: Path | None = None

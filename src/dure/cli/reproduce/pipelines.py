@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import partition
+from dure.core.spec_text import names
 from dure.errors import DivergedError, StrategyError, UsageError
 
 if TYPE_CHECKING:
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
     from dure.report.run import Run
 
 STAGES = (2, 4, 8)
-RATES = (0.02, 0.05, 0.1)
+RATES = (0.01, 0.05, 0.1)
 DEPTH, HIDDEN = 7, 64
 WIDTH = 1024
 """Units of each layer in the table of GPipe's efficiency."""
 
 SGD = "none"
 """The row of one worker with the whole model."""
+
+MOMENTUM = 0.9
+WITH_MOMENTUM = ("spectrain",)
+"""Methods that need momentum; their rate is multiplied by 1 - `MOMENTUM`, for updates of the same size."""
 
 EFFICIENCY_BATCHES = (8, 16, 32, 64, 128, 256)
 MICRO_BATCH = 8
@@ -46,6 +51,7 @@ def reproduce(
     seeds: int = 3,
     stages: str = ",".join(map(str, STAGES)),
     rates: str = ",".join(map(str, RATES)),
+    methods: str = ",".join(partition.CATALOGUE),
     data: Path | None = None,
     out: Path = Path("pipelines.svg"),
 ) -> dict[str, Any]:
@@ -58,6 +64,7 @@ def reproduce(
     Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
     counts, wanted_rates = _numbers("stages", stages, int), _numbers("rates", rates, float)
+    wanted = _methods(methods)
     for name, value in (("rounds", rounds), ("seeds", seeds)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}.")
@@ -67,7 +74,7 @@ def reproduce(
     rows = [
         _row(job, method, count, rate, rounds, range(seeds))
         for rate in wanted_rates
-        for method in partition.CATALOGUE
+        for method in wanted
         for count in (counts if method != SGD else [1])
     ]
     _compare(rows)
@@ -142,6 +149,15 @@ def _numbers(name: str, text: str, kind: type) -> list[Any]:
     return found
 
 
+def _methods(text: str) -> list[str]:
+    """The methods in `text`, with SGD on one worker first."""
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in partition.CATALOGUE:
+            raise UsageError(f"there is no method {name!r}: there are {names(partition.CATALOGUE)}.")
+    return list(dict.fromkeys([SGD, *found]))
+
+
 def _job(data: Path | None) -> Job:
     from dure.job.job import load_job
 
@@ -152,7 +168,7 @@ def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: It
     row: Row = {"method": method, "stages": stages, "rate": rate, "loss": None, "accuracy": None, "why": ""}
     text = method if method == SGD else f"{method}:stages={stages}"
     try:
-        runs = [_run(job, text, stages, rate, rounds, seed) for seed in seeds]
+        runs = [_run(job, text, stages, _optimizer(method, rate), rounds, seed) for seed in seeds]
     except DivergedError:
         return row | {"why": "diverged"}
     except StrategyError as error:
@@ -167,7 +183,13 @@ def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: It
     }
 
 
-def _run(job: Job, partition: str, stages: int, rate: float, rounds: int, seed: int) -> Run:
+def _optimizer(method: str, rate: float) -> str:
+    if method in WITH_MOMENTUM:
+        return f"momentum:lr={rate * (1 - MOMENTUM):g},momentum={MOMENTUM:g}"
+    return f"sgd:lr={rate:g}"
+
+
+def _run(job: Job, partition: str, stages: int, optimizer: str, rounds: int, seed: int) -> Run:
     from dure.run.train import train
 
     return train(
@@ -177,7 +199,7 @@ def _run(job: Job, partition: str, stages: int, rate: float, rounds: int, seed: 
         partition=partition,
         on="virtual",
         workers=stages,
-        lr=rate,
+        optimizer=optimizer,
         steps=rounds,
         eval_every=rounds,
         seed=seed,
