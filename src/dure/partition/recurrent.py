@@ -18,6 +18,8 @@ back-propagation with window T. It is a part of the user's own loop, in one proc
         synthesizer.learn()
         optimizer.step()
 
+Under `dure.attach` each rank has a synthesizer of its own, and the step is that of the attached model.
+
 The loss is the mean over the rows of the state, which are samples. A state is a tensor or a tuple of tensors, as in an
 LSTM. Prediction of later synthetic gradients, an auxiliary task of the paper, is left out.
 """

@@ -1,15 +1,20 @@
 """DNI against its recursion, written from the paper's equations as plain loops, and against back-propagation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.chains import BATCH, LR, WIDTH, chain, flat, free_network, linear, play, samples, stage_modules
+from support.runs import virtual
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import dure
+from dure.errors import UsageError
+from dure.job.data.dataset import Data
 from dure.job.models.digits import digits_mlp
 from dure.partition.methods.dni import DNI
-from dure.partition.synthesizer import Labels
+from dure.partition.synthesizer import Labels, Synthesizer
 
 STEPS = 9
 RATE = 0.3
@@ -182,6 +187,89 @@ def test_a_resumed_run_goes_on_with_the_synthesizers(tmp_path):
     dure.train("digits-mlp", steps=8, out=tmp_path / "part", **options)
     resumed = dure.train("digits-mlp", resume=tmp_path / "part", steps=12)
     assert resumed.figures["params_sha256"] == whole.figures["params_sha256"]
+
+
+def test_weights_are_never_stale_and_one_graph_is_kept():
+    for stage in play("dni", 4).stages:
+        assert stage.counts.staleness == {0: STEPS}
+        assert (stage.counts.most_sets, stage.counts.most_versions) == (1, 1)
+
+
+class Branches(nn.Module):
+    """Gives two tensors that train and a mask that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.left(x), (x > 0).long(), self.right(x).unsqueeze(1)
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(7, WIDTH)
+
+    def forward(self, left, mask, right):
+        return self.head(torch.cat([left, right.squeeze(1)], dim=1)) * mask
+
+
+class Branched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Branches().double(), Joined().double()
+
+    def forward(self, x):
+        return self.second(*self.first(x))
+
+
+def test_one_synthesizer_predicts_the_gradients_of_all_tensors_of_a_border(monkeypatch):
+    """Against SGD with the gradients that the synthesizer predicted, tensor by tensor."""
+    seen, predict = [], Synthesizer.predict
+
+    def recording(self, outputs, targets):
+        seen.append(predict(self, outputs, targets))
+        return seen[-1]
+
+    monkeypatch.setattr(Synthesizer, "predict", recording)
+    options = {"workers": 2, "dtype": "float64", "steps": 4}
+    job = replace(chain(Branched), stages=lambda model: [model.first, model.second])
+    found = virtual(job, "bsp dni:stages=2,cuts=1,rate=0.5", **options).params
+    module = job.build(0)
+    first, second = module.first, module.second
+    for t, predicted in enumerate(seen):
+        inputs, targets = samples(t)
+        left, mask, right = first(inputs)
+        assert [each.shape for each in predicted] == [left.shape, right.shape]
+        of_first = torch.autograd.grad([left, right], list(first.parameters()), predicted)
+        loss = mse_loss(second(left.detach(), mask, right.detach()), targets)
+        of_second = torch.autograd.grad(loss, list(second.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(
+                [*first.parameters(), *second.parameters()], [*of_first, *of_second], strict=True
+            ):
+                parameter.add_(gradient, alpha=-LR)
+    assert any(each.any() for each in seen[-1])
+    assert torch.equal(found, flat([first, second]))
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return x.T
+
+
+def test_a_border_without_a_row_for_each_sample_is_refused():
+    job = chain(lambda: nn.Sequential(nn.Linear(WIDTH, 4), Turned(), Turned(), nn.Linear(4, WIDTH)).double())
+    with pytest.raises(UsageError, match=r"one row for each of 3 samples, and stage 0 gives \[\(4, 3\)\]"):
+        virtual(job, "bsp dni:stages=2,cuts=2", workers=2, steps=1, dtype="float64")
+
+
+def test_targets_that_are_no_features_are_refused():
+    job = chain()
+    job.train = Data(job.train.inputs, {"a": job.train.targets, "b": job.train.targets})
+    with pytest.raises(UsageError, match="has 2: write labels=false"):
+        Labels(job)
 
 
 def test_classes_are_read_as_one_hot_vectors():
