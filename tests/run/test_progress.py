@@ -15,6 +15,9 @@ def report(steps, at=0, **fields):
     return {"steps": steps, "at": at, "done": steps, "loss": 0.5, "bytes": 10 * steps} | fields
 
 
+SETUP = SimpleNamespace(batch_sizes=(32, 32, 8), reports=lambda number: True, replica_of=lambda number: number)
+
+
 @pytest.fixture
 def roster():
     return ProcessRoster(Deployment(tuple(NodeSpec(NodeId(WORKER, rank)) for rank in range(3))))
@@ -22,7 +25,7 @@ def roster():
 
 @pytest.fixture
 def progress(roster):
-    found = RunProgress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
+    found = RunProgress(SETUP, roster)
     for rank, steps in enumerate((4, 9, 6)):
         found.report(f"worker {rank}", report(steps, at=steps - 1))
     return found
@@ -74,6 +77,6 @@ def test_what_finished_workers_report_is_in_the_totals(progress, roster):
 
 
 def test_a_checkpoint_gives_back_counts_and_reports(progress, roster):
-    other = RunProgress(SimpleNamespace(batch_sizes=(32, 32, 8)), roster)
+    other = RunProgress(SETUP, roster)
     other.restore(progress.totals.state(), 12.5, progress.reports)
     assert (other.samples(), other.lowest(), other.totals.seconds) == (progress.samples(), progress.lowest(), 12.5)
