@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from dure.codec.fp32 import Float32
 from dure.errors import UsageError
 from dure.job.replica import Replica
+from dure.partition.whole import Whole
 from dure.run.strategy import Strategy, make, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
@@ -42,6 +43,7 @@ from dure.user_loop.wrapped import check_unwrapped
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
+    from dure.run.strategy import Partition
     from dure.runtime.wire.credentials import Integrity
     from dure.sync.base import Sync
     from dure.topology.collective.choice import Collective
@@ -55,6 +57,7 @@ def attach(
     sync: Sync | str | None = None,
     topology: Collective | ParameterServer | str | None = None,
     codec: Codec | str | None = None,
+    partition: Partition | str | None = None,
     batch_size: int = 1,
     frozen_after: float = 30.0,
     key_file: str | Path | None = None,
@@ -63,10 +66,10 @@ def attach(
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
-    `topology` and `codec` are those of a `Strategy`. `batch_size` is this rank's weight in means, where ranks differ.
-    A parameter without a gradient in a step counts as one whose gradient is zero: unlike in plain PyTorch, momentum,
-    moments and weight decay change it. If a rank or a server sends no heartbeat for `frozen_after` seconds, the
-    training of all ranks that wait for it ends.
+    `topology`, `codec` and `partition` are those of a `Strategy`; the last two are refused here, with other ways.
+    `batch_size` is this rank's weight in means, where ranks differ. A parameter without a gradient in a step counts as
+    one whose gradient is zero: unlike in plain PyTorch, momentum, moments and weight decay change it. If a rank or a
+    server sends no heartbeat for `frozen_after` seconds, the training of all ranks that wait for it ends.
 
     The ranks and their servers admit only processes that have the key of the run: the content of `key_file`, 32 random
     bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks
@@ -78,14 +81,7 @@ def attach(
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
-    coded = make(codec, "codec") if isinstance(codec, str) else codec or Float32()
-    if not isinstance(coded, Float32):
-        raise UsageError(
-            "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
-            f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
-        )
-    strategy = Strategy.of(sync, topology)
-    _check_strategy(strategy)
+    strategy = _chosen(sync, topology, codec, partition)
     _check_numbers(batch_size, frozen_after)
     check_unwrapped(model)
     check_free(model, optimizer)
@@ -113,6 +109,25 @@ def attach(
             ties = LoopCollectives(node, rendezvous, replica, strategy)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
+
+
+def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
+    """The strategy of these members. Raises `UsageError` for one that runs with `dure.train` only."""
+    coded = make(codec, "codec") if isinstance(codec, str) else codec or Float32()
+    if not isinstance(coded, Float32):
+        raise UsageError(
+            "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
+            f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
+        )
+    strategy = Strategy.of(sync, topology, partition=partition)
+    if not isinstance(strategy.partition, Whole):
+        raise UsageError(
+            f"dure.attach has the whole model at every rank, and {member_text('partition', strategy.partition)} gives "
+            "a rank a stage of it. Describe the training as a dure.Job and call dure.train(job, partition=...), or "
+            "split the model in the loop itself, as torch.distributed.pipelining does."
+        )
+    _check_strategy(strategy)
+    return strategy
 
 
 def _check_strategy(strategy: Strategy) -> None:
