@@ -12,6 +12,7 @@
 | `run`        | a run's record that writes its own report                        |
 | `sinks`      | further destinations of a history: JSON Lines, TensorBoard       |
 | `table`      | runs side by side in the terminal                                |
+| `timeline`   | the first actions of a pipeline's workers, read from a trace     |
 | `trace`      | the activities of all nodes over time, for Perfetto              |
 | `unwritten`  | files of a record that could not be written                      |
 | `values`     | a run's record as a value                                        |

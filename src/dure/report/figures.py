@@ -22,6 +22,7 @@ from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
 from dure.report.comparison import Entry
 from dure.report.metrics import Staleness
+from dure.report.timeline import Bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,14 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D
 _LINES = ("-", "--", ":")
 DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
 SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
+
+ACTIONS = {
+    "F": ("forward", "#9CC8F2"),
+    "B": ("backward", "#A6DBA0"),
+    "I": ("gradient of the inputs", "#8AD6CE"),
+    "W": ("gradient of the weights", "#F6CD83"),
+}
+"""The name and the color of each kind of action of a pipeline."""
 
 _INK, _FAINT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
 _MOST_POINTS = 400
@@ -157,6 +166,41 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
         _circle(circle, edges, workers, color)
         _mixing(matrix, edges, workers, color)
     return svg()
+
+
+def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
+    """Draws the actions of each worker over time, on grey where it is idle; each with its number and its weights."""
+    width, left = 11.0, 0.8
+    end = max(bar.end for bars in rows.values() for bar in bars)
+    unit = _unit("seconds", end)
+    with _drawing(f"timeline {rows}", width=width, height=0.6 + 0.42 * len(rows)) as (figure, svg):
+        axes = figure.subplots()
+        for place, bars in enumerate(rows.values()):
+            axes.broken_barh([(0, end / unit[1])], (place - 0.42, 0.84), color=_GRID)
+            for bar in bars:
+                length, inches = (bar.end - bar.start) / unit[1], (width - left) * (bar.end - bar.start) / end
+                axes.broken_barh(
+                    [(bar.start / unit[1], length)],
+                    (place - 0.42, 0.84),
+                    facecolor=ACTIONS[bar.kind][1],
+                    edgecolor="white",
+                    linewidth=min(0.6, 4 * inches),
+                )
+                middle = (bar.start + bar.end) / 2 / unit[1]
+                _name(axes, bar, middle, place, inches)
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set(xlim=(0, end / unit[1]), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time ({unit[2]})")
+        axes.grid(visible=False)
+        axes.xaxis.set_major_formatter(_plain(""))
+    return svg()
+
+
+def _name(axes: Axes, bar: Bar, middle: float, place: int, inches: float) -> None:
+    """Writes the number of an action over the weights that it reads, where its bar is wide enough."""
+    texts = ((f"{bar.kind}{bar.number}", -0.14, 7.5), (bar.weights, 0.2, 6.0))
+    if inches > max(0.56 * len(text) * size / 72 for text, _, size in texts):
+        for text, offset, size in texts:
+            axes.text(middle, place + offset, text, ha="center", va="center", fontsize=size, color=_INK)
 
 
 class Band(NamedTuple):

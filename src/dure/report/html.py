@@ -20,6 +20,8 @@ from dure.report import comparison, figures
 from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
+from dure.report.record import TRACE
+from dure.report.timeline import timeline
 from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         fresh=[entry.label for entry in found if entry.figure("staleness", "max") == 0],
         graphs=_graphs(found, given),
         consensus=_consensus(found, given, target),
+        timelines=_timelines(found),
+        actions=figures.ACTIONS,
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
         break_evens=[entry for entry in found if entry.break_even],
@@ -217,6 +221,18 @@ def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
         )
         panels.append(Panel(about, figures.graph(graph["edges"], graph["workers"], color=given[places[0]].color)))
     return panels
+
+
+def _timelines(found: Sequence[Entry]) -> list[tuple[Panel, set[str]]]:
+    """For each run over pipelines with a trace, its beginning, and the kinds of its actions."""
+    drawn = []
+    for entry in found:
+        path = entry.run.path / TRACE if entry.run.path else None
+        rows = timeline(path) if path is not None and path.exists() else {}
+        if rows:
+            kinds = {bar.kind for bars in rows.values() for bar in bars}
+            drawn.append((Panel(entry.label, figures.timeline(rows)), kinds))
+    return drawn
 
 
 def _consensus(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[Panel]:

@@ -1,0 +1,49 @@
+"""The beginning of a run over pipelines, from its trace: the forwards and backwards of each worker."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MOST = 36
+"""Actions of one worker in a timeline."""
+
+_ACTION = re.compile(r"(?P<kind>[FBIW])(?P<number>\d+(?:\.\d+)?'*) (?P<weights>w\d+(?:\+\d+)?)")
+"""The text of an action in a trace: its kind, mini-batch and micro-batch, and the weights that it reads."""
+
+
+class Bar(NamedTuple):
+    """An action from `start` to `end`, in seconds; `number` has its mini-batch and micro-batch, from 0."""
+
+    start: float
+    end: float
+    kind: str
+    number: str
+    weights: str
+
+
+def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
+    """The first actions of each worker by name, from a trace that `report.trace` wrote; empty without any.
+
+    The trace is read up to the action that is one too many.
+    """
+    names: dict[int, str] = {}
+    rows: dict[str, list[Bar]] = {}
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.startswith('{"ph"'):
+                continue
+            event = json.loads(line.rstrip(",\n"))
+            if event["name"] == "process_name":
+                names[event["pid"]] = event["args"]["name"]
+            found = _ACTION.fullmatch(event["name"]) if event.get("cat") == "compute" else None
+            if found is not None:
+                row = rows.setdefault(names[event["pid"]], [])
+                if len(row) == MOST:
+                    break
+                start = event["ts"] / 1e6
+                row.append(Bar(start, start + event["dur"] / 1e6, **found.groupdict()))
+    return {name: rows[name] for name in names.values() if name in rows}
