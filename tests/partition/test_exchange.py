@@ -23,6 +23,18 @@ def trained(job, partition="", replicas=1, topology="collective", **options):
     return virtual(job, f"bsp {topology} {partition}", workers=replicas * stages, **{**OPTIONS, **options})
 
 
+def watch_copies(monkeypatch):
+    """The values of tied parameters at each worker of a pipeline, whenever a whole model is put together."""
+    joined, seen = StageLayout.joined, []
+
+    def watched(self, parts):
+        seen.append([[part[tie.start : tie.stop] for tie in ties] for part, ties in zip(parts, self.ties, strict=True)])
+        return joined(self, parts)
+
+    monkeypatch.setattr(StageLayout, "joined", watched)
+    return seen
+
+
 @pytest.mark.parametrize("replicas", [1, *soaked(2)])
 @pytest.mark.parametrize("partition", [*FLUSHES[:2], *soaked(*FLUSHES[2:])])
 def test_tied_parameters_are_trained_as_in_the_whole_model(partition, replicas):
@@ -35,13 +47,7 @@ def test_tied_parameters_are_trained_as_in_the_whole_model(partition, replicas):
 
 def test_copies_of_tied_parameters_have_the_same_bits(monkeypatch):
     """Three replicas, whose mean the ring sums in an order that depends on the place of an element."""
-    joined, seen = StageLayout.joined, []
-
-    def watched(self, parts):
-        seen.append([[part[tie.start : tie.stop] for tie in ties] for part, ties in zip(parts, self.ties, strict=True)])
-        return joined(self, parts)
-
-    monkeypatch.setattr(StageLayout, "joined", watched)
+    seen = watch_copies(monkeypatch)
     trained(job_text("tied"), f"gpipe:{TIED},micro=3", 3, "collective:algorithm=ring")
     for first, second, third in seen:
         (weight,), (same, bias), (too, one) = first, second, third
@@ -79,12 +85,35 @@ def test_exchanges_on_processes():
         assert here.summary["per_worker"][worker]["bytes_sent"] == counts["bytes_sent"]
 
 
-def test_a_codec_of_changes_is_refused():
-    """Each stage would encode the change of its copy with an error of its own. A mean gradient is summed after it."""
-    strategy = f"averaging:period=2 collective {{}} gpipe:{TIED},micro=2"
-    with pytest.raises(StrategyError, match=r"copies of the parameter '1\.1\.weight', which would become different"):
-        virtual(job_text("tied"), strategy.format("int8"), workers=6, **OPTIONS)
-    virtual(job_text("tied"), strategy.format("int8").replace("averaging:period=2", "bsp"), workers=6, **OPTIONS)
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        (
+            "averaging:period=2 collective int8",
+            "int8 encodes .* copies of the parameter '1.1.weight', which would become",
+        ),
+        ("bsp ps int8", "int8 encodes .* copies of the parameter '1.1.weight', which would become different"),
+        ("downpour ps", "'1.1.weight' is tied"),
+        ("ad-psgd gossip", "'1.1.weight' is tied"),
+    ],
+)
+def test_what_makes_copies_different_is_refused(strategy, problem):
+    with pytest.raises(StrategyError, match=problem):
+        virtual(job_text("tied"), f"{strategy} gpipe:{TIED},micro=2", workers=6, **OPTIONS)
+
+
+SAFE = ["bsp collective int8", *soaked("bsp ps", "averaging:period=2", "easgd collective")]
+
+
+@pytest.mark.parametrize("strategy", SAFE)
+def test_what_keeps_copies_equal_is_not_refused(strategy):
+    """Equal up to rounding. A mean of encoded gradients is summed over the copies after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch_copies(patch)
+        virtual(job_text("tied"), f"{strategy} gpipe:{TIED},micro=2", workers=6, **OPTIONS)
+    for (weight,), (same, bias), (too, one) in seen:
+        torch.testing.assert_close(torch.stack([weight, weight]), torch.stack([same, too]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(bias, one, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["pipedream", "petrowski", "ddg", "features-replay", "dni"])

@@ -52,6 +52,11 @@ class Border:
         specs = tuple(BorderTensor(each.dtype, tuple(each.shape), each.requires_grad) for each in parts)
         return cls(specs, tuple(value) if isinstance(value, Mapping) else None, isinstance(found, Tensor))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in self.tensors)
+
     def flat(self, value: Any) -> list[Tensor]:
         """The tensors of `value`, in order. Raises `UsageError` where they differ from those of the border."""
         found = tensors(tuple(value) if isinstance(value, list) else value)

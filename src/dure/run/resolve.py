@@ -27,6 +27,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name
 from dure.run.whole_gradient import check_clip, check_ties
+from dure.run.worker_memory import check_worker_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import server_rule_of, traits_of
@@ -206,6 +207,8 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
                     f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
                     "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
                 )
+    if cluster is not None:
+        check_worker_memory(setup, cluster)
     if not setup.config.timing_only:
         check_rates(setup)
     if setup.topology.clocked:

@@ -31,11 +31,11 @@ def check_clip(setup: Setup) -> None:
 
 
 def check_ties(setup: Setup, stages: Stages) -> None:
-    """Raise `StrategyError` for parameters in several stages if a codec makes their copies different."""
+    """Raise `StrategyError` for parameters in several stages where a codec makes their copies different."""
     ties, text = [tie for each in stages.layout.ties for tie in each], setup.strategy.text()
-    if setup.codec is None or not setup.traits.changes or not ties:
-        return
-    raise StrategyError(
-        f"{text['codec']} encodes the change of each stage's model, and stages have copies of the parameter "
-        f"{ties[0].name!r}, which would become different. Use fp32, other cuts, or bsp, which encodes gradients."
-    )
+    if ties and setup.codec is not None and (setup.traits.changes or setup.topology.servers):
+        raise StrategyError(
+            f"{text['codec']} encodes what each stage sends to be averaged by itself, and stages have copies of the "
+            f"parameter {ties[0].name!r}, which would become different. Use fp32 or bsp over collective, or choose "
+            "cuts that put the blocks with it into one stage."
+        )

@@ -1,0 +1,113 @@
+"""The memory that one worker needs, by kind: of a stage of a pipeline, or of the whole model.
+
+    kind          | bytes
+    weights       | P, those of the parameters
+    gradient      | P
+    optimizer     | P for each vector of the rule's state
+    versions      | P for each older version of the weights that is kept at once
+    activations   | the most that autograd keeps at once for backwards to come
+
+Temporary memory of computations and messages is not counted, so a process needs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dure.core.ranges import equal_ranges
+from dure.job.data.structure import called
+from dure.partition.blocks import first_samples
+from dure.partition.borders import measure
+from dure.partition.source import Programmed
+from dure.partition.ticks import Orders, schedule
+from dure.partition.versions import weights_read
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.job.replica import Replica
+    from dure.partition.action import Action
+    from dure.partition.layout import StageLayout
+    from dure.partition.pipeline import Pipeline
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of memory of one worker."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    versions: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self._asdict().items() if nbytes)
+
+
+def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryUse:
+    """The memory of a worker with a whole model, whose optimizer keeps so many `vectors`."""
+    before = whole.buffers_flat()
+    inputs, _ = first_samples(job, batch_size, whole.device)
+    _, (cost,) = measure([whole.module], called, inputs, ())
+    if before.numel():
+        whole.load_buffers(before)
+    nbytes = whole.params.nbytes
+    return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, sum(cost.kept.values()))
+
+
+def of_stage(layout: StageLayout, rank: int, batch_size: int, vectors: int) -> MemoryUse:
+    """The memory of worker `rank` of a pipeline, whose optimizer keeps so many `vectors`."""
+    numel = sum(layout.whole.layers[number].numel for number in layout.layers[rank])
+    nbytes = numel * layout.whole.params.element_size()
+    versions = _versions(layout.pipeline, rank)
+    return MemoryUse(nbytes, nbytes, vectors * nbytes, (versions - 1) * nbytes, _activations(layout, rank, batch_size))
+
+
+def steady(pipeline: Pipeline) -> range:
+    """Enough mini-batches to reach the steady state of a pipeline."""
+    return range(2 if pipeline.flushes else 2 * pipeline.stages + 4)
+
+
+def _versions(pipeline: Pipeline, rank: int) -> int:
+    """The most versions of its weights that a worker keeps at once."""
+    if pipeline.flushes or isinstance(pipeline, Programmed):
+        return 1
+    return weights_read(pipeline, rank, schedule(Orders.of(pipeline, steady(pipeline))).workers[rank]).most_versions
+
+
+def _activations(layout: StageLayout, rank: int, batch_size: int) -> int:
+    """The most bytes that a worker keeps at once between forwards and backwards."""
+    pipeline = layout.pipeline
+    rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
+    if isinstance(pipeline, Programmed):  # each backward follows its forward
+        return sum(layout.activation_nbytes(stage, rows[0]) for stage in layout.stages_of(rank))
+    held = most = 0
+    for action, size, again in _kept(layout, rank, rows, pipeline.order(rank, steady(pipeline))):
+        held += size if action.kind == "F" else 0
+        most = max(most, held + again)
+        held -= size if action.kind in ("B", "W") else 0
+    return most
+
+
+def _kept(
+    layout: StageLayout, rank: int, rows: Sequence[int], order: Iterator[Action]
+) -> Iterator[tuple[Action, int, int]]:
+    """For each action but updates, the bytes that its micro-batch keeps, and those of the action alone.
+
+    Re-materialisation keeps the inputs of a stage, and has the activations of one micro-batch at a time.
+    """
+    for action in order:
+        if action.kind == "U":
+            continue
+        stage = layout.pipeline.stage_of(rank, action.chunk)
+        activations = layout.activation_nbytes(stage, rows[action.micro])
+        if not layout.pipeline.remat:
+            yield action, activations, 0
+        else:
+            inputs = layout.border(stage - 1, rows[action.micro]).nbytes if stage else 0
+            yield action, inputs, 0 if action.kind == "F" else max(0, activations - inputs)

@@ -1,0 +1,96 @@
+"""The memory of a worker, by kind, against closed forms; machines that are too small are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import resolved, virtual
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dure
+from dure.errors import UsageError
+from dure.partition.memory import MemoryUse, of_model, of_stage
+from dure.runtime.virtual.cluster import Cluster, Machines
+
+WIDTH, BATCH = 20, 12
+P = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a layer
+ROW = 4 * WIDTH  # bytes of one sample's inputs of a layer
+
+
+def dense():
+    """Six equal layers. Each keeps its inputs for the backward, and nothing else."""
+    data = dure.Data(torch.ones(BATCH, WIDTH), torch.zeros(BATCH, dtype=torch.int64))
+
+    def model():
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    return dure.Job(model, cross_entropy, data, data, batch_size=BATCH, name="dense")
+
+
+def machines(memory, count):
+    return Cluster(machines=(Machines(count=count, memory=memory),))
+
+
+def uses(partition, stages, vectors=0):
+    setup, _ = resolved(dense(), f"bsp collective {partition}", workers=stages, on="virtual")
+    return [of_stage(setup.stages.layout, rank, BATCH, vectors) for rank in range(stages)]
+
+
+def test_a_whole_model():
+    setup, _ = resolved(dense(), "bsp collective", workers=1, on="virtual")
+    found = of_model(setup.job, setup.replica, BATCH, 2)
+    assert found == MemoryUse(6 * P, 6 * P, 12 * P, 0, 6 * BATCH * ROW)
+    assert found.total == 24 * P + 6 * BATCH * ROW
+    assert str(found) == f"weights {6 * P:,}, gradient {6 * P:,}, optimizer {12 * P:,}, activations {72 * ROW:,}"
+
+
+@pytest.mark.parametrize(
+    ("partition", "versions", "samples"),
+    [
+        ("gpipe:stages=3,micro=4", [0, 0, 0], [12, 12, 12]),
+        ("1f1b:stages=3,micro=4", [0, 0, 0], [9, 6, 3]),
+        ("1f1b:stages=3,micro=2", [0, 0, 0], [12, 12, 6]),
+        ("pipedream:stages=3", [2, 1, 0], [36, 24, 12]),
+        ("pipedream:stages=3,sync=vertical", [2, 2, 2], [36, 24, 12]),
+        ("petrowski:stages=3", [0, 0, 0], [60, 36, 12]),
+        ("dni:stages=3", [0, 0, 0], [12, 12, 12]),
+    ],
+)
+def test_stages_of_two_layers(partition, versions, samples):
+    """`versions` beside the newest; the samples that are in flight at once."""
+    both = zip(versions, samples, strict=True)
+    expected = [MemoryUse(2 * P, 2 * P, 2 * P, 2 * P * kept, 2 * ROW * rows) for kept, rows in both]
+    assert uses(partition, 3, vectors=1) == expected
+
+
+def test_rematerialisation_keeps_inputs_and_one_computation():
+    """Three samples in each micro-batch; the first stage's inputs are those of the mini-batch."""
+    plain, remat = (uses(f"gpipe:stages=3,micro=4,remat={each}", 3) for each in ("false", "true"))
+    assert [use.activations for use in plain] == [24 * ROW] * 3
+    assert [use.activations for use in remat] == [6 * ROW, 15 * ROW, 15 * ROW]
+
+
+def test_two_stages_fit_where_the_whole_model_does_not():
+    """Momentum: 18 P of the whole model, 9 P of a half."""
+    memory, options = 17 * P, {"optimizer": "momentum", "steps": 1}
+    with pytest.raises(UsageError) as caught:
+        virtual(dense(), "bsp collective", machines(memory, 2), **options)
+    needed, activations = 18 * P + 6 * BATCH * ROW, 6 * BATCH * ROW
+    assert str(caught.value) == (
+        f"worker 0 needs {needed:,} bytes of memory or more (weights {6 * P:,}, gradient {6 * P:,}, optimizer "
+        f"{6 * P:,}, activations {activations:,}), and machine 0 has {memory:,} for it. Split the model by layers, as "
+        "in --partition gpipe:stages=2, or make the mini-batch smaller."
+    )
+    run = virtual(dense(), "bsp collective gpipe:stages=2,micro=2", machines(memory, 2), **options)
+    assert run.summary["steps"] == 1
+
+
+def test_each_machine_is_held_against_its_own_worker():
+    """Stage 0 of PipeDream keeps a version more, so the smaller machine must be that of stage 1."""
+    small, large = Machines(memory=11 * P), Machines(memory=13 * P)
+    partition = "bsp collective pipedream:stages=2"
+    options = {"optimizer": "momentum", "steps": 1, "batch_size": 1, "workers": 4}
+    virtual(dense(), partition, Cluster(machines=(large, small, Machines(count=2))), **options)
+    with pytest.raises(UsageError, match=r"^worker 2 needs .* versions 5,040, .*and machine 2 has .* Use more stages "):
+        virtual(dense(), partition, Cluster(machines=(large, small, small, large)), **options)
