@@ -92,6 +92,7 @@ def measure(
 ) -> tuple[dict[int, Border], list[BlockCost]]:
     """Run `inputs` through the blocks: the border before each block in `cuts`, and the cost of each block.
 
+    The number of blocks in `cuts` stands for the outputs of the model.
     Random state is left as it was; the caller takes care of buffers. Raises `UsageError` for an output that cannot
     cross a border, and for a block behind a border that changes its inputs in place.
     """
@@ -115,6 +116,8 @@ def measure(
                 )
             costs.append(BlockCost(float(counter.get_total_flops()), kept.nbytes))
             before = name
+    if len(blocks) in cuts:
+        borders[len(blocks)] = Border.of(value, before)
     return borders, costs
 
 

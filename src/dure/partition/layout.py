@@ -165,12 +165,21 @@ class StageLayout:
     def measured(self, rows: int) -> tuple[dict[int, Border], list[BlockCost]]:
         """The border before the first block of each stage but the first, and the costs of all blocks, for `rows`."""
         if rows not in self._measured:
-            before = self.whole.buffers_flat()
-            inputs, _ = first_samples(self.job, rows, self.whole.device)
-            self._measured[rows] = measure(self.blocks, self.call, inputs, self.bounds[1:-1])
-            if before.numel():
-                self.whole.load_buffers(before)
+            self._measured[rows] = self._measure(rows, self.bounds[1:-1])
         return self._measured[rows]
+
+    @cached_property
+    def outputs(self) -> Border:
+        """The outputs of the model for `ROWS` samples."""
+        return self._measure(ROWS, self.bounds[-1:])[0][self.bounds[-1]]
+
+    def _measure(self, rows: int, cuts: Sequence[int]) -> tuple[dict[int, Border], list[BlockCost]]:
+        before = self.whole.buffers_flat()
+        inputs, _ = first_samples(self.job, rows, self.whole.device)
+        found = measure(self.blocks, self.call, inputs, cuts)
+        if before.numel():
+            self.whole.load_buffers(before)
+        return found
 
     # ---- buffers
 

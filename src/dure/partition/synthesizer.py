@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import UsageError
-from dure.job.data.structure import called, tensors
+from dure.job.data.structure import tensors
+from dure.partition.blocks import first_samples
 from dure.partition.gradient_model import GradientModel
 from dure.partition.stage_module import seed_of
 
 if TYPE_CHECKING:
     from dure.job.data.structure import Batch
-    from dure.job.job import Job
     from dure.job.optimizer import OptimizerSpec
+    from dure.partition.layout import StageLayout
     from dure.partition.stage import Stage
 
 NAME = "synthesizer"
@@ -44,7 +44,7 @@ class Synthesizer:
     def __init__(self, stage: Stage, *, hidden: int, labels: bool, optimizer: OptimizerSpec) -> None:
         assert stage.module is not None
         specs = [each for each in stage.layout.border(stage.rank, stage.rows(0)).tensors if each.gradient]
-        self.labels = Labels(stage.layout.job) if labels else None
+        self.labels = Labels(stage.layout) if labels else None
         self._shapes = [each.shape for each in specs]
         self._model = GradientModel(
             widths_of(stage, hidden, self.labels),
@@ -83,12 +83,12 @@ class Synthesizer:
 class Labels:
     """Encodes a job's targets as features: numbers as they are, and classes as one-hot vectors.
 
-    Raises `UsageError` for targets that are no tensor, or whose classes are not the columns of the model's outputs.
+    Raises `UsageError` for targets that are not one tensor, or whose classes are not columns of the model's outputs.
     """
 
-    def __init__(self, job: Job) -> None:
-        inputs, targets = job.train.batch(torch.arange(2) % len(job.train))
-        found = tensors(targets)
+    def __init__(self, layout: StageLayout) -> None:
+        job = layout.job
+        found = tensors(first_samples(job, 1, torch.device("cpu"))[1])
         if len(found) != 1:
             raise UsageError(
                 f"dni:labels=true needs one tensor of targets, and {job.name} has {len(found)}: write labels=false"
@@ -96,19 +96,20 @@ class Labels:
         self.width = found[0][0].numel()
         self._classes = not found[0].is_floating_point()
         if self._classes:
-            with torch.no_grad():
-                outputs = called(job.build(0), inputs)
-            if not isinstance(outputs, Tensor) or outputs.dim() != 2 or found[0].dim() != 1:
+            outputs = layout.outputs
+            if not outputs.single or len(outputs.tensors[0].shape) != 2 or found[0].dim() != 1:
                 raise UsageError(
                     "dni:labels=true needs classes whose scores are the columns of the outputs: write labels=false"
                 )
-            self.width = outputs.shape[1]
+            self.width = outputs.tensors[0].shape[1]
 
     def encoded(self, targets: Batch | None, like: Tensor) -> Tensor:
-        """The features of the targets of a mini-batch, in the dtype of `like`."""
+        """The features of the targets of a mini-batch, in the dtype of `like`. A target that is no class gets zeros."""
         assert targets is not None
         (found,) = tensors(targets)
-        return (one_hot(found, self.width) if self._classes else found.flatten(1)).to(like.dtype)
+        if self._classes:
+            found = found.unsqueeze(1) == torch.arange(self.width, device=found.device)
+        return found.flatten(1).to(like.dtype)
 
 
 def widths_of(stage: Stage, hidden: int, labels: Labels | None) -> list[int]:
@@ -126,5 +127,5 @@ def widths_of(stage: Stage, hidden: int, labels: Labels | None) -> list[int]:
 
 def share_of(stage: Stage, hidden: int, labels: bool) -> float:
     """The time of a synthesizer's forward, in shares of the model's forward."""
-    widths = widths_of(stage, hidden, Labels(stage.layout.job) if labels else None)
+    widths = widths_of(stage, hidden, Labels(stage.layout) if labels else None)
     return stage.layout.share_of_dense(sum(inputs * outputs for inputs, outputs in pairwise(widths)))

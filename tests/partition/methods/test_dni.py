@@ -13,6 +13,8 @@ import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.models.digits import digits_mlp
+from dure.job.replica import Replica
+from dure.partition.layout import StageLayout
 from dure.partition.methods.dni import DNI
 from dure.partition.synthesizer import Labels, Synthesizer
 
@@ -269,13 +271,26 @@ def test_targets_that_are_no_features_are_refused():
     job = chain()
     job.train = Data(job.train.inputs, {"a": job.train.targets, "b": job.train.targets})
     with pytest.raises(UsageError, match="has 2: write labels=false"):
-        Labels(job)
+        Labels(layout(job))
+
+
+def layout(job):
+    return StageLayout(job, DNI(stages=2), Replica(job.build(0)))
 
 
 def test_classes_are_read_as_one_hot_vectors():
-    labels = Labels(digits_mlp())
+    labels = Labels(layout(digits_mlp()))
     assert labels.width == 10
-    assert torch.equal(labels.encoded(torch.tensor([2, 9]), torch.zeros(0)), torch.eye(10)[[2, 9]])
+    expected = torch.eye(10, dtype=torch.float64)[[2, 9, 0]]
+    expected[2] = 0
+    assert torch.equal(labels.encoded(torch.tensor([2, 9, -100]), torch.zeros(0, dtype=torch.float64)), expected)
+
+
+def test_classes_without_a_column_each_are_refused():
+    job = digits_mlp()
+    job.model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(UsageError, match="scores are the columns of the outputs"):
+        Labels(layout(job))
 
 
 @pytest.mark.parametrize(
