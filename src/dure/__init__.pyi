@@ -27,6 +27,7 @@ from dure.partition.methods.dni import DNI as DNI
 from dure.partition.methods.features_replay import FeaturesReplay as FeaturesReplay
 from dure.partition.methods.gpipe import GPipe as GPipe
 from dure.partition.methods.interleaved import Interleaved as Interleaved
+from dure.partition.methods.multi_version import MultiVersion as MultiVersion
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB
 from dure.partition.methods.petrowski import Petrowski as Petrowski
 from dure.partition.methods.pipedream import PipeDream as PipeDream

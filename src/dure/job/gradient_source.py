@@ -77,6 +77,10 @@ class GradientSource(Protocol):
         """As `gradient`, averaged over the worker's group, weighted by batch size."""
         ...
 
+    def model(self, requester: Requester) -> torch.Tensor:
+        """The model of the worker: its parameters, unless the source keeps several versions of them."""
+        ...
+
     async def settled(self) -> None:
         """Wait until others have received all that this source has sent."""
         ...

@@ -91,6 +91,9 @@ class JobSource:
             return inputs, targets
         return moved(inputs, device), moved(targets, device)
 
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
+
     async def settled(self) -> None:
         """Return at once: no other node reads from this source."""
 

@@ -11,6 +11,7 @@ CATALOGUE = {
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
     "spectrain": "dure.partition.methods.spectrain:SpecTrain",
+    "multi-version": "dure.partition.methods.multi_version:MultiVersion",
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
     "dni": "dure.partition.methods.dni:DNI",

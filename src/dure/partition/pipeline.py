@@ -56,6 +56,11 @@ class Pipeline:
         """Chunks of the model at each worker."""
         return 1
 
+    @property
+    def versions(self) -> int:
+        """Versions of the parameters of each worker; mini-batch t reads and updates version t mod `versions`."""
+        return 1
+
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
         return looped(rank, chunk, self.stages)

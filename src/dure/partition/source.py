@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
 from dure.partition.exchange import limit_norm, sum_ties
+from dure.partition.own_versions import mean_of_versions
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dure.core.node import Operation
     from dure.job.gradient import Gradient
     from dure.job.gradient_source import Requester
@@ -62,6 +65,10 @@ class StageSource:
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
         """As `gradient`, averaged over the same stage of all replicas."""
         return requester.node.spawn(self._mean(requester), "the mean gradient of its stage")
+
+    def model(self, requester: Requester) -> Tensor:
+        """The mean of the versions of the worker's parameters, or its one version."""
+        return mean_of_versions(requester, self.stage.pipeline.versions)
 
     async def settled(self) -> None:
         """Wait until the neighbors have received all messages. The pipeline is drained, and begins anew."""

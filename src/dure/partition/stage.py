@@ -9,6 +9,7 @@ vector of parameters, and an update is that of all chunks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from torch import Tensor
 from dure.core.node import Ghost, Operation, StepPortion, StepTime
 from dure.core.ranges import equal_ranges
 from dure.job.gradient import Gradient
+from dure.partition.own_versions import average_versions, begin_versions, use_version, version
 from dure.partition.stage_module import Leaves, Passed, StageModule
 from dure.partition.versions import VersionLog
 
@@ -97,6 +99,7 @@ class Stage:
         self._leaves: dict[int, Leaves] = {}
         self._stashed: dict[int, Tensor] = {}
         self._free: list[Tensor] = []
+        self._updated: Counter[int] = Counter()
         self._passed: dict[tuple[int, int, int], Passed | None] = {}
         self._versions: dict[int, int] = {}
         self._times: dict[int, StepTime] = {}
@@ -148,9 +151,22 @@ class Stage:
         optimizer = cast("FlatOptimizer", self.requester.optimizer)
         return optimizer.ahead(newest, steps, self._ahead, lr=self.requester.lr)
 
+    def version_for(self, batch: int) -> Tensor:
+        """The weights of the version that a mini-batch reads and updates."""
+        versions = self.pipeline.versions
+        return self.newest if versions == 1 else version(self.requester, batch % versions)
+
+    def average(self) -> None:
+        """Set all versions to their mean. No mini-batch may be in flight."""
+        average_versions(self.requester, self.pipeline.versions)
+
     def begin(self, batches: range) -> None:
         """Begin with mini-batches of which the first finds nothing in flight."""
         self._batches = batches
+        versions = self.pipeline.versions
+        if versions > 1:
+            begin_versions(self.requester, versions)
+            self.counts.most_versions = versions
         self.batches.begin(batches.start)
         if self._log is not None:
             self._log.begin(batches.start)
@@ -175,6 +191,21 @@ class Stage:
         if any(each is params for each in self._stashed.values()):
             self.requester.params = self._memory().copy_(params)
 
+    def _updates(self, batch: int) -> int:
+        """The updates so far of the version that a mini-batch reads."""
+        versions = self.pipeline.versions
+        return self.version if versions == 1 else self._updated[batch % versions]
+
+    def _count_update(self, batch: int) -> None:
+        """Count an update; the worker makes it in the version of the mini-batch."""
+        self.version += 1
+        versions = self.pipeline.versions
+        if versions > 1:
+            self._updated[batch % versions] += 1
+            use_version(self.requester, batch % versions, steps=batch // versions)
+        if self._log is not None:
+            self._log.updated(batch)
+
     def _memory(self) -> Tensor:
         return self._free.pop() if self._free else torch.empty_like(self.requester.params)
 
@@ -189,7 +220,7 @@ class Stage:
         """Compute the forward of a micro-batch through a chunk, and send its outputs to the next stage."""
         stage = self.pipeline.stage_of(self.rank, action.chunk)
         inputs = await self._received("F", stage, action)
-        self._versions.setdefault(action.batch, self.version)
+        self._versions.setdefault(action.batch, self._updates(action.batch))
         weights = self.pipeline.forward_reads(self, action.batch)
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
         await self.compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
@@ -246,13 +277,11 @@ class Stage:
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
-        behind = self.version - self._versions.pop(batch)
+        behind = self._updates(batch) - self._versions.pop(batch)
         self.counts.staleness[behind] = self.counts.staleness.get(behind, 0) + 1
         self._stash_ahead(batch)
         self._unstash(batch)
-        self.version += 1
-        if self._log is not None:
-            self._log.updated(batch)
+        self._count_update(batch)
         self._times.pop(batch, None)
         self.batches.drop(batch)
         if self.module is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,7 +58,7 @@ def weights_read(pipeline: Pipeline, rank: int, row: Sequence[Timed]) -> Weights
         batch = each.action.batch
         if each.action.kind == "U":
             reads.append(None)
-            staleness[batch] = versions.version - first.pop(batch)
+            staleness[batch] = versions.updates(batch) - first.pop(batch)
             versions.updated(batch)
         else:
             read = versions.read(each.action)
@@ -81,12 +82,14 @@ class VersionLog:
         self.version = 0
         self._first = 0
         self._stashed: dict[int, Tensor] = {}
+        self._updated: Counter[int] = Counter()
 
     # ---- the actions of the worker
 
     def begin(self, first: int) -> None:
         """Begin with the mini-batch `first`, after an update by each one before it; nothing is in flight."""
         self._first = self.version = first
+        self._updated = Counter(batch % self.pipeline.versions for batch in range(first))
         self._stashed.clear()
 
     def read(self, action: Action) -> Read:
@@ -97,11 +100,18 @@ class VersionLog:
     def updated(self, batch: int) -> None:
         """Count the update by a mini-batch, and drop its weights."""
         self._stashed.pop(batch, None)
+        self._updated[batch % self.pipeline.versions] += 1
         self.version += 1
+
+    def updates(self, batch: int) -> int:
+        """The updates so far of the version that a mini-batch reads."""
+        return self._updated[batch % self.pipeline.versions]
 
     @property
     def kept(self) -> int:
         """The number of weights kept now, the newest included. With a lag, so are those for mini-batches to come."""
+        if self.pipeline.versions > 1:
+            return self.pipeline.versions
         kept = {int(each[0]) for each in self._stashed.values()} | {self.version}
         return len(range(min(kept), self.version + 1)) if self.pipeline.lag else len(kept)
 
@@ -122,3 +132,9 @@ class VersionLog:
     def ahead(self, steps: Callable[[float], float]) -> Tensor:
         """The newest weights and the updates that `steps` predicts if each is as large as the last."""
         return torch.tensor([self.version, round(steps(1.0))])
+
+    def version_for(self, batch: int) -> Tensor:
+        return torch.tensor([self.updates(batch), 0])
+
+    def average(self) -> None:
+        """Do nothing: a mean leaves each version with the updates that it had."""

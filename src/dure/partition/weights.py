@@ -40,3 +40,11 @@ class StageWeights(Protocol):
         All calls use one memory, so a backward that reads it reads the last prediction.
         """
         ...
+
+    def version_for(self, batch: int) -> Tensor:
+        """The weights of the version that a mini-batch reads and updates."""
+        ...
+
+    def average(self) -> None:
+        """Set all versions to their mean. No mini-batch may be in flight."""
+        ...

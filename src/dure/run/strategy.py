@@ -94,9 +94,9 @@ class Strategy:
         if not isinstance(self.codec, Float32):
             self._check_codec(name)
         if not isinstance(self.partition, Whole):
-            self._check_partition(name)
+            self._check_partition(name, self.partition)
 
-    def _check_partition(self, topology: str) -> None:
+    def _check_partition(self, topology: str, pipeline: Pipeline) -> None:
         """Raise `StrategyError` if the method or the topology does not run over the stages of a pipeline."""
         sync, traits = name_of("sync", self.sync), traits_of(self.sync)
         partition = member_text("partition", self.partition)
@@ -105,6 +105,11 @@ class Strategy:
             raise StrategyError(
                 f"{sync} does not run over {partition}: {because}. The nearest that works is "
                 f'"bsp collective {partition}", or {sync} without a partition.'
+            )
+        if pipeline.versions > 1 and (sync, topology) != ("bsp", "collective"):
+            raise StrategyError(
+                f"{sync} over {topology} does not run over {partition}: it reads and writes the one model of a worker, "
+                f'and that has {pipeline.versions}. The nearest that works is "bsp collective {partition}".'
             )
         if topology not in STAGED_TOPOLOGIES:
             raise StrategyError(

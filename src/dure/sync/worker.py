@@ -407,8 +407,8 @@ class Worker:
         return self.kept[name]
 
     def delivering(self, what: str) -> torch.Tensor:
-        """Return what a method `delivers` at this worker: the vector kept under that name, or else the parameters."""
-        values = self.kept.get(what, self.params)
+        """Return what a method `delivers` at this worker: the vector kept under that name, or else its model."""
+        values = self.kept[what] if what in self.kept else self.source.model(self)
         return values if self.sessions.memory is None else values.clone()  # memory that others write to cannot be sent
 
     # ---- its place among the workers

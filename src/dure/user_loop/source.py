@@ -9,6 +9,8 @@ from dure.core.node import EndOfWork, Operation
 from dure.job.gradient import Gradient
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.job.gradient_source import Requester
     from dure.job.replica import Replica
     from dure.runtime.process.node import ProcessNode
@@ -86,6 +88,9 @@ class LoopSource:
     def end(self) -> None:
         """There is no more work."""
         self._answer().fail(EndOfWork())
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
 
     async def settled(self) -> None:
         """Return at once: no other node reads from this source."""
