@@ -22,6 +22,7 @@ from dure.job.data.samples import Samples as Samples
 from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec
+from dure.partition.methods.chen import Chen as Chen
 from dure.partition.methods.ddg import DDG as DDG
 from dure.partition.methods.dni import DNI as DNI
 from dure.partition.methods.features_replay import FeaturesReplay as FeaturesReplay

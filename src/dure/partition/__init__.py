@@ -10,6 +10,7 @@ CATALOGUE = {
     "zero-bubble": "dure.partition.methods.zero_bubble:ZeroBubble",
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
+    "chen": "dure.partition.methods.chen:Chen",
     "spectrain": "dure.partition.methods.spectrain:SpecTrain",
     "multi-version": "dure.partition.methods.multi_version:MultiVersion",
     "ddg": "dure.partition.methods.ddg:DDG",

@@ -46,6 +46,10 @@ class Pipeline:
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Raise `StrategyError` if the method does not work with the `optimizer` of the workers."""
 
+    def batch_size(self, asked: int) -> int:
+        """The samples of a mini-batch in a run that asks for mini-batches of so many."""
+        return asked
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches of each mini-batch."""

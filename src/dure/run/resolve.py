@@ -54,8 +54,9 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     workers = _workers(config, cluster)
     parts = _parts(strategy, workers)
     job = _build_job(config, strategy, workers // parts, prebuilt.job)
-    sizes = _batch_sizes(config, job, workers, parts)
-    steps = _steps(config, job, sum(sizes))
+    whole = _batch_sizes(config, job, workers, parts)
+    sizes = _of_partition(strategy.partition, whole)
+    steps = _steps(config, job, sum(sizes), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
     here = place() if is_started_outside(config.on) else None
@@ -157,13 +158,19 @@ def _batch_sizes(config: TrainConfig, job: Job, workers: int, parts: int) -> tup
     return given or (job.batch_size,) * (workers // parts)
 
 
-def _steps(config: TrainConfig, job: Job, batch: int) -> int:
+def _of_partition(partition: Any, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The mini-batch sizes with which a partition works where `sizes` are asked for."""
+    return tuple(map(partition.batch_size, sizes)) if isinstance(partition, Pipeline) else tuple(sizes)
+
+
+def _steps(config: TrainConfig, job: Job, batch: int, asked: int) -> int:
+    """The steps of a run with `batch` samples in a step of all workers. A job's own steps are those for `asked`."""
     limits = [config.steps] if config.steps is not None else []
     if config.epochs is not None:
         limits.append(job.train.steps(config.epochs, batch))
     if config.seconds is not None and not limits:
         return ENDLESS
-    return min(limits) if limits else job.steps
+    return min(limits) if limits else math.ceil(job.steps * asked / batch)
 
 
 def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
