@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure.errors import UsageError
+from dure.job.models.vgg16 import vgg16_shapes
 from dure.partition.memory import MemoryUse, of_model, of_stage
 from dure.runtime.virtual.cluster import Cluster, Machines
 
@@ -94,3 +95,13 @@ def test_each_machine_is_held_against_its_own_worker():
     virtual(dense(), partition, Cluster(machines=(large, small, Machines(count=2))), **options)
     with pytest.raises(UsageError, match=r"^worker 2 needs .* versions 5,040, .*and machine 2 has .* Use more stages "):
         virtual(dense(), partition, Cluster(machines=(large, small, small, large)), **options)
+
+
+def test_a_timing_only_run_of_stages_needs_shapes_alone():
+    """Its model may be on the meta device."""
+    cluster = machines(10**10, 2)
+    for partition in ("gpipe:stages=2,micro=4", "pipedream:stages=2"):
+        run = virtual(vgg16_shapes(), f"bsp collective {partition}", cluster, steps=2, timing_only=True)
+        assert run.summary["steps"] == 2
+    with pytest.raises(UsageError, match=r"^worker 0 needs .* Use more stages than 2, add remat=true, or make"):
+        virtual(vgg16_shapes(), f"bsp collective {partition}", machines(10**9, 2), steps=2, timing_only=True)

@@ -84,7 +84,8 @@ class Stages:
     @cached_property
     def modules(self) -> list[StageModule]:
         """The part of the model at each rank."""
-        return [StageModule(self.layout, rank, self.seed, self.device) for rank in self.layout.ranks]
+        device = "meta" if self.timing_only else self.device  # the model of a timing-only run may have shapes only
+        return [StageModule(self.layout, rank, self.seed, device) for rank in self.layout.ranks]
 
     def place(self, number: int) -> tuple[int, int]:
         """The pipeline of worker `number` of the run, and its rank there."""
