@@ -24,6 +24,8 @@ RUNS = {
     "dyadic asysvrg:lock=readwrite": {"workers": 1},
     "plain bsp ps top-k:share=0.25": {},
     "plain bsp collective 1bit": {},
+    "plain bsp collective gpipe:stages=2,micro=2": {"eval_every": 2},
+    "plain bsp collective pipedream:stages=2,remat=true": {"workers": 4},
 }
 """Runs that are equal on the CPU and on the device: parameters bit for bit, and bytes sent."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from support.runs import local, virtual
 from support.soak import soaked
 from support.stage_jobs import job_text
 
+from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
@@ -186,3 +189,23 @@ def test_sigterm_drains_a_pipeline_at_a_step_that_no_stage_has_begun(partition, 
 def test_a_pipeline_does_not_end_after_seconds():
     with pytest.raises(UsageError, match="cannot end after 3 seconds: its stages stop after the same mini-batch"):
         virtual("digits-mlp", "bsp collective pipedream:stages=2", workers=2, seconds=3)
+
+
+# ---- several hosts
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_two_pipelines_over_two_hosts_are_the_virtual_ones():
+    """Each host has the stages of one pipeline; the all-reduces of each stage cross between the hosts."""
+    options = ["--partition", "pipedream:stages=2", "--steps", "6", "--seed", "3", "--dtype", "float64"]
+    command = ["-m", "dure", "train", "digits-mlp", "--sync", "bsp", "--on", "torchrun", *options, "--json"]
+    with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
+        done = hosts.run([sys.executable, *command], seconds=100, per_host=2)
+    summary = json.loads(done[0].out.splitlines()[-1])
+    given = {"workers": 4, "steps": 6, "seed": 3, "dtype": "float64"}
+    there = virtual("digits-mlp", "bsp collective pipedream:stages=2", **given).summary
+    assert summary["params_sha256"] == there["params_sha256"]
+    for worker, counts in there["per_worker"].items():
+        assert summary["per_worker"][worker]["bytes_sent"] == counts["bytes_sent"], worker
