@@ -7,7 +7,9 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +211,31 @@ def test_two_pipelines_over_two_hosts_are_the_virtual_ones():
     assert summary["params_sha256"] == there["params_sha256"]
     for worker, counts in there["per_worker"].items():
         assert summary["per_worker"][worker]["bytes_sent"] == counts["bytes_sent"], worker
+
+
+# ---- memory
+
+
+def private_nbytes(pid):
+    """The memory of a process that no other shares, and that it has written."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+@pytest.mark.soak
+def test_a_process_of_a_stage_takes_the_memory_of_a_stage(fork_server):
+    """Of a model of 137 MB: parameters, gradient, velocity, and the weights of a mini-batch, of a half each."""
+    most = {}
+
+    def look(trial):
+        for name, pid in trial.fork_server.pids.items():
+            with suppress(OSError):
+                most[name] = max(most.get(name, 0), private_nbytes(pid))
+
+    options = {"workers": 2, "steps": 6, "eval_every": 100, "optimizer": "momentum", "on": "local"}
+    found = []
+    for strategy in ("bsp collective", "bsp collective gpipe:stages=2,micro=2"):
+        most.clear()
+        Trial(TrainConfig(job=job_text("large"), strategy=strategy, **options)).run(look, fork_server=fork_server)
+        found.append(max(most.values()))
+    assert found[1] < 0.6 * found[0]

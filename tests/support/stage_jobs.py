@@ -140,3 +140,9 @@ def slow_requests() -> Job:
 
     ProcessNode._recv = late
     return plain()
+
+
+def large() -> Job:
+    """Eight layers of 2048 units: 34 M parameters, 134 MB."""
+    widths = [64, *[2048] * 9, 10]
+    return job(lambda: nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))), batch_size=16)
