@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
+from dure.partition.counts import StageCounts
 from dure.partition.exchange import limit_norm, sum_ties
 from dure.partition.own_versions import mean_of_versions
 
@@ -75,11 +76,18 @@ class StageSource:
         await self.stage.settled()
         self._updates = None
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of the stage for the record of a run; bytes are those of memory."""
+        params, counts = self.stage.requester.params, self.stage.counts.plain()
+        return {**counts, "weight_bytes": params.nbytes, "version_bytes": (counts["versions"] - 1) * params.nbytes}
+
     def state(self) -> dict[str, Any]:
-        return self.stage.batches.state()
+        return {"sampler": self.stage.batches.state(), "counts": self.stage.counts.plain()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.stage.batches.restore(state)
+        self.stage.batches.restore(state["sampler"])
+        self.stage.counts = StageCounts.of(state["counts"])
 
     async def _next(self, requester: Requester) -> Gradient:
         stage = self.stage

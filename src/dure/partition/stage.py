@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from dure.core.node import Ghost, Operation, StepPortion, StepTime
 from dure.core.ranges import equal_ranges
 from dure.job.gradient import Gradient
+from dure.partition.counts import StageCounts
 from dure.partition.own_versions import average_versions, begin_versions, use_version, version
 from dure.partition.stage_module import Leaves, Passed, StageModule
 from dure.partition.versions import VersionLog
@@ -43,20 +43,6 @@ HALF = 0.5
 
 Predict = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """The gradients of a stage's outputs from the outputs, without the next stage."""
-
-
-@dataclass(slots=True)
-class StageCounts:
-    """Figures of one worker of a pipeline, for the record of a run.
-
-    `staleness` counts updates by the number of updates between their forward and them. `most_versions` is the largest
-    number of weights kept at once, the newest included; `most_sets` that of micro-batches between forward and backward.
-    """
-
-    staleness: dict[int, int] = field(default_factory=dict)
-    most_versions: int = 1
-    most_sets: int = 0
-    actions: int = 0
 
 
 class Stage:
@@ -91,6 +77,7 @@ class Stage:
         self.version = 0
         self.begun = -1
         self.counts = StageCounts()
+        self._held = 0
         self._log = None if meter.spans is None else VersionLog(layout.pipeline, rank)
         self._aliases = aliases
         self._mirror: Tensor | None = None
@@ -225,7 +212,7 @@ class Stage:
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
         await self.compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
         self._passed[action.batch, action.micro, action.chunk] = passed
-        self.counts.most_sets = max(self.counts.most_sets, len(self._passed))
+        self._hold(stage, action)
         if stage < self.layout.depth - 1:
             outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
             self._send("F", stage, stage + 1, action, outputs)
@@ -253,6 +240,7 @@ class Stage:
         passed = self._passed[key]
         if weights:
             del self._passed[key]
+            self._held -= self._kept_nbytes(stage, action)
         found: list[Tensor] = []
         if passed is not None:
             if inputs:
@@ -271,6 +259,24 @@ class Stage:
         if inputs and stage > 0:
             self._send("B", stage - 1, stage - 1, action, [each.contiguous() for each in found])
 
+    def _hold(self, stage: int, action: Action) -> None:
+        """Count what is kept between forwards and backwards, that of this forward included."""
+        counts = self.counts
+        self._held += self._kept_nbytes(stage, action)
+        again = 0  # re-materialisation has the activations of one micro-batch at a time
+        if self.pipeline.remat:
+            whole = self.layout.activation_nbytes(stage, self.rows(action.micro))
+            again = max(0, whole - self._kept_nbytes(stage, action))
+        counts.most_sets = max(counts.most_sets, len(self._passed))
+        counts.most_activation_nbytes = max(counts.most_activation_nbytes, self._held + again)
+
+    def _kept_nbytes(self, stage: int, action: Action) -> int:
+        """The bytes that are kept for the backward of a micro-batch: activations, or the inputs of the stage alone."""
+        rows = self.rows(action.micro)
+        if not self.pipeline.remat:
+            return self.layout.activation_nbytes(stage, rows)
+        return self.layout.border(stage - 1, rows).nbytes if stage else 0
+
     async def gradients(self, action: Action) -> Sequence[Tensor]:
         """The gradients of a chunk's outputs, once the next stage has sent them; none at the end of the model."""
         return await self._received("B", self.pipeline.stage_of(self.rank, action.chunk), action)
@@ -278,7 +284,7 @@ class Stage:
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
         behind = self._updates(batch) - self._versions.pop(batch)
-        self.counts.staleness[behind] = self.counts.staleness.get(behind, 0) + 1
+        self.counts.staleness[behind] += 1
         self._stash_ahead(batch)
         self._unstash(batch)
         self._count_update(batch)
@@ -300,7 +306,6 @@ class Stage:
         detail = self._detail(action)
         started = self.node.now()
         await self.node.compute(StepPortion(function, time, forward, backward))
-        self.counts.actions += 1
         self.meter.add("compute", started, self.node.now(), detail)
 
     def _detail(self, action: Action) -> str:

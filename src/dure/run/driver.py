@@ -35,8 +35,10 @@ from dure.core.protocol import (
     TEXT,
     WORKERS,
     Method,
+    either,
     listed,
     mapping,
+    maybe,
     nullable,
     one_of,
     row,
@@ -58,6 +60,7 @@ from dure.run.registration import Registration
 from dure.run.restart_policy import RestartPolicy
 from dure.run.results import Delivered, Results, merged_buffers
 from dure.run.roster import ProcessRoster
+from dure.run.stage_figures import count_stages
 from dure.run.supervisor import Supervisor
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
@@ -175,6 +178,7 @@ class Driver:
             {
                 "time": mapping(FINITE),
                 "seconds": FINITE,
+                "stage": maybe(mapping(either(COUNT, mapping(COUNT)))),
                 **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),
             },
         ),
@@ -376,6 +380,7 @@ class Driver:
         self.history.end(values, merged_buffers(self.setup, self.results.delivered), step=step, updates=updates)
         notes: dict[str, Any] = {"deaths": dict(self.failures.causes), "evicted": dict(self.roster.evicted)}
         notes["unfinished"] = self._unfinished()
+        notes |= count_stages(progress.totals, {name: report.get("stage", {}) for name, report in finished.items()})
         notes |= self.setup.topology.notes()
         return Outcome(progress.totals, self.history.rows, values, self.history.spans, notes)
 

@@ -33,6 +33,7 @@ from dure.run.checkpoint import Parts
 from dure.run.devices import CPU
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
+from dure.run.stage_figures import figures_of
 from dure.run.work_through import work_through
 from dure.run.workers import build_worker, restore_worker
 from dure.runtime.heartbeat import Heartbeat
@@ -412,7 +413,8 @@ class WorkerProcess(RunProcess):
             "refused": worker.refusals.total,
             **counts,
         }
-        await node.call(DRIVER_ADDRESS, "done", *tensors, time=dict(node.meter.seconds), **done)
+        of_stage = figures_of(worker)
+        await node.call(DRIVER_ADDRESS, "done", *tensors, time=dict(node.meter.seconds), stage=of_stage, **done)
         self.delivered = True
         await self.bye
 

@@ -27,6 +27,7 @@ from dure.job.gradients import GradientEngine
 from dure.run.checkpoint import fitting
 from dure.run.outcome import Outcome, Totals
 from dure.run.servers import build_server
+from dure.run.stage_figures import count_stages, figures_of
 from dure.run.strategy import codec_name
 from dure.run.virtual_attendance import Attendance
 from dure.run.virtual_events import ClusterEvents
@@ -448,8 +449,10 @@ class VirtualSegment:
         else:
             totals.counts["updates_applied"] -= attendance.refused
             totals.staleness.histogram[0] = totals.counts["updates_applied"]
+        found = {f"worker {number}": figures_of(worker) for number, worker in sorted(self.workers.items())}
+        notes: dict[str, Any] = count_stages(totals, found)
         totals.counts["updates_refused"] += attendance.refused
-        notes: dict[str, Any] = {"events": totals.events, "deaths": attendance.deaths, "unfinished": attendance.deaths}
+        notes |= {"events": totals.events, "deaths": attendance.deaths, "unfinished": attendance.deaths}
         if self.whole.gradient_engine is not None:
             notes["batching"] = self.whole.gradient_engine.rule
         notes |= setup.topology.notes()
