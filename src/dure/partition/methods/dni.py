@@ -11,8 +11,9 @@ Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 
 
 The target of a module is predicted too, by the synthesizer of the next module. A synthesizer S_k is linear or has
 `hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`gradient_model.py`). With `labels`
-it reads the targets y (cDNI). It learns the target of mini-batch t - 1 after the backward of t, when the target has
-come; at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has synthesizers of its own.
+it reads the targets y (cDNI). It learns the target of mini-batch t - 1 between the backward and the update of t, when
+the target has come; at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has
+synthesizers of its own.
 
 The weights are never stale, and one graph is kept; the prediction is biased instead. A mini-batch takes f + b and the
 time of the synthesizer, whatever K is; no stage waits for a backward of the others. One module is SGD.
