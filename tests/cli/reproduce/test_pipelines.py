@@ -27,6 +27,8 @@ def test_every_method_has_a_row_beside_sgd(small, tmp_path, capsys):
     assert rows["gpipe"]["damage"] == pytest.approx(1, rel=1e-4)
     assert rows["pipedream"]["loss"] != pytest.approx(rows["none"]["loss"], rel=1e-4)
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
+    assert rows["pipedream"]["by_stage"]["staleness"] == [1, 0]
+    assert rows["pipedream"]["by_stage"]["versions"] == [2, 1]
     for row in found["efficiency"]:
         assert row["efficiency"] == pytest.approx(row["closed_form"], rel=0.05)
 

@@ -10,7 +10,7 @@ rates and seeds. Damage is the test loss beside that of SGD on one worker.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ WITH_MOMENTUM = ("spectrain",)
 EFFICIENCY_BATCHES = (8, 16, 32, 64, 128, 256)
 MICRO_BATCH = 8
 """Samples of a micro-batch in the table of GPipe's efficiency."""
+
+BYTES = ("weight_bytes", "version_bytes", "activation_bytes")
+"""Kinds of memory of a stage."""
 
 Row = dict[str, Any]
 
@@ -92,10 +95,31 @@ def reproduce(
 
 
 def table(result: dict[str, Any]) -> Group:
-    """The rows, and the efficiency of GPipe, as two tables."""
+    """The rows, the figures of each stage, and the efficiency of GPipe, as three tables."""
     from rich.console import Group
 
-    return Group(_damage_table(result), _efficiency_table(result))
+    return Group(_damage_table(result), _stage_table(result), _efficiency_table(result))
+
+
+def _stage_table(result: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    caption = "Figures of each stage, the first on the left; the most at once. Activations are kept for backwards."
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    for name in ("method", "staleness", "versions", "weights, kB", "other versions, kB", "activations, kB"):
+        shown.add_column(name, justify="left" if name == "method" else "right")
+    told = set()
+    for row in result["rows"]:
+        key = row["method"], row["stages"]
+        figures = row.get("by_stage")
+        if not figures or not figures["versions"] or key in told:
+            continue
+        told.add(key)
+        counts = (" ".join(map(str, figures[name])) for name in ("staleness", "versions"))
+        nbytes = (" ".join(f"{each / 1e3:.0f}" for each in figures[name]) for name in BYTES)
+        shown.add_row(f"{row['method']}, {row['stages']} stages", *counts, *nbytes)
+    return shown
 
 
 def _efficiency_table(result: dict[str, Any]) -> Table:
@@ -180,7 +204,15 @@ def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: It
         "accuracy": statistics.mean(accuracies),
         "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "seconds": summaries[0]["seconds"],
+        "by_stage": _by_stage(summaries[0].get("pipeline", {})),
     }
+
+
+def _by_stage(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Figures of a run by the rank of its workers: the largest staleness, the most versions, and bytes by kind."""
+    stages = [figures[f"worker {rank}"] for rank in range(len(figures))]
+    found = {name: [int(stage[name]) for stage in stages] for name in ("versions", *BYTES)}
+    return {"staleness": [max(map(int, stage["staleness"])) for stage in stages], **found}
 
 
 def _optimizer(method: str, rate: float) -> str:
