@@ -300,13 +300,14 @@ def _draw(path: Path, rows: Sequence[Row], counts: Sequence[int]) -> None:
     from dure.report.files import replacing
 
     panels: dict[tuple[str, str], list[Band]] = {}
-    for rate in dict.fromkeys(row["rate"] for row in rows):
-        bands = []
-        for method in partition.CATALOGUE:
-            found = [row for row in rows if row["rate"] == rate and row["method"] == method and row["loss"] is not None]
-            if found and method != SGD:
-                losses = tuple(row["loss"] for row in found)
-                bands.append(Band(method, tuple(row["stages"] for row in found), losses, tuple(0.0 for _ in losses)))
-        panels["loss", f"learning rate {rate:g}"] = bands
+    learnt = [row for row in rows if row["loss"] is not None]
+    for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in learnt):
+        own = [row for row in learnt if (row["rate"], row["method"]) == (rate, method)]
+        stages, losses = [row["stages"] for row in own], [row["loss"] for row in own]
+        if method == SGD:
+            method, stages, losses = "SGD, one worker", list(counts), losses * len(counts)
+        panels.setdefault(("loss", f"learning rate {rate:g}"), []).append(
+            Band(method, stages, losses, [0.0] * len(losses))
+        )
     with replacing(path) as file:
         file.write(grid(panels, x_label="stages", y_label="of the test data", percent=False))
