@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -35,9 +35,11 @@ from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.stage_figures import figures_of
 from dure.run.work_through import work_through
+from dure.run.worker_memory import check_process_memory
 from dure.run.workers import build_worker, restore_worker
 from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
+from dure.runtime.launch.machine_memory import memory_limit
 from dure.runtime.launch.rendezvous import lead_engine
 from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.node import ProcessNode
@@ -334,6 +336,10 @@ class WorkerProcess(RunProcess):
         node, setup = self.node, self.setup
         self.node.serve("process", self._control())
         reply = await self.register(where)
+        try:
+            check_process_memory(setup, node.rank, memory_limit())
+        except DureError as error:
+            await self._fail(error)
         if setup.topology.uses_engine:
             lead_engine(where[0])
             node.collectives = _engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
@@ -385,13 +391,15 @@ class WorkerProcess(RunProcess):
             except Suspend:
                 await self._checkpoint()
             except DureError as error:
-                kind, message = type(error).__name__, str(error)[:MESSAGE]
-                await self.node.call(
-                    DRIVER_ADDRESS, "failed", kind=kind, message=message, refused=self.worker.refusals.total
-                )
-                raise SystemExit(1) from error
+                await self._fail(error, refused=self.worker.refusals.total)
             else:
                 return
+
+    async def _fail(self, error: DureError, refused: int = 0) -> NoReturn:
+        """Report an error to the driver, and end this process."""
+        message = str(error)[:MESSAGE]
+        await self.node.call(DRIVER_ADDRESS, "failed", kind=type(error).__name__, message=message, refused=refused)
+        raise SystemExit(1) from error
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node

@@ -38,7 +38,7 @@ from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.machine_memory import check_memory, physical_memory
+from dure.runtime.launch.machine_memory import check_memory, memory_limit, physical_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         sizes = setup.batch_sizes
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if not config.virtual and not is_started_outside(config.on):
-        check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes, physical_memory())
+        memory = min(physical_memory(), memory_limit() or physical_memory())
+        check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
     if not (prebuilt.told or is_started_outside(config.on)):
         _announce(setup)
     with _recording(setup, prebuilt.interruption) as (folder, callbacks, progress):

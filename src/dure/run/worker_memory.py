@@ -1,4 +1,4 @@
-"""The memory of each worker of a virtual run, held against that of its machine."""
+"""The memory of each worker, held against that of its machine in virtual time, and of its process in a real run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,35 @@ def check_worker_memory(setup: Setup, cluster: Cluster) -> None:
             )
 
 
-def _use(setup: Setup, batch_size: int, rank: int) -> MemoryUse:
-    vectors = len(FlatOptimizer(setup.job.optimizer, numel=1).vectors)
+def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
+    """Raise `UsageError` if the process of a worker needs more memory than its control groups allow.
+
+    The activations of a whole model are not known here, and not counted.
+    """
+    if limit is None:
+        return
     if setup.stages is None:
-        return of_model(setup.job, setup.replica, batch_size, vectors)
-    return of_stage(setup.stages.layout, rank, batch_size, vectors)
+        nbytes = setup.replica.params.nbytes
+        use = MemoryUse(nbytes, nbytes, _vectors(setup) * nbytes, 0, 0)
+    else:
+        use = _use(setup, setup.batch_sizes[setup.replica_of(worker)], worker % setup.parts)
+    backward = use.weights  # the gradients of all layers, before they are in the flat gradient
+    if use.total + backward > limit:
+        raise UsageError(
+            f"worker {worker} needs {use.total + backward:,} bytes of memory or more ({use}, backward {backward:,}), "
+            f"and its control group allows {limit:,}. {_advice(setup)}"
+        )
+
+
+def _vectors(setup: Setup) -> int:
+    """The vectors of the optimizer's state."""
+    return len(FlatOptimizer(setup.job.optimizer, numel=1).vectors)
+
+
+def _use(setup: Setup, batch_size: int, rank: int) -> MemoryUse:
+    if setup.stages is None:
+        return of_model(setup.job, setup.replica, batch_size, _vectors(setup))
+    return of_stage(setup.stages.layout, rank, batch_size, _vectors(setup))
 
 
 def _advice(setup: Setup) -> str:

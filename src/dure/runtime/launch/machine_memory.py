@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from dure.errors import UsageError
 
@@ -19,6 +20,44 @@ MODELS = 4
 def physical_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+UNLIMITED = 1 << 62
+"""The least value by which version 1 of control groups says that there is no limit."""
+
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_limit(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> int | None:
+    """Bytes of memory that the control groups of this process allow; None without a limit (and without Linux).
+
+    A line of `membership` is NUMBER:CONTROLLERS:PATH. Version 2 has number 0 and the limit `memory.max`; version 1 has
+    the controller memory and `memory.limit_in_bytes`. The limit of a group holds for the groups in it.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = []
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0" and not controllers:
+            found += _limits(groups, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _limits(groups / "memory", path, "memory.limit_in_bytes")
+    return min((limit for limit in found if limit < UNLIMITED), default=None)
+
+
+def _limits(root: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and of those around it. In a container some of them cannot be seen."""
+    group, found = root / path.strip("/"), []
+    for each in (group, *group.parents):
+        if each != root and root not in each.parents:
+            break
+        file = each / name
+        text = file.read_text(encoding="utf-8").strip() if file.exists() else "max"
+        found += [int(text)] if text != "max" else []
+    return found
 
 
 def check_memory(processes: int, nbytes: int, memory: int, *, own: int = PROCESS_NBYTES, instead: str = "") -> None:
