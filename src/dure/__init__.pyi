@@ -32,6 +32,7 @@ from dure.partition.methods.multi_version import MultiVersion as MultiVersion
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB
 from dure.partition.methods.petrowski import Petrowski as Petrowski
 from dure.partition.methods.pipedream import PipeDream as PipeDream
+from dure.partition.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
 from dure.partition.whole import Whole as Whole

@@ -1,6 +1,7 @@
 """Figures of stages in the record of a run: staleness, versions, micro-batches in flight, and bytes."""
 
 import pytest
+from support.soak import soaked
 
 import dure
 from dure.job.job import load_job
@@ -24,11 +25,16 @@ def ended(partition, **options):
         ("gpipe:stages=4,micro=6", [0, 0, 0, 0], [1, 1, 1, 1], [6, 6, 6, 6]),
         ("1f1b:stages=4,micro=6", [0, 0, 0, 0], [1, 1, 1, 1], [4, 3, 2, 1]),
         ("pipedream:stages=4", [3, 2, 1, 0], [4, 3, 2, 1], [4, 3, 2, 1]),
+        ("pipedream:stages=4,sync=vertical", [3, 3, 3, 3], [4, 4, 4, 4], [4, 3, 2, 1]),
+        ("pipedream:stages=4,ahead=many", [6, 4, 2, 0], [7, 5, 3, 1], [7, 5, 3, 1]),
         ("petrowski:stages=4", [6, 4, 2, 0], [1, 1, 1, 1], [7, 5, 3, 1]),
+        ("multi-version:stages=4", [0, 0, 0, 0], [7, 7, 7, 7], [7, 5, 3, 1]),
     ],
 )
-def test_figures_are_those_of_the_table_of_methods(partition, staleness, versions, sets):
-    found = [ended(partition)["pipeline"][f"worker {rank}"] for rank in range(STAGES)]
+@pytest.mark.parametrize("timing_only", [True, *soaked(False)])
+def test_figures_are_those_of_the_table_of_methods(partition, staleness, versions, sets, timing_only):
+    summary = ended(partition, steps=14, timing_only=timing_only)["pipeline"]
+    found = [summary[f"worker {rank}"] for rank in range(STAGES)]
     assert [max(map(int, each["staleness"])) for each in found] == staleness
     assert [each["versions"] for each in found] == versions
     assert [each["sets"] for each in found] == sets

@@ -9,6 +9,7 @@ CATALOGUE = {
     "interleaved": "dure.partition.methods.interleaved:Interleaved",
     "zero-bubble": "dure.partition.methods.zero_bubble:ZeroBubble",
     "pipedream": "dure.partition.methods.pipedream:PipeDream",
+    "pipedream-2bw": "dure.partition.methods.pipedream_2bw:PipeDream2BW",
     "petrowski": "dure.partition.methods.petrowski:Petrowski",
     "chen": "dure.partition.methods.chen:Chen",
     "spectrain": "dure.partition.methods.spectrain:SpecTrain",

@@ -158,6 +158,19 @@ def pipedream(rank: int, stages: int, batches: range) -> Iterator[Action]:
     return _without_flush(stages - 1 - rank, batches)
 
 
+def one_f_one_b_on(rank: int, stages: int, micro: int, batches: range) -> Iterator[Action]:
+    """As `pipedream` over the micro-batches of all mini-batches, with one update after the last of each."""
+    ahead, parts = stages - 1 - rank, [(batch, part) for batch in batches for part in range(micro)]
+    for each in parts[:ahead]:
+        yield Action("F", *each)
+    for number, (batch, part) in enumerate(parts):
+        for each in parts[number + ahead : number + ahead + 1]:
+            yield Action("F", *each)
+        yield Action("B", batch, part)
+        if part == micro - 1:
+            yield Action("U", batch)
+
+
 def stale(rank: int, stages: int, batches: range) -> Iterator[Action]:
     """As `pipedream` with twice the forwards ahead: one forward and one backward of all workers fit into each cycle."""
     return _without_flush(2 * (stages - 1 - rank), batches)

@@ -171,8 +171,6 @@ class Stage:
     def _unstash(self, batch: int) -> None:
         """Let go of the weights of a mini-batch. If others have the newest, updates go on in other memory."""
         freed, params = self._stashed.pop(batch, None), self.requester.params
-        if isinstance(params, Ghost):
-            return
         if freed is not None and freed is not params and not any(each is freed for each in self._stashed.values()):
             self._free.append(freed)
         if any(each is params for each in self._stashed.values()):
@@ -194,7 +192,8 @@ class Stage:
             self._log.updated(batch)
 
     def _memory(self) -> Tensor:
-        return self._free.pop() if self._free else torch.empty_like(self.requester.params)
+        params = self.requester.params
+        return self._free.pop() if self._free else params.new_empty(params.numel())
 
     # ---- actions
 
