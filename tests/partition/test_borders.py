@@ -118,8 +118,20 @@ def test_a_change_in_place_is_refused_at_a_border_only():
         return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
 
     assert layout_of(model, "2").border(0, 4).single
-    with pytest.raises(UsageError, match=r"block 1 \(ReLU\) changes its inputs in place.* inplace=False"):
+    with pytest.raises(UsageError, match=r"block 1 \(ReLU\) changes the inputs of its stage in place.* inplace=False"):
         layout_of(model, "1").border(0, 4)
+
+
+def test_inputs_of_a_stage_that_a_later_block_changes_through_a_view_are_refused():
+    behind = nn.Linear(8, 8), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 2)
+    with pytest.raises(UsageError, match=r"block 2 \(ReLU\) changes the inputs of its stage in place"):
+        layout_of(lambda: nn.Sequential(*behind), "1").border(0, 4)
+
+
+def test_inputs_of_the_model_that_the_first_stage_changes_are_refused():
+    """A forward that is computed again would begin at changed inputs, and micro-batches are views of one batch."""
+    with pytest.raises(UsageError, match=r"block 0 \(ReLU\) changes the inputs of its stage in place.*x.clone\(\)"):
+        layout_of(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 2)), "2").border(0, 4)
 
 
 def test_a_block_that_raises_is_named():

@@ -94,31 +94,37 @@ def measure(
 
     The number of blocks in `cuts` stands for the outputs of the model.
     Random state is left as it was; the caller takes care of buffers. Raises `UsageError` for an output that cannot
-    cross a border, and for a block behind a border that changes its inputs in place.
+    cross a border, and for a block that changes the inputs of its stage in place.
     """
     borders: dict[int, Border] = {}
     costs = []
     value, before = inputs, "the inputs"
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
+        kept_inputs = _versions(tensors(inputs))
         for number, block in enumerate(blocks):
             name = block_name(number, block)
             if number in cuts:
                 borders[number] = Border.of(value, before)
-            versions = [each._version for each in borders[number].flat(value)] if number in cuts else []
+                kept_inputs = _versions(borders[number].flat(value))
             counter, kept = FlopCounterMode(display=False), Kept(block, alive)
             with explain_user_errors(f"{name} raised"), counter, kept:
-                passed, value = value, call(block, value)
-            if number in cuts and versions != [each._version for each in borders[number].flat(passed)]:
+                value = call(block, value)
+            if any(each._version != version for each, version in kept_inputs):
                 raise UsageError(
-                    f"{name} changes its inputs in place, and a stage keeps its inputs for the backward. Write "
-                    "inplace=False in the model, or cut before another block."
+                    f"{name} changes the inputs of its stage in place, and a stage keeps its inputs for the backward. "
+                    "Write inplace=False in the model or x = x.clone() in the block, or cut before another block."
                 )
             costs.append(BlockCost(float(counter.get_total_flops()), kept.nbytes))
             before = name
     if len(blocks) in cuts:
         borders[len(blocks)] = Border.of(value, before)
     return borders, costs
+
+
+def _versions(found: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors with the number of changes in place so far, of all views of their memory."""
+    return [(each, each._version) for each in found]
 
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
