@@ -41,7 +41,14 @@ def test_figures_are_those_of_the_table_of_methods(partition, staleness, version
 
 
 @pytest.mark.parametrize(
-    "partition", ["gpipe:stages=4,micro=4,remat=true", "1f1b:stages=4,micro=5", "pipedream:stages=4"]
+    "partition",
+    [
+        "gpipe:stages=4,micro=4,remat=true",
+        "1f1b:stages=4,micro=5",
+        "pipedream:stages=4",
+        "petrowski:stages=4,acts=overwritten",
+        "multi-version:stages=4",
+    ],
 )
 def test_counted_bytes_are_the_predicted_ones(partition):
     job = load_job("digits-mlp", depth=7, hidden=16)

@@ -39,9 +39,10 @@ def delayed(delays: Sequence[int], steps: int) -> Tensor:
     return flat(versions[-1])
 
 
-def cycles(stages: int, steps: int) -> tuple[Tensor, list[list[Tensor]]]:
+def cycles(stages: int, steps: int, *, overwritten: bool = False) -> tuple[Tensor, list[list[Tensor]]]:
     """Pipelined back-propagation in cycles, one forward and one backward of every stage in each; no autograd.
 
+    With `overwritten` a backward reads the activations of the newest forward of its stage.
     Returns the parameters, and the gradients of each stage in the order of its updates.
     """
     now = stage_modules(stages)
@@ -63,7 +64,8 @@ def cycles(stages: int, steps: int) -> tuple[Tensor, list[list[Tensor]]]:
             if 1 <= t <= steps:
                 outputs, targets = kept["h", t, k], samples(t - 1)[1]
                 error = 2 * (outputs - targets) / outputs.numel() if k == stages else kept.pop(("g", t, k))
-                kept["g", t, k - 1], gradients = back(module, kept.pop(("layers", t, k)), error)
+                read = min(cycle - k + 1, steps) if overwritten else t
+                kept["g", t, k - 1], gradients = back(module, kept["layers", read, k], error)
                 step(now[k - 1], gradients)
                 found[k - 1].append(torch.cat([each.reshape(-1) for each in gradients]))
     return flat(now), found

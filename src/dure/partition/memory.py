@@ -65,12 +65,15 @@ def of_stage(layout: StageLayout, rank: int, batch_size: int, vectors: int) -> M
     numel = sum(layout.whole.layers[number].numel for number in layout.layers[rank])
     nbytes = numel * layout.whole.params.element_size()
     versions = _versions(layout.pipeline, rank)
-    return MemoryUse(nbytes, nbytes, vectors * nbytes, (versions - 1) * nbytes, _activations(layout, rank, batch_size))
+    optimizers = vectors * layout.pipeline.versions  # each version of the model has one of its own
+    return MemoryUse(
+        nbytes, nbytes, optimizers * nbytes, (versions - 1) * nbytes, _activations(layout, rank, batch_size)
+    )
 
 
 def steady(pipeline: Pipeline) -> range:
     """Enough mini-batches to reach the steady state of a pipeline."""
-    return range(2 if pipeline.flushes else 2 * pipeline.stages + 4)
+    return range(2 if pipeline.flushes else 4 * pipeline.stages)
 
 
 def _versions(pipeline: Pipeline, rank: int) -> int:
@@ -84,7 +87,7 @@ def _activations(layout: StageLayout, rank: int, batch_size: int) -> int:
     """The most bytes that a worker keeps at once between forwards and backwards."""
     pipeline = layout.pipeline
     rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
-    if isinstance(pipeline, Programmed):  # each backward follows its forward
+    if isinstance(pipeline, Programmed) or pipeline.overwrites:  # activations are those of one forward
         return sum(layout.activation_nbytes(stage, rows[0]) for stage in layout.stages_of(rank))
     held = most = 0
     for action, size, again in _kept(layout, rank, rows, pipeline.order(rank, steady(pipeline))):

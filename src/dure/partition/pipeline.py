@@ -65,6 +65,11 @@ class Pipeline:
         """Versions of the parameters of each worker; mini-batch t reads and updates version t mod `versions`."""
         return 1
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether a forward overwrites the activations of the mini-batches before it that have not gone backward."""
+        return False
+
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
         return looped(rank, chunk, self.stages)

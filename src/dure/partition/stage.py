@@ -211,6 +211,8 @@ class Stage:
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
         await self.compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
         self._passed[action.batch, action.micro, action.chunk] = passed
+        if self.pipeline.overwrites:
+            self._passed = dict.fromkeys(self._passed, passed)
         self._hold(stage, action)
         if stage < self.layout.depth - 1:
             outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
@@ -239,7 +241,8 @@ class Stage:
         passed = self._passed[key]
         if weights:
             del self._passed[key]
-            self._held -= self._kept_nbytes(stage, action)
+            if not (self.pipeline.overwrites and self._passed):
+                self._held -= self._kept_nbytes(stage, action)
         found: list[Tensor] = []
         if passed is not None:
             if inputs:
@@ -260,13 +263,13 @@ class Stage:
 
     def _hold(self, stage: int, action: Action) -> None:
         """Count what is kept between forwards and backwards, that of this forward included."""
-        counts = self.counts
-        self._held += self._kept_nbytes(stage, action)
+        counts, sets = self.counts, 1 if self.pipeline.overwrites else len(self._passed)
+        self._held += self._kept_nbytes(stage, action) if sets == len(self._passed) else 0
         again = 0  # re-materialisation has the activations of one micro-batch at a time
         if self.pipeline.remat:
             whole = self.layout.activation_nbytes(stage, self.rows(action.micro))
             again = max(0, whole - self._kept_nbytes(stage, action))
-        counts.most_sets = max(counts.most_sets, len(self._passed))
+        counts.most_sets = max(counts.most_sets, sets)
         counts.most_activation_nbytes = max(counts.most_activation_nbytes, self._held + again)
 
     def _kept_nbytes(self, stage: int, action: Action) -> int:
@@ -360,10 +363,14 @@ class Stage:
             loss = passed.outputs[0].detach()
             self._losses[action.batch] = self._losses[action.batch] + loss if action.batch in self._losses else loss
         of_inputs, of_layers = self.module.backward(
-            action.chunk, passed, inputs=inputs and stage > 0, weights=weights, keep=not weights
+            action.chunk, passed, inputs=inputs and stage > 0, weights=weights, keep=not weights or self._shares(passed)
         )
         self._add(action.batch, of_layers)
         return of_inputs
+
+    def _shares(self, passed: Passed) -> bool:
+        """Whether another mini-batch goes backward through the same forward."""
+        return self.pipeline.overwrites and any(each is passed for each in self._passed.values())
 
     def _forward_again(self, action: Action, stage: int, passed: Passed) -> None:
         """Compute a forward again, from the inputs that were kept, with the same random draws; buffers stay."""

@@ -19,6 +19,24 @@ def test_the_run_follows_the_equations(stages):
         assert torch.allclose(torch.stack(mine), torch.stack(theirs), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_overwritten_activations_follow_their_equations(stages):
+    run = play("petrowski:acts=overwritten", stages)
+    params, gradients = cycles(stages, STEPS, overwritten=True)
+    assert torch.allclose(run.params, params, rtol=0, atol=1e-13)
+    for mine, theirs in zip(run.gradients, gradients, strict=True):
+        assert torch.allclose(torch.stack(mine), torch.stack(theirs), rtol=0, atol=1e-13)
+    assert [stage.counts.most_sets for stage in run.stages] == [1] * stages
+    if stages > 1:
+        kept = play("petrowski", stages)
+        assert not torch.allclose(run.params, kept.params, rtol=0, atol=1e-3)
+        nbytes = [stage.counts.most_activation_nbytes for stage in run.stages]
+        sets = [stage.counts.most_sets for stage in kept.stages]
+        assert [stage.counts.most_activation_nbytes for stage in kept.stages] == [
+            each * count for each, count in zip(nbytes, sets, strict=True)
+        ]
+
+
 def test_its_gradient_is_that_of_no_weights():
     """A stash in the same order changes the result."""
     assert not torch.allclose(play("petrowski", 4).params, delayed([6, 4, 2, 0], STEPS), rtol=0, atol=1e-5)

@@ -9,16 +9,24 @@ Transactions on Neural Networks 4(6), 1993. W_k(c) are the weights of stage k = 
                          W_k(c + 1) = W_k(c) - lr d h_{k-1}^T
 
 2 (K - k) updates of stage k lie between F(t) and the update of t. The backward multiplies by other weights than the
-forward, so the update is the gradient of f at no weights. Stage k keeps one version of its weights, and the activations
-of 2 (K - k) + 1 mini-batches. A mini-batch takes f + b in the steady state, f and b at the slowest stage.
+forward, so the update is the gradient of f at no weights. Stage k keeps one version of its weights. A mini-batch takes
+f + b in the steady state, f and b at the slowest stage.
+
+| `acts`        | z and h_{k-1} in B(t)                     | activations at stage k      |
+|---------------|-------------------------------------------|-----------------------------|
+| `fifo`        | those of t                                | 2 (K - k) + 1 mini-batches  |
+| `overwritten` | those of the newest forward of the stage  | 1 mini-batch                |
+
+`overwritten` pairs the errors of a mini-batch with the activations of another: it shows the damage, and trains badly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.parameter import parameter
 from dure.partition.action import Action
 from dure.partition.orders import stale
 from dure.partition.pipeline import Pipeline
@@ -36,13 +44,23 @@ class Petrowski(Pipeline):
     paper: ClassVar[str] = "Petrowski et al., A Pipelined Backpropagation Parallel Algorithm, IEEE TNN 4(6), 1993"
     flushes: ClassVar[bool] = False
 
+    acts: Literal["fifo", "overwritten"] = parameter(
+        "fifo", "activations that a backward reads: those of its mini-batch, or of the newest forward"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.acts not in ("fifo", "overwritten"):
+            raise ValueError(f"acts must be fifo or overwritten, got {self.acts!r}")
         if self.remat:
             raise ValueError(
                 "remat=true would compute the activations of a backward at the newest weights, and this method uses "
                 "those of the forward: leave remat out, or write features-replay, which computes them again"
             )
+
+    @property
+    def overwrites(self) -> bool:
+        return self.acts == "overwritten"
 
     def order(self, rank: int, batches: range) -> Iterator[Action]:
         return stale(rank, self.stages, batches)
