@@ -139,6 +139,17 @@ def test_a_block_that_raises_is_named():
         layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(7, 2)), "2").border(0, 4)
 
 
+def test_a_block_that_takes_no_micro_batch_is_named_before_a_run_begins(tmp_path):
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    data = dure.Data(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
+    job = dure.Job(model, cross_entropy, data, batch_size=4)
+    with pytest.raises(UsageError, match=r"block 1 \(BatchNorm1d\) raised ValueError: Expected more than 1 value"):
+        dure.train(job, on="virtual", workers=2, partition="gpipe:stages=2,micro=4", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_blocks_that_compute_something_else_than_the_model_are_refused():
     with pytest.raises(UsageError, match="the blocks in order have a loss of"):
         layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), blocks=lambda m: [m[0], m[2]])

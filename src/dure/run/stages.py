@@ -146,8 +146,13 @@ class Stages:
 
     def prepare(self) -> None:
         """Measure the borders and make the set-ups of all ranks, before processes are forked."""
+        _ = self.modules
+        self.measure()
+
+    def measure(self) -> None:
+        """Measure the borders and the blocks for all sizes of micro-batches. Raises `UsageError`, naming a block."""
         layout = self.layout
-        _ = self.modules, layout.shares
+        _ = layout.shares
         for rows in self._sizes():
             layout.measured(rows)
 

@@ -113,6 +113,8 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     else:
         sizes = setup.batch_sizes
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
+    if setup.stages is not None:
+        setup.stages.measure()
     if not config.virtual and not is_started_outside(config.on):
         memory = min(physical_memory(), memory_limit() or physical_memory())
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
