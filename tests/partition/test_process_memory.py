@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from support.cgroups import can_limit_memory, limited
-from support.runs import local, virtual
+from support.runs import local, resolved, virtual
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -34,6 +35,12 @@ def large() -> Job:
 TEXT = f"{Path(__file__)}:large"
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.skipif(not can_limit_memory(), reason="only root can limit the memory of processes, in a control group")
 def test_two_processes_train_a_model_that_one_process_has_no_room_for():
     options = OPTIONS | {"optimizer": "momentum:lr=0.01"}
@@ -49,3 +56,17 @@ def test_two_processes_train_a_model_that_one_process_has_no_room_for():
     assert torch.equal(cut.params, virtual(TEXT, strategy, workers=2, **options).params)
     if used:
         assert all(LIMIT / 3 < nbytes <= LIMIT for nbytes in used.values()), used
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells the memory of a process so")
+def test_the_process_of_a_stage_keeps_its_own_parameters_alone():
+    setup, _ = resolved(TEXT, "bsp collective gpipe:stages=2", workers=4, on="local")
+    stages = setup.stages
+    stages.prepare()
+    own, bounds, whole = stages.modules[1].replica.params.clone(), stages.layout.bounds, stages.whole.replica
+    before = resident()
+    stages.keep(1)
+    freed = 2 * whole.params.nbytes + 2 * stages.modules[0].replica.params.nbytes + own.nbytes  # with gradients
+    assert before - resident() > 0.9 * freed > 250e6
+    assert torch.equal(stages.modules[1].replica.params, own)
+    assert (whole.numel, stages.layout.bounds) == (20_247_370, bounds)

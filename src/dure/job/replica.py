@@ -135,6 +135,14 @@ class Replica:
             slot.parameter.data = values[slot.layer.start : slot.layer.stop].view(slot.layer.shape)
         self._slots = tuple(replace(slot, values=slot.parameter.data) for slot in self._slots)
 
+    def drop_gradients(self) -> None:
+        """Free the memory of gradients, where something else computes them."""
+        self.grads = grads = self.grads.new_zeros(()).expand(self.numel)
+        for slot in self._slots:
+            slot.parameter.grad = None
+        views = [grads[slot.layer.start : slot.layer.stop].view(slot.layer.shape) for slot in self._slots]
+        self._slots = tuple(replace(slot, gradient=view) for slot, view in zip(self._slots, views, strict=True))
+
     def zero_grad(self) -> None:
         """Zero `grads` in place; the module's gradients stay views of it."""
         self.grads.zero_()

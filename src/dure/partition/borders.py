@@ -143,8 +143,8 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         storage = tensor.untyped_storage()  # has a number of its own on the meta device too, where `data_ptr` is 0
         if storage._cdata not in self._own:
             self.nbytes[storage._cdata] = storage.nbytes()
-            self._alive.append(tensor)
-        return tensor
+            self._alive.append(tensor.detach())
+        return tensor.detach()  # an operation that keeps its own output would keep itself, and never be freed
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -122,6 +122,8 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
             # One worker per process: its gradients are computed one at a time.
             gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
             setup.configure(gradient_engine)
+        else:
+            setup.stages.keep(int(rank) % setup.parts)
     credentials = Credentials.of(spec.credentials)
     node = ProcessNode(
         identity,

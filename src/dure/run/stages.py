@@ -156,6 +156,15 @@ class Stages:
         for rows in self._sizes():
             layout.measured(rows)
 
+    def keep(self, rank: int) -> None:
+        """Free the memory of all parameters but those of one rank, in the process of its worker; shapes stay."""
+        self.prepare()
+        own = self.modules[rank].replica
+        for replica in (self.whole.replica, *(module.replica for module in self.modules)):
+            replica.drop_gradients()
+            if replica is not own:
+                replica.move_to(replica.params.new_zeros(()).expand(replica.numel))
+
     def _sizes(self) -> set[int]:
         """The sizes of micro-batches."""
         micro = self.pipeline.micro_batches
