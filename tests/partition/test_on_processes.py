@@ -34,6 +34,13 @@ PARTITIONS = [
     "ddg:stages=2",
     "features-replay:stages=3",
 ]
+ASYNCHRONOUS = [
+    "multi-version:stages=2",
+    "petrowski:stages=3",
+    "pipedream:stages=3,sync=vertical",
+    "pipedream-2bw:stages=2,micro=3",
+    "chen:stages=2,delay=2",
+]
 GRADED = ("step", "updates", "loss", "accuracy")
 
 
@@ -73,7 +80,7 @@ def stages(partition):
     return int(partition.partition("stages=")[2].partition(",")[0])
 
 
-@pytest.mark.parametrize("partition", [*PARTITIONS[1::2], *soaked(*PARTITIONS[0::2])])
+@pytest.mark.parametrize("partition", [*PARTITIONS[1::2], *soaked(*PARTITIONS[0::2], *ASYNCHRONOUS)])
 @pytest.mark.parametrize("job", ["normed", *soaked("plain", "normed_first", "normed_last")])
 def test_a_pipeline_on_processes_is_the_virtual_one_bit_for_bit(job, partition, fork_server):
     """Batch norm and dropout included: the losses of the rows are those of the buffers that all stages sent."""
@@ -125,7 +132,12 @@ def test_a_worker_does_not_finish_before_its_last_message_is_fetched():
 
 
 @pytest.mark.parametrize(
-    "partition", ["pipedream:stages=2", *soaked("gpipe:stages=2,micro=2", "ddg:stages=3", "dni:stages=2")]
+    "partition",
+    [
+        "pipedream:stages=2",
+        *soaked("gpipe:stages=2,micro=2", "ddg:stages=3", "dni:stages=2", "spectrain:stages=3"),
+        *soaked("multi-version:stages=2", "pipedream:stages=2,sync=vertical"),
+    ],
 )
 def test_a_pipeline_is_resumed_from_a_checkpoint(partition, fork_server, tmp_path):
     """As if it had been killed before its last checkpoint. It ends as the virtual run with the same checkpoints."""

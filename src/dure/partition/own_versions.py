@@ -53,6 +53,15 @@ def use_version(requester: Requester, number: int, steps: int) -> None:
         optimizer.vectors[vector] = requester.kept[name]
 
 
+def leave_version(requester: Requester) -> None:
+    """Give the worker copies of the version that it has used: a checkpoint saves no memory under two names."""
+    if isinstance(requester.params, Ghost):
+        return
+    requester.params = requester.params.clone()
+    optimizer = cast("FlatOptimizer", requester.optimizer)
+    optimizer.vectors = {name: values.clone() for name, values in optimizer.vectors.items()}
+
+
 def average_versions(requester: Requester, count: int) -> None:
     """Set all versions to their mean, and the vectors of their optimizers to the mean of these."""
     if isinstance(requester.params, Ghost):

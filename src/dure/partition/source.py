@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dure.core.node import StepPortion, StepTime
 from dure.partition.counts import StageCounts
 from dure.partition.exchange import limit_norm, sum_ties
-from dure.partition.own_versions import mean_of_versions
+from dure.partition.own_versions import leave_version, mean_of_versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,8 @@ class StageSource:
     async def settled(self) -> None:
         """Wait until the neighbors have received all messages. The pipeline is drained, and begins anew."""
         await self.stage.settled()
+        if self._updates is not None and self.stage.pipeline.versions > 1:
+            leave_version(self.stage.requester)
         self._updates = None
 
     @property

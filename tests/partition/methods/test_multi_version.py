@@ -8,6 +8,7 @@ from support.soak import soaked
 
 from dure.errors import StrategyError
 from dure.partition.methods.multi_version import MultiVersion
+from dure.partition.stage import Stage
 from dure.run.strategy import Strategy
 
 MOMENTUM = 0.6
@@ -74,6 +75,13 @@ def test_a_mean_after_each_round_is_data_parallelism_of_the_versions(stages):
     run = trained("average=1", stages, 4 * versions)
     rounds = (range(start, start + versions) for start in range(0, 4 * versions, versions))
     assert torch.allclose(run.params, sgd_on(rounds, stages), rtol=0, atol=1e-12)
+
+
+def test_a_mean_of_one_stage_alone_is_found(monkeypatch):
+    average = Stage.average
+    monkeypatch.setattr(Stage, "average", lambda stage: average(stage) if stage.rank == 0 else None)
+    rounds = (range(start, start + 3) for start in range(0, 12, 3))
+    assert not torch.allclose(trained("average=1", 2, 12).params, sgd_on(rounds), rtol=0, atol=1e-6)
 
 
 def test_means_after_two_rounds_are_local_sgd():
