@@ -222,8 +222,13 @@ def _optimizer(method: str, rate: float) -> str:
 
 
 def _run(job: Job, partition: str, stages: int, optimizer: str, rounds: int, seed: int) -> Run:
+    from dure.partition.pipeline import Pipeline
+    from dure.run.strategy import make
     from dure.run.train import train
 
+    pipeline = make(partition, "partition")
+    size = pipeline.batch_size(job.batch_size) if isinstance(pipeline, Pipeline) else job.batch_size
+    steps = rounds * job.batch_size // size  # as many samples, also where mini-batches shrink
     return train(
         job,
         sync="bsp",
@@ -232,8 +237,8 @@ def _run(job: Job, partition: str, stages: int, optimizer: str, rounds: int, see
         on="virtual",
         workers=stages,
         optimizer=optimizer,
-        steps=rounds,
-        eval_every=rounds,
+        steps=steps,
+        eval_every=steps,
         seed=seed,
         exact=True,
     )
