@@ -15,7 +15,14 @@ from dure.runtime.launch.fork_server import ForkServer
 OPTIONS = {"steps": 5, "seed": 3, "dtype": "float64", "optimizer": "momentum:lr=0.1"}
 
 TIED = "stages=3,cuts=2/3"  # the weight is in all stages, the bias in the last two
-FLUSHES = [f"gpipe:{TIED},micro=3", f"1f1b:{TIED},micro=2", "gpipe:stages=2,cuts=5,micro=2", "1f1b:stages=5,micro=4"]
+FLUSHES = [
+    f"gpipe:{TIED},micro=3",
+    f"1f1b:{TIED},micro=2",
+    "interleaved:stages=2,chunks=2,micro=4,cuts=2/3/4",  # worker 1 has two chunks with the weight and the bias
+    "gpipe:stages=2,cuts=5,micro=2",
+    "1f1b:stages=5,micro=4",
+    f"zero-bubble:{TIED},micro=3",
+]
 
 
 def trained(job, partition="", replicas=1, topology="collective", **options):
@@ -36,7 +43,7 @@ def watch_copies(monkeypatch):
 
 
 @pytest.mark.parametrize("replicas", [1, *soaked(2)])
-@pytest.mark.parametrize("partition", [*FLUSHES[:2], *soaked(*FLUSHES[2:])])
+@pytest.mark.parametrize("partition", [*FLUSHES[:3], *soaked(*FLUSHES[3:])])
 def test_tied_parameters_are_trained_as_in_the_whole_model(partition, replicas):
     """With cuts=5 all blocks that share are in one stage, so nothing is exchanged."""
     job = job_text("tied")
