@@ -40,6 +40,22 @@ class Forgetful(OneByOne):
 
     def order(self, rank, batches):
         return (each for each in super().order(rank, batches) if each.kind != "U" or each.batch != 1)
+
+
+@dataclass(frozen=True)
+class FromZero(OneByOne):
+    '''It counts the mini-batches from 0 after a drain too.'''
+
+    def order(self, rank, batches):
+        return super().order(rank, range(len(batches)))
+
+
+@dataclass(frozen=True)
+class Foreign(OneByOne):
+    '''It has an action of no kind.'''
+
+    def order(self, rank, batches):
+        return (Action("X", each.batch) if each.kind == "F" else each for each in super().order(rank, batches))
 """
 
 
@@ -64,3 +80,14 @@ def test_a_deadlock_is_refused_before_the_run_and_names_its_actions(own):
 def test_an_order_without_an_update_is_refused(own):
     with pytest.raises(StrategyError, match="worker 0 has no U1 in its order"):
         resolved(chain(), "bsp", on="virtual", **own("Forgetful"))
+
+
+def test_an_order_that_is_wrong_after_a_drain_is_refused_where_checkpoints_drain(own, tmp_path):
+    assert virtual(chain(), "bsp", None, steps=9, dtype="float64", **own("FromZero")).params.isfinite().all()
+    with pytest.raises(StrategyError, match="worker 0 has no F8 in its order"):
+        resolved(chain(), "bsp", None, steps=9, on="virtual", out=tmp_path, checkpoint_every=3, **own("FromZero"))
+
+
+def test_an_action_of_no_kind_is_refused(own):
+    with pytest.raises(StrategyError, match=r"worker 0 has Action\(kind='X', .* with a kind of F, B, I, W or U"):
+        resolved(chain(), "bsp", None, steps=9, on="virtual", **own("Foreign"))

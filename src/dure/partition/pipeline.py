@@ -81,7 +81,7 @@ class Pipeline:
 
     def order(self, rank: int, batches: range) -> Iterator[Action]:
         """The actions of worker `rank` of the pipeline for these mini-batches, to the last update."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no order: define order(self, rank, batches)")
 
     def staleness(self, rank: int) -> int:
         """Updates of worker `rank` between a forward and the update by its gradient, in the steady state."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 TICK: Mapping[Kind, float] = {"F": 1, "B": 1, "I": 1, "W": 1}
 """One tick for each action but an update."""
 
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "U")
+"""The kinds of the actions of an order."""
+
 Place = tuple[str, int, int, int]
 """The pass ("F", "B" or "W"), mini-batch, micro-batch and stage of an action. I is the pass "B"."""
 
@@ -140,6 +143,7 @@ def check(orders: Orders) -> None:
 def schedule(orders: Orders, durations: Mapping[Kind, float] = TICK) -> Timetable:
     """Play `orders`, with the duration of each kind of action. Raises as `check` does."""
     for rank, order in enumerate(orders.workers):
+        _check_kinds(rank, order)
         _check_complete(orders, rank, order)
         _check_updates(rank, order)
     _check_borders(orders)
@@ -147,6 +151,16 @@ def schedule(orders: Orders, durations: Mapping[Kind, float] = TICK) -> Timetabl
 
 
 # ---- what an order must have
+
+
+def _check_kinds(rank: int, order: Sequence[Action]) -> None:
+    """Raise `StrategyError` for what is no action of an order; S is one of programs (`source.Programmed`)."""
+    for action in order:
+        if not isinstance(action, Action) or action.kind not in KINDS:
+            raise StrategyError(
+                f"worker {rank} has {action!r} in its order: write actions such as Action('F', 0), with a kind of "
+                f"{', '.join(KINDS[:-1])} or {KINDS[-1]}."
+            )
 
 
 def _check_complete(orders: Orders, rank: int, order: Sequence[Action]) -> None:
@@ -177,7 +191,7 @@ def _check_complete(orders: Orders, rank: int, order: Sequence[Action]) -> None:
 
 
 def _place(action: Action) -> tuple[int, int, int, int]:
-    return action.batch, "FBIWU".index(action.kind), action.micro, action.chunk
+    return action.batch, KINDS.index(action.kind), action.micro, action.chunk
 
 
 def _check_updates(rank: int, order: Sequence[Action]) -> None:

@@ -188,7 +188,10 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
         )
     pipeline.check_optimizer(setup.job.optimizer)
     if not isinstance(pipeline, Programmed):
-        check(Orders.of(pipeline, range(min(setup.steps, CHECKED * pipeline.stages))))
+        checked = min(setup.steps, CHECKED * pipeline.stages)
+        check(Orders.of(pipeline, range(checked)))
+        if setup.config.checkpoint_every:
+            check(Orders.of(pipeline, range(checked, 2 * checked)))  # after a drain, an order begins later
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
