@@ -27,6 +27,7 @@ class Pipeline:
     """A model split into stages of consecutive blocks, at `cuts` (`cut.py`).
 
     `flushes`: all forwards and backwards of a mini-batch end before its update, so that the method is SGD.
+    `reads_velocity`: its rules read the velocity of each worker's own optimizer.
     """
 
     stages: int = parameter(2, "workers that hold one copy of the model, each a part", range=">= 1", symbol="K")
@@ -38,6 +39,7 @@ class Pipeline:
     remat: bool = parameter(False, "keep the inputs of a stage only, and compute its forward again before its backward")
 
     flushes: ClassVar[bool] = True
+    reads_velocity: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.stages < 1:

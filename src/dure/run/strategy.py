@@ -60,6 +60,9 @@ JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
 STAGED_TOPOLOGIES = ("collective", "ps", "gossip")
 """The topologies that connect the same stage of several pipelines."""
 
+SERVERS_STEP = ("bsp", "downpour")
+"""The methods over stages whose steps the servers make, where there are servers."""
+
 UNSTAGED = "it decides on each gradient, or uses more than the next one, and a stage has only its part of a gradient"
 """The reason why a method without `Traits.staged` does not run over the stages of a pipeline."""
 
@@ -110,6 +113,11 @@ class Strategy:
             raise StrategyError(
                 f"{sync} over {topology} does not run over {partition}: it reads and writes the one model of a worker, "
                 f'and that has {pipeline.versions}. The nearest that works is "bsp collective {partition}".'
+            )
+        if pipeline.reads_velocity and topology == "ps" and sync in SERVERS_STEP:
+            raise StrategyError(
+                f"{sync} over ps does not run over {partition}: it predicts by the velocity of a worker's optimizer, "
+                f'and the servers have the optimizer. The nearest that works is "bsp collective {partition}".'
             )
         if topology not in STAGED_TOPOLOGIES:
             raise StrategyError(

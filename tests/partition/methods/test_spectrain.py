@@ -13,6 +13,7 @@ from dure.errors import StrategyError
 from dure.job.job import Job
 from dure.partition.methods.spectrain import SpecTrain
 from dure.partition.orders import pipedream
+from dure.run.strategy import Strategy
 
 STEPS = 9
 MOMENTUM = 0.7
@@ -174,6 +175,12 @@ def test_the_closed_forms_count_the_updates_until_the_first_stage_goes_backward(
 def test_an_optimizer_without_velocity_is_refused(optimizer):
     with pytest.raises(StrategyError, match=r"velocity of momentum, and .* has none\. Use momentum"):
         resolved("digits-mlp", "bsp", partition="spectrain:stages=2", workers=2, on="virtual", optimizer=optimizer)
+
+
+def test_servers_with_the_optimizer_are_refused():
+    with pytest.raises(StrategyError, match="the servers have the optimizer"):
+        Strategy.parse("bsp ps spectrain:stages=2")
+    assert str(Strategy.parse("averaging ps spectrain:stages=2"))
 
 
 def test_parameters_that_mean_nothing_are_refused():

@@ -46,6 +46,7 @@ class SpecTrain(Pipeline):
 
     paper: ClassVar[str] = "Chen, Yang and Cheng, SpecTrain (arXiv 1809.02839), 2018, section 3.3"
     flushes: ClassVar[bool] = False
+    reads_velocity: ClassVar[bool] = True
 
     predicts: Literal["velocity", "carry"] = parameter(
         "velocity", "way of the weights in s updates: s times the last one, or what its momentum alone does"
