@@ -367,6 +367,22 @@ def test_tied_weights():
     assert how(gradient_engine).startswith("stacked: vmap")
 
 
+def test_a_layer_that_is_applied_twice():
+    """The module keeps its parameters after a stack, so later gradients are computed alone too."""
+
+    def model():
+        twice = nn.Linear(12, 12)
+        return nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(12, 3))
+
+    job = job_of(model)
+    gradient_engine = GradientEngine(job)
+    for number in (LEAST_PENDING, 1, LEAST_PENDING):
+        works = works_for(gradient_engine, number)
+        for work, result in zip(works, gradient_engine.evaluate(works), strict=True):
+            torch.testing.assert_close(result.values, plain_gradient(job, work)[0])
+    assert how(gradient_engine).startswith("stacked: vmap")
+
+
 def test_a_frozen_layer_has_no_gradient_and_keeps_its_values():
     def model():
         module = mlp(12, 8, 3)

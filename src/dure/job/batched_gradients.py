@@ -66,6 +66,20 @@ def present(batch: Batch | None) -> Batch:
     return batch
 
 
+def _places(replica: Replica) -> dict[str, str]:
+    """Every place of a parameter in the module, with the name of its layer; each place once.
+
+    `functional_call` with `tie_weights` sets a module that has two names twice, and so never sets it back.
+    """
+    names = {id(each): layer.name for each, layer in zip(replica.parameters, replica.layers, strict=True)}
+    return {
+        f"{path}.{name}" if path else name: names[id(each)]
+        for path, part in replica.module.named_modules()
+        for name, each in part._parameters.items()
+        if id(each) in names
+    }
+
+
 class Vmapped:
     """Computes stacked gradients by `torch.func.vmap` over stacked parameters, if at least `least` are pending."""
 
@@ -75,10 +89,11 @@ class Vmapped:
         self.describe = f"vmap, where at least {least} are pending"
         self._layers = replica.layers
         self._values = StackMemory([replica.numel], replica.params)
-        module = replica.module
+        module, places = replica.module, _places(replica)
 
         def loss_at(parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch) -> Tensor:
-            outputs = torch.func.functional_call(module, dict(parameters), arguments(inputs), keywords(inputs))
+            placed = {place: parameters[name] for place, name in places.items()}
+            outputs = torch.func.functional_call(module, placed, arguments(inputs), keywords(inputs), tie_weights=False)
             return loss(outputs, targets)
 
         self._gradients = torch.func.vmap(torch.func.grad_and_value(loss_at), randomness="error")
