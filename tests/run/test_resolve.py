@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from dure.cli.main import main
+from dure.job.job import load_job
 from dure.run import train
 from dure.run.config import TrainConfig
 from dure.run.launchers import entry
@@ -109,3 +111,10 @@ def test_the_machines_of_a_real_run_are_those_of_its_launcher(monkeypatch):
     for name, value in {**environment, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert resolve(config_of("bsp", on="torchrun", workers=6))[0].machines == (0, 0, 1, 1, 2, 2)
+
+
+def test_a_given_job_gets_the_dtype_of_the_run():
+    given = TrainConfig(job="given", strategy="bsp", on="virtual", dtype="float64", workers=2)
+    setup, _ = resolve(given, Prebuilt(job=load_job("digits-mlp")))
+    inputs, _ = setup.job.train.batch(torch.arange(2))
+    assert setup.replica.dtype == inputs.dtype == torch.float64

@@ -14,7 +14,7 @@ from typing import Any
 
 from dure.errors import UsageError
 from dure.job.groups import scaled
-from dure.job.job import Job, load_job
+from dure.job.job import Job, dtype_named, load_job
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.pipeline import Pipeline
 from dure.partition.source import Programmed
@@ -98,7 +98,8 @@ def _build_job(config: TrainConfig, strategy: Strategy, copies: int, given: Job 
 
 def _adjusted(job: Job, config: TrainConfig) -> Job:
     given: dict[str, Any] = {"batch_size": config.batch_size, "split": config.split}
-    return replace(job, **{name: value for name, value in given.items() if value is not None})
+    adjusted = replace(job, **{name: value for name, value in given.items() if value is not None})
+    return adjusted if config.dtype is None else adjusted.to(dtype_named(config.dtype))
 
 
 def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
