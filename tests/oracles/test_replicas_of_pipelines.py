@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from support import gossip_jobs, stage_jobs
+from support import gossip_jobs
 from support.chains import LR, chain, flat, play, split, stage_modules
 from support.real_runs import Trial
 from support.runs import Finished, local, resolved, virtual
@@ -17,17 +17,19 @@ from support.stage_jobs import job_text
 from torch import nn
 
 import dure
-from dure.errors import StrategyError
+from dure.errors import StrategyError, UsageError
 from dure.job.job import load_job
 from dure.partition.pipeline import Pipeline
 from dure.partition.stage import Stage
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.strategy import Strategy
+from dure.run.strategy import Strategy, make
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.launch.fork_server import ForkServer
-from dure.runtime.virtual.cluster import Cluster, Machines
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import LogNormal
+from dure.sync import CATALOGUE
+from dure.sync.base import traits_of
 
 OPTIONS = {"steps": 7, "batch_size": 8, "dtype": "float64", "split": "striped"}
 GPIPE = "gpipe:stages=2,micro=2"
@@ -75,6 +77,13 @@ def test_unequal_batches_weigh_the_replicas():
     assert distance(one, other) < 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["averaging:period=3 collective", "easgd:period=2 ps"])
+def test_a_worker_limits_the_norm_of_the_gradient_of_all_stages(strategy):
+    one, other = pair(strategy, optimizer="sgd:clip=0.1")
+    assert distance(one, other) < 1e-12
+    assert distance(one, pair(strategy)[0]) > 1e-3
+
+
 def test_averaging_after_every_step_is_bsp():
     one, _ = pair("averaging:period=1 collective")
     assert distance(one, pair("bsp collective")[1]) < 1e-12
@@ -88,14 +97,41 @@ def test_averaging_after_every_step_is_bsp():
         ("averaging:schedule=overhead collective", "schedule=overhead measures seconds"),
         ("averaging:pace=time ps", "pace=time counts a worker's steps by its seconds"),
         ("bmuf:fragments=2 collective", "fragments cut the vector of the whole model"),
-        ("backup ps", "it decides on each gradient"),
-        ("k-sync ps", "it decides on each gradient"),
-        ("lbfgs ps", "it decides on each gradient"),
+        ("downpour:warm_start=0.1 ps", "warm_start begins with one worker, and each stage would choose its own"),
+        ("backup ps", "it leaves out the last gradients"),
+        ("k-sync ps", "it leaves gradients out"),
+        ("k-batch-sync ps", "it leaves gradients out"),
+        ("k-async ps", "its servers group the gradients that come first"),
+        ("k-batch-async ps", "its servers group the gradients that come first"),
+        ("ssp ps", "its servers count the lead of each worker"),
+        ("hogwild", "its workers share the memory of one model"),
+        ("hogbatch", "its workers share the memory of one model"),
+        ("asysvrg", "it computes gradients of all samples too"),
+        ("lbfgs", "it computes the gradient of a whole batch in portions"),
     ],
 )
 def test_a_method_that_would_decide_for_each_stage_is_refused(strategy, reason):
-    with pytest.raises(StrategyError, match=f"does not run over gpipe:stages=2,micro=2: {reason}"):
+    with pytest.raises(StrategyError, match=f"does not run over gpipe:stages=2,micro=2: {reason}") as refused:
         Strategy.parse(f"{strategy} {GPIPE}")
+    Strategy.parse(str(refused.value).split('"')[1])  # the nearest that works
+
+
+def test_every_method_runs_over_stages_or_says_why_not():
+    for name in CATALOGUE:
+        traits = traits_of(make(name))
+        assert traits.staged != bool(traits.unstaged), name
+
+
+def test_a_hybrid_topology_does_not_connect_stages():
+    with pytest.raises(StrategyError, match=r'hybrid does not connect .* The nearest that works is "bsp collective'):
+        Strategy.parse(f"bsp hybrid {GPIPE}")
+
+
+@pytest.mark.parametrize("kind", ["crash", "join"])
+def test_a_pipeline_needs_every_worker(kind):
+    cluster = Cluster.uniform(4, events=(Event(at=0.01, kind=kind, worker=1),))
+    with pytest.raises(UsageError, match=f"lets worker 1 {kind} at 0.01 s, and .* runs over the stages of a pipeline"):
+        resolved("digits-mlp", f"downpour ps {GPIPE}", cluster, workers=4)
 
 
 SERVERS = [
@@ -218,8 +254,19 @@ def test_the_rate_grows_with_the_copies_of_the_model():
 @pytest.mark.parametrize("strategy", ["downpour ps", "easgd ps", "ad-psgd gossip"])
 def test_tied_parameters_need_a_synchronous_method(strategy):
     with pytest.raises(StrategyError, match="an asynchronous method updates each of them at a time of its own"):
-        resolved(stage_jobs.tied(), f"{strategy} gpipe:stages=3", workers=6, on="virtual")
-    resolved(stage_jobs.tied(), "bsp ps gpipe:stages=3", workers=6, on="virtual")
+        resolved(job_text("tied"), f"{strategy} gpipe:stages=3", workers=6, on="virtual")
+    resolved(job_text("tied"), "bsp ps gpipe:stages=3", workers=6, on="virtual")
+
+
+def test_servers_of_tied_parameters_get_them_as_they_are():
+    with pytest.raises(StrategyError, match="int8 encodes what each stage sends to its servers"):
+        resolved(job_text("tied"), "bsp ps int8 gpipe:stages=3", workers=6, on="virtual")
+    ties = {}
+    for strategy in ("bsp ps", "averaging:period=2 ps"):
+        run = virtual(job_text("tied"), f"{strategy} gpipe:stages=3", workers=6, steps=4, dtype="float64")
+        alone = virtual(job_text("tied"), strategy, workers=2, steps=4, dtype="float64")
+        ties[strategy] = distance(run, alone)
+    assert max(ties.values()) < 1e-12
 
 
 RESUMED = [

@@ -46,14 +46,22 @@ class StepBytes(NamedTuple):
 
 
 def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) -> dict[str, Any]:
-    """The entry `payoff` of the summary; empty without a codec, and for one worker.
+    """The entry `payoff` of the summary; empty without a codec, for one worker, and for pipelines.
+
+    The bytes of a pipeline hold activations too, which no codec encodes.
 
     The cost of the codec is that of the `cluster` of a virtual run. After a real run it is measured on the CPU of this
     machine; workers on other devices encode there, at a cost that is not known.
     """
     codec = setup.codec
     rows = _rows(totals).values()
-    if codec is None or setup.workers == 1 or not rows or (cluster is None and in_summary(setup.devices)):
+    if (
+        codec is None
+        or setup.workers == 1
+        or setup.stages is not None
+        or not rows
+        or (cluster is None and in_summary(setup.devices))
+    ):
         return {}
     name = codec_name(codec)
     given = {} if cluster is None else cluster.codecs

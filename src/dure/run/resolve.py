@@ -195,6 +195,21 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
             check(Orders.of(pipeline, range(checked, 2 * checked)))  # after a drain, an order begins later
 
 
+def _check_events(setup: Setup, cluster: Cluster) -> None:
+    """Raise `UsageError` if a worker crashes or joins in a run that needs every worker all the time."""
+    over = ("collectives", "Use a parameter server: --topology ps")
+    if setup.stages is not None:
+        over = ("the stages of a pipeline", "Leave the event out, or the partition")
+    elif not setup.topology.needs_everybody:
+        return
+    for event in cluster.events:
+        if event.kind in ("crash", "join"):
+            raise UsageError(
+                f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
+                f"over {over[0]}, which need every worker all the time. {over[1]}."
+            )
+
+
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_use(setup.devices, timing_only=setup.config.timing_only)
     if isinstance(setup.strategy.partition, Pipeline):
@@ -211,14 +226,8 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
-    if cluster is not None and setup.topology.needs_everybody:
-        for event in cluster.events:
-            if event.kind in ("crash", "join"):
-                raise UsageError(
-                    f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
-                    "over collectives, which need every worker all the time. Use a parameter server: --topology ps."
-                )
     if cluster is not None:
+        _check_events(setup, cluster)
         check_worker_memory(setup, cluster)
     if not setup.config.timing_only:
         check_rates(setup)

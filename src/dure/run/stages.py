@@ -19,7 +19,6 @@ from dure.core.node_view import Names, NodeView
 from dure.core.ranges import equal_ranges
 from dure.job.initial_model import InitialModel
 from dure.partition.batches import StageBatches
-from dure.partition.blocks import refuse_ties
 from dure.partition.layout import StageLayout
 from dure.partition.source import StageSource
 from dure.partition.stage import Stage
@@ -219,8 +218,6 @@ class StagedTopology(Topology):
         self.graph = each[0].graph
 
     def check(self) -> None:
-        if not (self.needs_everybody or self.plan.method.ordered):
-            refuse_ties("an asynchronous method", self._stages.layout.tied, "a synchronous one, such as bsp")
         for topology in self._each:
             topology.check()
 

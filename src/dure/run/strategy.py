@@ -105,9 +105,10 @@ class Strategy:
         partition = member_text("partition", self.partition)
         if not traits.staged or traits.unstaged:
             because = traits.unstaged or UNSTAGED
+            works = f"{sync} {topology}" if traits.staged else "bsp collective"
             raise StrategyError(
-                f"{sync} does not run over {partition}: {because}. The nearest that works is "
-                f'"bsp collective {partition}", or {sync} without a partition.'
+                f"{member_text('sync', self.sync)} does not run over {partition}: {because}. The nearest that works is "
+                f'"{works} {partition}", or {sync} without a partition.'
             )
         if pipeline.versions > 1 and (sync, topology) != ("bsp", "collective"):
             raise StrategyError(

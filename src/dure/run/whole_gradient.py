@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dure.errors import StrategyError
+from dure.partition.blocks import refuse_ties
 
 if TYPE_CHECKING:
     from dure.run.setup import Setup
@@ -31,11 +32,14 @@ def check_clip(setup: Setup) -> None:
 
 
 def check_ties(setup: Setup, stages: Stages) -> None:
-    """Raise `StrategyError` for parameters in several stages where a codec makes their copies different."""
+    """Raise `StrategyError` for parameters in several stages if a codec or the method makes their copies different."""
     ties, text = [tie for each in stages.layout.ties for tie in each], setup.strategy.text()
-    if ties and setup.codec is not None and (setup.traits.changes or setup.topology.servers):
-        raise StrategyError(
-            f"{text['codec']} encodes what each stage sends to be averaged by itself, and stages have copies of the "
-            f"parameter {ties[0].name!r}, which would become different. Use fp32 or bsp over collective, or choose "
-            "cuts that put the blocks with it into one stage."
-        )
+    if not setup.synchronous:
+        refuse_ties("an asynchronous method", stages.layout.tied, "a synchronous one, such as bsp")
+    if setup.codec is None or not ties or not (setup.traits.changes or setup.topology.servers):
+        return
+    what = "the change of each stage's model" if setup.traits.changes else "what each stage sends to its servers"
+    raise StrategyError(
+        f"{text['codec']} encodes {what}, and stages have copies of the parameter {ties[0].name!r}, which would become "
+        "different. Use fp32, other cuts, or bsp over collective, which encodes gradients."
+    )

@@ -59,6 +59,7 @@ class Backup:
         sampling="whole",
         topology_reason="it goes on without the slowest workers",
         collective_reason="a collective needs all of them",
+        unstaged="it leaves out the last gradients, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:

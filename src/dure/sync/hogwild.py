@@ -64,6 +64,7 @@ class Hogwild:
         sparse=True,
         no_loop=_NO_LOOP,
         topology_reason="its workers write to one model, in the memory of one machine",
+        unstaged="its workers share the memory of one model, and the stages of a pipeline have one each",
     )
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class HogBatch:
         sparse=True,
         no_loop=_NO_LOOP,
         topology_reason="its workers write to one model, in the memory of one machine",
+        unstaged="its workers share the memory of one model, and the stages of a pipeline have one each",
     )
 
     def __post_init__(self) -> None:

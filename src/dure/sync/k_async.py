@@ -60,6 +60,7 @@ class KAsync:
         sampling="whole",
         topology_reason="its workers are at different versions",
         collective_reason="a collective needs all of them at the same one",
+        unstaged="its servers group the gradients that come first, and each stage would form other groups",
     )
 
     def __post_init__(self) -> None:
@@ -113,6 +114,7 @@ class KBatchAsync:
         sampling="whole",
         topology_reason="its workers push at different times",
         collective_reason="a collective needs all of them at once",
+        unstaged="its servers group the gradients that come first, and each stage would form other groups",
     )
 
     def __post_init__(self) -> None:

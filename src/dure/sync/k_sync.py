@@ -61,6 +61,7 @@ class KSync:
         sampling="whole",
         topology_reason="it goes on without the slowest workers",
         collective_reason="a collective needs all of them",
+        unstaged="it leaves gradients out, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:
@@ -115,6 +116,7 @@ class KBatchSync:
         sampling="whole",
         topology_reason="a fast worker gives several gradients to an update",
         collective_reason="a collective takes one of each",
+        unstaged="it leaves gradients out, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:

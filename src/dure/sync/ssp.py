@@ -65,6 +65,7 @@ class SSP:
         encodes=("ps",),
         topology_reason="its workers are at different clocks",
         collective_reason="a collective needs all of them at the same one",
+        unstaged="its servers count the lead of each worker, and each stage would have a count of its own",
     )
 
     def __post_init__(self) -> None:
