@@ -29,9 +29,11 @@ async def exchanged(stage: Stage, values: Mapping[int, Tensor], number: int) -> 
 
     Exchanges of one kind have one `number`.
     """
-    tag, started = stage.free_tag + number, stage.node.now()
-    receiving = {rank: stage.node.recv(stage.peers[rank], _like(value), tag=tag) for rank, value in values.items()}
-    sending = [stage.node.send(stage.peers[rank], value, tag=tag) for rank, value in values.items()]
+    tag, started = stage.messages.free_tag + number, stage.node.now()
+    receiving = {
+        rank: stage.node.recv(stage.messages.peers[rank], _like(value), tag=tag) for rank, value in values.items()
+    }
+    sending = [stage.node.send(stage.messages.peers[rank], value, tag=tag) for rank, value in values.items()]
     received = {rank: await operation for rank, operation in receiving.items()}
     for operation in sending:
         await operation

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from dure.core.ranges import equal_ranges
 from dure.partition.blocks import blocks_of, call_of, check_composition, first_samples, refuse_ties, tied, tied_stages
 from dure.partition.borders import BlockCost, Border, measure
 from dure.partition.cut import ANY, Speeds, cut_of
@@ -126,6 +127,11 @@ class StageLayout:
         return values
 
     # ---- borders and costs
+
+    def rows(self, batch_size: int, micro: int) -> int:
+        """The number of samples of a micro-batch."""
+        start, stop = equal_ranges(batch_size, self.pipeline.micro_batches)[micro]
+        return stop - start
 
     def border(self, stage: int, rows: int) -> Border:
         """The border behind a stage, for a micro-batch of `rows` samples."""

@@ -73,7 +73,7 @@ class StageSource:
 
     async def settled(self) -> None:
         """Wait until the neighbors have received all messages. The pipeline is drained, and begins anew."""
-        await self.stage.settled()
+        await self.stage.messages.settled()
         if self._updates is not None and self.stage.pipeline.versions > 1:
             leave_version(self.stage.requester)
         self._updates = None
@@ -135,11 +135,11 @@ async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
     actions = _until_the_drain(stage, stage.pipeline.order(stage.rank, batches))
     window = list(islice(actions, AHEAD))
     for action in window:
-        stage.expect(action)
+        stage.messages.expect(action)
     while window:
         action = window.pop(0)
         for later in islice(actions, 1):
-            stage.expect(later)
+            stage.messages.expect(later)
             window.append(later)
         if action.kind == "U":
             yield stage.update(action.batch)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from dure.core.node import Ghost, Operation, StepPortion, StepTime
-from dure.core.ranges import equal_ranges
+from dure.core.node import Ghost, StepPortion, StepTime
 from dure.job.gradient import Gradient
 from dure.partition.counts import StageCounts
+from dure.partition.messages import StageMessages
 from dure.partition.own_versions import average_versions, begin_versions, use_version, version
 from dure.partition.stage_module import Leaves, Passed, StageModule
 from dure.partition.versions import VersionLog
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from dure.partition.batches import StageBatches
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout
-
-TAGS = 1000
-"""The first tag of messages between stages, above those of groups."""
 
 HALF = 0.5
 """The share of a backward pass in the gradient of the inputs, and in that of the weights."""
@@ -73,7 +70,15 @@ class Stage:
         self.meter = meter
         self.batches = batches
         self.rank = rank
-        self.peers = peers
+        self.messages = StageMessages(
+            layout,
+            node,
+            meter,
+            rank=rank,
+            peers=peers,
+            batch_size=batches.batch_size,
+            device=None if module is None else module.replica.device,
+        )
         self.version = 0
         self.begun = -1
         self.counts = StageCounts()
@@ -93,9 +98,6 @@ class Stage:
         self._sums: dict[int, Tensor] = {}
         self._summed: dict[int, set[int]] = {}
         self._losses: dict[int, Tensor] = {}
-        self._expected: dict[tuple[str, int, int, int], list[Operation[Tensor]]] = {}
-        self._handed: dict[tuple[str, int, int, int], Sequence[Tensor]] = {}
-        self._sent: list[Operation[None]] = []
         self._buffers: Tensor | None = None
         self._given_buffers: Tensor | None = None
 
@@ -199,13 +201,12 @@ class Stage:
 
     def rows(self, micro: int) -> int:
         """The number of samples of a micro-batch."""
-        start, stop = equal_ranges(self.batches.batch_size, self.pipeline.micro_batches)[micro]
-        return stop - start
+        return self.layout.rows(self.batches.batch_size, micro)
 
     async def forward(self, action: Action) -> None:
         """Compute the forward of a micro-batch through a chunk, and send its outputs to the next stage."""
         stage = self.pipeline.stage_of(self.rank, action.chunk)
-        inputs = await self._received("F", stage, action)
+        inputs = await self.messages.outputs_before(action)
         self._versions.setdefault(action.batch, self._updates(action.batch))
         weights = self.pipeline.forward_reads(self, action.batch)
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
@@ -214,9 +215,8 @@ class Stage:
         if self.pipeline.overwrites:
             self._passed = dict.fromkeys(self._passed, passed)
         self._hold(stage, action)
-        if stage < self.layout.depth - 1:
-            outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
-            self._send("F", stage, stage + 1, action, outputs)
+        outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
+        self.messages.send_outputs(action, outputs)
         if passed is not None and self.pipeline.remat:
             passed.outputs = ()
 
@@ -236,7 +236,7 @@ class Stage:
         the share `forward` of the time of the model's forward.
         """
         stage = self.pipeline.stage_of(self.rank, action.chunk)
-        gradients = await self.gradients(action) if inputs and predict is None else ()
+        gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         key = action.batch, action.micro, action.chunk
         passed = self._passed[key]
         if weights:
@@ -258,8 +258,8 @@ class Stage:
         part = self._share(stage, action) * (HALF * inputs + HALF * weights)
         again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
         await self.compute(action, function, forward=again + forward, backward=part)
-        if inputs and stage > 0:
-            self._send("B", stage - 1, stage - 1, action, [each.contiguous() for each in found])
+        if inputs:
+            self.messages.send_gradients(action, [each.contiguous() for each in found])
 
     def _hold(self, stage: int, action: Action) -> None:
         """Count what is kept between forwards and backwards, that of this forward included."""
@@ -278,10 +278,6 @@ class Stage:
         if not self.pipeline.remat:
             return self.layout.activation_nbytes(stage, rows)
         return self.layout.border(stage - 1, rows).nbytes if stage else 0
-
-    async def gradients(self, action: Action) -> Sequence[Tensor]:
-        """The gradients of a chunk's outputs, once the next stage has sent them; none at the end of the model."""
-        return await self._received("B", self.pipeline.stage_of(self.rank, action.chunk), action)
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
@@ -315,17 +311,6 @@ class Stage:
         if self._log is None or action.kind not in ("F", "B", "I", "W"):
             return str(action)
         return f"{action} {self._log.read(action)}"
-
-    @property
-    def free_tag(self) -> int:
-        """The first tag above those of borders."""
-        return TAGS + 2 * self.layout.depth
-
-    async def settled(self) -> None:
-        """Wait until the neighbors have received all messages of this stage."""
-        for sent in self._sent:
-            await sent
-        self._sent.clear()
 
     # ---- computing
 
@@ -417,63 +402,5 @@ class Stage:
             self._buffers = self._given_buffers = self.requester.buffers
         self.module.use_buffers(self._buffers)
 
-    # ---- messages
-
     def _border_in(self, stage: int, action: Action) -> Border | None:
         return self.layout.border(stage - 1, self.rows(action.micro)) if stage > 0 else None
-
-    def _crossing(self, kind: str, border: int, action: Action) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """The dtype and shape of each tensor that crosses a border: outputs forward, and their gradients backward."""
-        specs = self.layout.border(border, self.rows(action.micro)).tensors
-        return [(each.dtype, each.shape) for each in specs if kind == "F" or each.gradient]
-
-    def expect(self, action: Action) -> None:
-        """Ask for the messages that an action needs."""
-        stage = self.pipeline.stage_of(self.rank, action.chunk)
-        if action.kind == "F" and stage > 0:
-            self._ask("F", stage - 1, stage - 1, action)
-        elif action.kind in ("B", "I") and stage < self.layout.depth - 1:
-            self._ask("B", stage, stage + 1, action)
-
-    def _ask(self, kind: str, border: int, source: int, action: Action) -> None:
-        peer, _ = self.layout.place_of(source)
-        if peer == self.rank:
-            return
-        rooms = [self._room(dtype, shape) for dtype, shape in self._crossing(kind, border, action)]
-        tag = _tag(kind, border)
-        key = kind, border, action.batch, action.micro
-        self._expected[key] = [self.node.recv(self.peers[peer], room, tag=tag) for room in rooms]
-
-    def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-        if self.module is None:
-            return Ghost(torch.Size(shape).numel(), dtype.itemsize)
-        return torch.empty(shape, dtype=dtype, device=self.module.replica.device)
-
-    async def _received(self, kind: str, stage: int, action: Action) -> Sequence[Tensor]:
-        """The outputs of the stage before, or the gradients from the next stage; none at the ends of the model."""
-        border = stage - 1 if kind == "F" else stage
-        if border < 0 or border == self.layout.depth - 1:
-            return ()
-        key = kind, border, action.batch, action.micro
-        if key in self._handed:
-            return self._handed.pop(key)
-        started = self.node.now()
-        found = [await operation for operation in self._expected.pop(key)]
-        self.meter.add("wait", started, self.node.now(), str(action))
-        return found
-
-    def _send(self, kind: str, border: int, target: int, action: Action, values: Sequence[Tensor]) -> None:
-        """Send the tensors of a border to the stage `target`."""
-        peer, _ = self.layout.place_of(target)
-        if self.module is None:
-            values = [self._room(dtype, shape) for dtype, shape in self._crossing(kind, border, action)]
-        if peer == self.rank:
-            self._handed[kind, border, action.batch, action.micro] = values
-            return
-        self._sent = [sent for sent in self._sent if not sent.done]
-        tag = _tag(kind, border)
-        self._sent += [self.node.send(self.peers[peer], each, tag=tag) for each in values]
-
-
-def _tag(kind: str, border: int) -> int:
-    return TAGS + 2 * border + (kind == "B")

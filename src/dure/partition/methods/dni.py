@@ -79,20 +79,20 @@ class DNI(Pipeline):
         synthesizer = None if is_last or stage.module is None else self.synthesizer(stage)
         share = 0.0 if is_last else share_of(stage, self.hidden, self.labels)
         stage.begun = batches.start
-        stage.expect(Action("F", batches.start))
+        stage.messages.expect(Action("F", batches.start))
         for batch in batches:
             goes_on = batch + 1 < stage.requester.drained_at  # which is never set to a mini-batch that has begun
             if goes_on:
                 stage.begun = batch + 1
-                stage.expect(Action("F", batch + 1))
-            stage.expect(Action("B", batch))
+                stage.messages.expect(Action("F", batch + 1))
+            stage.messages.expect(Action("B", batch))
             await stage.forward(Action("F", batch))
             await stage.node.sleep(0.0)  # messages leave now, not after the next computation
             predict = None if is_last else partial(self._predicted, stage, synthesizer, batch)
             await stage.backward(Action("B", batch), predict=predict, forward=share)
             await stage.node.sleep(0.0)
             for done in () if is_last else range(max(batch - 1, batches.start), batch + (not goes_on)):
-                target = await stage.gradients(Action("B", done))
+                target = await stage.messages.gradients(Action("B", done))
                 learn = partial(_learn, synthesizer, target)
                 await stage.compute(Action("S", batch), learn, forward=share, backward=share)
             yield stage.update(batch)
