@@ -72,6 +72,11 @@ def test_methods_tells_all_about_one():
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+def test_methods_describes_the_member_of_a_text_with_parameters():
+    assert dure("methods", "gpipe:stages=4,micro=8").stdout == dure("methods", "gpipe").stdout
+    assert 'Did you mean "stages"?' in refused("methods", "gpipe:stage=4")
+
+
 def test_methods_tells_about_a_method_in_a_file():
     done = dure("methods", f"{SOURCE.parent / 'examples' / '03_post_local.py'}:PostLocal", "--json")
     (row,) = json.loads(done.stdout)["methods"]

@@ -90,6 +90,11 @@ def test_wrong_cuts_are_refused(cuts, message):
         cut_of(cuts, list(mlp(8, 8, 8, 8, 8)), 3)
 
 
+def test_two_stages_have_one_block_number():
+    with pytest.raises(StrategyError, match=r"this partition has 2: write 1 block number, such as cuts=5\."):
+        cut_of("3/5", list(mlp(8, 8, 8, 8, 8)), 2)
+
+
 @pytest.mark.parametrize("cuts", ["", "even", "1/2/3/4"])
 def test_more_stages_than_blocks_with_parameters_are_refused(cuts):
     with pytest.raises(StrategyError, match=r"5 stages need 5 blocks with trainable parameters or more, .* has 4"):

@@ -203,7 +203,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"absent\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"absent\.json cannot be read.* Name a file that Profile\.write has written"):
         cut_of(str(tmp_path / "absent.json"), list(mlp(8, 8)), 1)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dure.core import user_code
 from dure.core.catalogue import combines, load, more_rows, paper, summary
-from dure.core.spec_text import REQUIRED, Parameter, parameters, type_text, value_text
+from dure.core.spec_text import REQUIRED, Parameter, parameters, parse_members, type_text, value_text
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import AXES, JOINS, Strategy, catalogue, find, make
 
@@ -33,6 +34,7 @@ WIDEST_VALUES = 22
 def members(name: str = "", workers: int | None = None) -> list[Row]:
     """The row of the member called `name`, or the rows of all members.
 
+    Parameters in the name, as in "gpipe:stages=4", are checked; the row is that of the member.
     A member that has more rows (`core.catalogue.more_rows`) comes with them: those of its parameters, as in
     "gossip:graph=ring", or of all that it has names for, at so many `workers`.
 
@@ -50,6 +52,9 @@ def members(name: str = "", workers: int | None = None) -> list[Row]:
             return [{**_row(axis, member, catalogue(axis)[member]), **more(choice, workers)}]
     if workers is not None:
         raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
+    if ":" in name and user_code.split(name) is None:
+        make(name)
+        name = parse_members(name)[0].name
     axis, place = find(name)
     return [_row(axis, name, place)]
 

@@ -104,7 +104,7 @@ def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int) -> tuple[int, .
     if len(numbers) != num_stages - 1:
         raise StrategyError(
             f"cuts={cuts} makes {len(numbers) + 1} stages, and this partition has {num_stages}: write "
-            f"{num_stages - 1} block numbers, such as cuts={example}."
+            f"{num_stages - 1} block {'number' if num_stages == 2 else 'numbers'}, such as cuts={example}."
         )
     bounds = (0, *numbers, len(trains))
     for stage, (start, stop) in enumerate(pairwise(bounds)):

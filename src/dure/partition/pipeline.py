@@ -33,8 +33,8 @@ class Pipeline:
     stages: int = parameter(2, "workers that hold one copy of the model, each a part", range=">= 1", symbol="K")
     cuts: str = parameter(
         "parameters",
-        "first block of each later stage, as in 4/8/12, or a rule: parameters (the largest stage as small as possible) "
-        "or even (blocks)",
+        "first block of each later stage, as in 4/8/12; or a rule: parameters or even (as few parameters or blocks as "
+        "possible in the largest stage), profile (the slowest stage as fast as possible); or the file of a profile",
     )
     remat: bool = parameter(False, "keep the inputs of a stage only, and compute its forward again before its backward")
 

@@ -79,7 +79,10 @@ class Profile:
         try:
             found = read_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UsageError(f"the profile {path} cannot be read: {error}.") from error
+            raise UsageError(
+                f"the profile {path} cannot be read: {error}. Name a file that Profile.write has written, or cut by "
+                "the counted operations with cuts=profile."
+            ) from error
         try:
             return cls(tuple(BlockProfile(**_mapping(each)) for each in found["blocks"]), found.get("samples", 0))
         except (TypeError, KeyError, AttributeError) as error:
