@@ -681,6 +681,8 @@ def _rank(rank: int, folder: str, backend: str, work: Callable[[int], Tensor]) -
 def _be_rank(rank: int, folder: str, backend: str, work: Callable[[int], Tensor], writing: int) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    store.set(f"connected {rank}", "")
+    store.wait(["connected 0", "connected 1"])  # a faulty rank that leaves earlier breaks the connection of the other
     result: Any = None
     try:
         result = work(rank).cpu().tolist()

@@ -35,7 +35,7 @@ class PipeDream2BW(MicroBatched):
     paper: ClassVar[str] = "Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, section 3.1"
     flushes: ClassVar[bool] = False
 
-    micro: int = parameter(8, "micro-batches of a mini-batch, at least as many as stages", range=">= 1", symbol="U")
+    micro: int = parameter(8, "micro-batches of a mini-batch", range=">= stages", symbol="U")
 
     def __post_init__(self) -> None:
         super().__post_init__()
