@@ -1,0 +1,91 @@
+"""Linear layers split over workers: by outputs (column parallel) and by inputs (row parallel).
+
+    Y = X A^T + b                             A: outputs x inputs, as in `torch.nn.Linear`
+
+| split  | a worker holds     | forward                       | backward               |
+|--------|--------------------|-------------------------------|------------------------|
+| column | rows of A, and of b | Y_i = X A_i^T + b_i           | dX: all-reduce         |
+| row    | columns of A, b    | Y: all-reduce of X_i A_i^T, then + b | dX_i: none      |
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from dure.partition.tensor.operators import copied, summed
+from dure.partition.tensor.shard import ParameterShard, even_shards
+from dure.partition.tensor.ways import Ways
+
+
+class ColumnLinear(nn.Module):
+    """The outputs of a linear layer at one worker. Every worker has the whole input."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Ways) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.ways = ways
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return linear(copied(self.ways, inputs), self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which each worker has some of the inputs. Every worker gets the whole output."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Ways) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.ways = ways
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        total = summed(self.ways, linear(inputs, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A split of a linear layer by outputs; `unit` outputs stay together, as those of a head do."""
+
+    unit: int = 1
+
+    def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
+        shards = even_shards(layer.get_parameter("weight").shape[0], size, dim=0, unit=self.unit)
+        return {name: shards for name, _ in layer.named_parameters()}
+
+    def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
+        return ColumnLinear(*_cut(layer, self.shards(layer, ways.size), ways.rank), ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A split of a linear layer by inputs; `unit` inputs stay together."""
+
+    unit: int = 1
+
+    def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
+        return {"weight": even_shards(layer.get_parameter("weight").shape[1], size, dim=1, unit=self.unit)}
+
+    def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
+        return RowLinear(*_cut(layer, self.shards(layer, ways.size), ways.rank), ways)
+
+
+def _cut(layer: nn.Module, shards: Mapping[str, Sequence[ParameterShard]], rank: int) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of a layer at a worker."""
+    with torch.no_grad():
+        found = {
+            name: shards[name][rank].of(each) if name in shards else each for name, each in layer.named_parameters()
+        }
+    return found["weight"].detach(), found["bias"].detach() if "bias" in found else None

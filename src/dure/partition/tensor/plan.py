@@ -1,0 +1,65 @@
+"""The plan of a split: which layers of a model are split, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from dure.partition.tensor.shard import ParameterShard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from dure.partition.tensor.ways import Ways
+
+
+class LayerSplit(Protocol):
+    """The split of one layer over the workers."""
+
+    def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
+        """The shards of the layer's parameters and buffers, by their names in it: for each worker one.
+
+        What is left out is whole at every worker.
+        """
+        ...
+
+    def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
+        """The part of a whole layer at a worker, with parameters of the same names in the same order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """The split of each layer, by the layer's name in the model.
+
+    `partial`: the names of parameters that are whole at every worker, and whose gradients there are to be summed over
+    the workers. Those of all other whole parameters are the same at all. `loss` replaces the job's where the outputs
+    are split.
+    """
+
+    layers: Mapping[str, LayerSplit]
+    partial: frozenset[str] = field(default_factory=frozenset)
+    loss: Callable[[Any, Any, Ways], Tensor] | None = None
+
+    def shards(self, module: nn.Module, size: int) -> dict[str, Sequence[ParameterShard]]:
+        """The shards of the parameters and buffers of a whole model that are split, by their names in it."""
+        return {
+            f"{path}.{name}" if path else name: shards
+            for path, split in self.layers.items()
+            for name, shards in split.shards(module.get_submodule(path), size).items()
+        }
+
+    def apply(self, module: nn.Module, ways: Ways) -> nn.Module:
+        """Replace the layers of a whole model, in place, by their parts at a worker; return the model."""
+        for path, split in self.layers.items():
+            part = split.split(module.get_submodule(path), ways)
+            if not path:
+                return part
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, part)
+        return module
