@@ -35,7 +35,12 @@ def watch_copies(monkeypatch):
     joined, seen = StageLayout.joined, []
 
     def watched(self, parts):
-        seen.append([[part[tie.start : tie.stop] for tie in ties] for part, ties in zip(parts, self.ties, strict=True)])
+        seen.append(
+            [
+                [part[each.start : each.stop] for each in held if each.tied]
+                for part, held in zip(parts, self.held, strict=True)
+            ]
+        )
         return joined(self, parts)
 
     monkeypatch.setattr(StageLayout, "joined", watched)

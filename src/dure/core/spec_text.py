@@ -53,7 +53,7 @@ def parse_members(text: str) -> tuple[MemberSpec, ...]:
     >>> parse_members("lab/mine.py:Mine:period=8")
     (MemberSpec(name='lab/mine.py:Mine', given={'period': '8'}),)
     """
-    return tuple(parse_member(part) for part in re.split(r"\+(?=[a-z])", text))
+    return tuple(parse_member(part) for part in re.split(r"\+(?=[a-z]|[^+:=]*\.py:)", text))
 
 
 def parse_member(text: str) -> MemberSpec:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,14 @@ def blocks_of(job: Job, module: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def call_of(job: Job) -> Callable[[nn.Module, Any], Any]:
-    """The call of a block with the output of the block before."""
-    return _call_with_one if job.stages is None else called
+def is_one_block(job: Job, module: nn.Module) -> bool:
+    """Whether a model has no blocks, so that it can be one stage alone."""
+    return job.stages is None and not _is_sequence(module)
+
+
+def call_of(job: Job, *, whole: bool = False) -> Callable[[nn.Module, Any], Any]:
+    """The call of a block with the output of the block before, or of a `whole` model that is one block."""
+    return _call_with_one if job.stages is None and not whole else called
 
 
 def block_name(number: int, block: nn.Module) -> str:
@@ -140,7 +145,7 @@ def refuse_ties(method: str, ties: Mapping[str, Sequence[int]], instead: str = F
 
 def _given(job: Job, module: nn.Module, what: str) -> list[nn.Module]:
     if job.stages is None:
-        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module):
+        if _is_sequence(module):
             return list(module)  # `children()` would list a layer that occurs twice once
         raise UsageError(
             f"{what} does not say how its model, a {type(module).__name__}, is cut into stages: it is no "
@@ -158,6 +163,10 @@ def _given(job: Job, module: nn.Module, what: str) -> list[nn.Module]:
                 "functions: class Flat(nn.Module), whose forward calls the function."
             )
     return blocks
+
+
+def _is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
 
 
 def _check_parameters(module: nn.Module, blocks: Sequence[nn.Module], what: str) -> None:

@@ -26,6 +26,10 @@ class BorderTensor(NamedTuple):
     shape: tuple[int, ...]
     gradient: bool
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Zeros in place of this tensor."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.gradient)
+
 
 @dataclass(frozen=True, slots=True)
 class Border:

@@ -9,52 +9,88 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dure.core.ranges import equal_ranges
-from dure.partition.blocks import blocks_of, call_of, check_composition, first_samples, refuse_ties, tied, tied_stages
+from dure.partition.blocks import (
+    blocks_of,
+    call_of,
+    check_composition,
+    first_samples,
+    is_one_block,
+    refuse_ties,
+    tied,
+    tied_stages,
+)
 from dure.partition.borders import BlockCost, Border, measure
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import counted
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.partition.pipeline import Pipeline
+    from dure.partition.shared_layers import SharedLayers
+    from dure.partition.tensor.plan import SplitPlan
+    from dure.partition.tensor.recording import PassCost
+    from dure.partition.tensor.shard import ParameterShard
 
 
 ROWS = 2
 """Samples of the mini-batch that finds the operations of the stages."""
 
 
-class Tie(NamedTuple):
-    """A parameter that the workers `ranks` hold, in their order, as the slice [start, stop) of the vector of one."""
+class Held(NamedTuple):
+    """A parameter of the whole model, or a shard of it, as the slice [start, stop) of the vector of a worker.
 
+    `tied`: the workers, this one included, whose gradients of it are summed. `first`: this worker is the first of those
+    that hold the same values.
+    """
+
+    number: int
     name: str
-    ranks: tuple[int, ...]
+    shard: ParameterShard | None
     start: int
     stop: int
+    tied: tuple[int, ...]
+    first: bool
 
 
 class StageLayout:
     """A job's model, of which `whole` is a replica, cut into the stages of `pipeline` for machines of these `speeds`.
 
-    Raises `UsageError` for a model that cannot be cut.
+    Several workers hold the layers of a stage if they are `shared`. Raises `UsageError` for a model that cannot be cut.
     """
 
-    def __init__(self, job: Job, pipeline: Pipeline, whole: Replica, speeds: Speeds = ANY) -> None:
+    def __init__(
+        self,
+        job: Job,
+        pipeline: Pipeline,
+        whole: Replica,
+        speeds: Speeds = ANY,
+        shared: SharedLayers | None = None,
+    ) -> None:
         self.job = job
         self.pipeline = pipeline
         self.whole = whole
-        self.blocks = blocks_of(job, whole.module)
-        self.call = call_of(job)
+        self.shared = shared
+        self.ways = 1 if shared is None else shared.ways
+        self.blocks = self.blocks_of(whole.module)
+        self.call = call_of(job, whole=self._is_one_block(whole.module))
         self.depth = pipeline.stages * pipeline.chunks
-        if job.stages is not None:
+        if job.stages is not None and len(self.blocks) > 1:
             check_composition(job, whole.module, self.blocks)
         cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size), speeds)
         self.bounds = (0, *cuts, len(self.blocks))
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
         self._measured: dict[int, tuple[dict[int, Border], list[BlockCost]]] = {}
+
+    def blocks_of(self, module: nn.Module) -> list[nn.Module]:
+        """The blocks of a model of the job. One stage needs none: the whole model is its block."""
+        return [module] if self._is_one_block(module) else blocks_of(self.job, module)
+
+    def _is_one_block(self, module: nn.Module) -> bool:
+        return self.pipeline.stages * self.pipeline.chunks == 1 and is_one_block(self.job, module)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -65,6 +101,11 @@ class StageLayout:
     def ranks(self) -> range:
         """The workers of one pipeline."""
         return range(self.pipeline.stages)
+
+    @property
+    def parts(self) -> range:
+        """The workers that hold one copy of the model: each `rank` of the pipeline has `ways` of them."""
+        return range(self.pipeline.stages * self.ways)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages at worker `rank` of the pipeline, by chunk."""
@@ -96,34 +137,51 @@ class StageLayout:
         return found
 
     @cached_property
-    def ties(self) -> list[list[Tie]]:
-        """For each worker of a pipeline, its parameters that other workers hold too, in the model's order."""
-        found: list[list[Tie]] = []
-        for own in self.layers:
-            place, ties = 0, []
-            for number in own:
-                layer = self.whole.layers[number]
-                ranks = tuple(rank for rank in self.ranks if number in self.layers[rank])
-                if len(ranks) > 1:
-                    ties.append(Tie(layer.name, ranks, place, place + layer.numel))
-                place += layer.numel
-            found.append(ties)
+    def plan(self) -> SplitPlan | None:
+        """The split of the layers, where they are shared."""
+        return None if self.shared is None else self.shared.plan(self.job, self.whole.module)
+
+    @cached_property
+    def shards(self) -> dict[str, Sequence[ParameterShard]]:
+        """The shards of the parameters and buffers that are split, by name."""
+        return {} if self.plan is None else self.plan.shards(self.whole.module, self.ways)
+
+    @cached_property
+    def held(self) -> list[list[Held]]:
+        """For each worker of a copy of the model, its parameters, in the model's order."""
+        return [self._held_by(*divmod(part, self.ways)) for part in self.parts]
+
+    def _held_by(self, rank: int, way: int) -> list[Held]:
+        partial = frozenset[str]() if self.plan is None else self.plan.partial
+        place, found = 0, []
+        for number in self.layers[rank]:
+            layer = self.whole.layers[number]
+            shards = self.shards.get(layer.name)
+            ranks = [each for each in self.ranks if number in self.layers[each]]
+            ways = range(self.ways) if layer.name in partial else (way,)
+            tied = tuple(each * self.ways + other for each in ranks for other in ways)
+            shard = None if shards is None else shards[way]
+            numel = layer.numel if shard is None else layer.numel // layer.shape[shard.dim] * shard.index.numel()
+            first = rank == ranks[0] and (shard is not None or way == 0)
+            found.append(Held(number, layer.name, shard, place, place + numel, tied if len(tied) > 1 else (), first))
+            place += numel
         return found
 
-    def part(self, rank: int, values: Tensor) -> Tensor:
-        """The parameters of worker `rank` of a pipeline, from those of the whole model; a copy."""
-        layers = self.whole.layers
-        return torch.cat([values[layers[number].start : layers[number].stop] for number in self.layers[rank]])
+    def part(self, part: int, values: Tensor) -> Tensor:
+        """The parameters of a worker of a copy of the model, from those of the whole model; a copy."""
+        return torch.cat([_of_whole(self.whole, each, values) for each in self.held[part]])
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parameters of the whole model, from those of the workers of a pipeline."""
+        """The parameters of the whole model, from those of the workers of one copy of it."""
         values = self.whole.params.detach().clone().to(parts[0].device)
-        for own, part in zip(self.layers, parts, strict=True):
-            place = 0
-            for number in own:
-                layer = self.whole.layers[number]
-                values[layer.start : layer.stop] = part[place : place + layer.numel]
-                place += layer.numel
+        for own, part in zip(self.held, parts, strict=True):
+            for each in own:
+                layer = self.whole.layers[each.number]
+                if each.shard is not None:
+                    whole = values[layer.start : layer.stop].view(layer.shape)
+                    each.shard.put(whole, part[each.start : each.stop].view(each.shard.shape(layer.shape)))
+                elif each.first:
+                    values[layer.start : layer.stop] = part[each.start : each.stop]
         return values
 
     # ---- borders and costs
@@ -148,6 +206,15 @@ class StageLayout:
     def shares(self) -> list[float]:
         """The share of each stage in the operations of the model; where none are counted, in its parameters."""
         return [total / sum(self._totals) for total in self._totals]
+
+    def fraction(self, part: int, chunk: int, cost: PassCost, rows: int) -> float:
+        """The part of a worker in the operations of a stage; where none are counted, in its parameters."""
+        stage = self.pipeline.stage_of(part // self.ways, chunk)
+        whole = sum(self.measured(rows)[1][number].flops for number in self.blocks_in(stage))
+        if whole:
+            return sum(piece.flops for piece in cost.forward) / whole
+        held = self.held[part]
+        return held[-1].stop / sum(self.whole.layers[each.number].numel for each in held) if held else 0.0
 
     def share_of_dense(self, weights: int) -> float:
         """The forward of dense layers with so many `weights`, in shares of the model's forward."""
@@ -197,11 +264,21 @@ class StageLayout:
         whole = self.whole
         before = whole.buffers_flat()
         named = dict(whole.module.named_buffers())
-        for rank, part in parts.items():
-            replica = replicas[rank]
+        for number, part in parts.items():
+            replica = replicas[number]
             replica.load_buffers(part)
             for name, buffer in replica.module.named_buffers():
-                named[name].copy_(buffer)
+                if name in self.shards:
+                    self.shards[name][number % self.ways].put(named[name], buffer)
+                elif number % self.ways == 0:
+                    named[name].copy_(buffer)
         joined = whole.buffers_flat()
         whole.load_buffers(before)
         return joined
+
+
+def _of_whole(whole: Replica, held: Held, values: Tensor) -> Tensor:
+    """The values of a parameter of a worker, flat."""
+    layer = whole.layers[held.number]
+    own = values[layer.start : layer.stop]
+    return own if held.shard is None else held.shard.of(own.view(layer.shape)).reshape(-1)

@@ -49,11 +49,6 @@ class StageMessages:
         self._handed: dict[tuple[str, int, int, int], Sequence[Tensor]] = {}
         self._sent: list[Operation[None]] = []
 
-    @property
-    def free_tag(self) -> int:
-        """The first tag above those of borders."""
-        return TAGS + 2 * self.layout.depth
-
     def expect(self, action: Action) -> None:
         """Ask for the messages that an action needs."""
         stage = self.layout.pipeline.stage_of(self._rank, action.chunk)
@@ -129,6 +124,11 @@ class StageMessages:
             return
         self._sent = [sent for sent in self._sent if not sent.done]
         self._sent += [self.node.send(self.peers[peer], each, tag=_tag(kind, border)) for each in values]
+
+
+def free_tag(layout: StageLayout) -> int:
+    """The first tag above those of borders."""
+    return TAGS + 2 * layout.depth
 
 
 def _tag(kind: str, border: int) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dure.partition.batches import StageBatches
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout
+    from dure.partition.shared_stage import SharedStage
 
 HALF = 0.5
 """The share of a backward pass in the gradient of the inputs, and in that of the weights."""
@@ -43,10 +44,11 @@ Predict = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Stage:
-    """The stages at worker `rank` of pipeline `replica`, on `node`; `peers` are the nodes of the pipeline by rank.
+    """The stages, or a part of them, at worker `part` of a copy of the model, on `node`; `holders` are its workers.
 
-    `module` is None in a timing-only run. `requester` is the worker whose parameters the stage reads. `version` counts
-    its updates. `begun` is the last mini-batch of which it has asked for a message or computed anything.
+    `shared` computes layers that workers share. `module` is None in a timing-only run. `requester` is the worker
+    whose parameters the stage reads. `version` counts its updates. `begun` is the last mini-batch of which it has asked
+    for a message or computed anything.
     """
 
     requester: Requester
@@ -59,26 +61,26 @@ class Stage:
         meter: Meter,
         batches: StageBatches,
         *,
-        rank: int,
-        peers: Sequence[str],
+        part: int,
+        holders: Sequence[str],
         aliases: bool,
+        shared: SharedStage | None = None,
     ) -> None:
+        rank, way = divmod(part, layout.ways)
         self.layout = layout
+        self.part = part
+        self.holders = holders
         self.pipeline = layout.pipeline
         self.module = module
         self.node = node
         self.meter = meter
         self.batches = batches
         self.rank = rank
+        line, device = holders[way :: layout.ways], None if module is None else module.replica.device
         self.messages = StageMessages(
-            layout,
-            node,
-            meter,
-            rank=rank,
-            peers=peers,
-            batch_size=batches.batch_size,
-            device=None if module is None else module.replica.device,
+            layout, node, meter, rank=rank, peers=line, batch_size=batches.batch_size, device=device
         )
+        self.shared = shared
         self.version = 0
         self.begun = -1
         self.counts = StageCounts()
@@ -210,7 +212,8 @@ class Stage:
         self._versions.setdefault(action.batch, self._updates(action.batch))
         weights = self.pipeline.forward_reads(self, action.batch)
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
-        await self.compute(action, lambda: self._forward(action, stage, passed), forward=self._share(stage, action))
+        share = self._share(stage, action)
+        await self.compute(action, lambda: self._forward(action, stage, passed), forward=share, passed=passed)
         self._passed[action.batch, action.micro, action.chunk] = passed
         if self.pipeline.overwrites:
             self._passed = dict.fromkeys(self._passed, passed)
@@ -257,7 +260,7 @@ class Stage:
 
         part = self._share(stage, action) * (HALF * inputs + HALF * weights)
         again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
-        await self.compute(action, function, forward=again + forward, backward=part)
+        await self.compute(action, function, forward=again + forward, backward=part, passed=passed)
         if inputs:
             self.messages.send_gradients(action, [each.contiguous() for each in found])
 
@@ -298,13 +301,33 @@ class Stage:
         self._given_buffers = self._buffers
         return Gradient(total, 0.0 if loss is None else float(loss), self.batches.batch_size, buffers=self._buffers)
 
-    async def compute(self, action: Action, function: Any, *, forward: float = 0.0, backward: float = 0.0) -> None:
-        """Compute `function`, in these shares of the time of its mini-batch: of the model's forward and backward."""
+    async def compute(
+        self,
+        action: Action,
+        function: Any,
+        *,
+        forward: float = 0.0,
+        backward: float = 0.0,
+        passed: Passed | None = None,
+    ) -> None:
+        """Compute `function`, in these shares of the time of its mini-batch: of the model's forward and backward.
+
+        `passed` is the forward whose weights it reads.
+        """
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
         detail = self._detail(action)
+        if self.shared is not None:
+            pieces = self.shared.pieces(action.chunk, self.rows(action.micro), forward, backward)
+            await self.shared.compute(function, time, pieces, detail, lambda: self._place(action, passed))
+            return
         started = self.node.now()
         await self.node.compute(StepPortion(function, time, forward, backward))
         self.meter.add("compute", started, self.node.now(), detail)
+
+    def _place(self, action: Action, passed: Passed | None) -> None:
+        """Set the module to the state of a computation that goes on."""
+        if self.module is not None and passed is not None:
+            self.module.place(action.chunk, passed)
 
     def _detail(self, action: Action) -> str:
         """The text of an action in a trace, with the version of the weights that it reads: "F3 w2"."""

@@ -1,4 +1,4 @@
-"""Forward and backward of the blocks that one worker of a pipeline holds, at any flat weights.
+"""Forward and backward of the blocks, or of the parts of blocks, that one worker of a pipeline holds, at any weights.
 
 Everything is computed on one thread, in virtual time too, so that its bits are those of a worker's process.
 
@@ -10,8 +10,9 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 from dure.errors import UsageError
 from dure.job.isolated import Isolated
 from dure.job.replica import Replica
-from dure.partition.blocks import blocks_of
+from dure.partition.blocks import first_samples
+from dure.partition.borders import Kept
+from dure.partition.tensor.recording import PassCost, Recording
+from dure.partition.tensor.ways import Ways, refused
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -55,18 +59,23 @@ class Passed:
 
 
 class StageModule:
-    """The chunks of worker `rank` of a pipeline.
+    """The chunks of worker `part` of a copy of the model.
 
     `replica` holds the parameters of this worker, with their names in the whole model. Their initial values are drawn
-    from `seed`.
+    from `seed`. `ways` are the workers that share its layers, if any do.
     """
 
-    def __init__(self, layout: StageLayout, rank: int, seed: int, device: str = "cpu") -> None:
+    def __init__(self, layout: StageLayout, part: int, seed: int, device: str = "cpu") -> None:
         self.layout = layout
         self.job: Job = layout.job
+        rank, way = divmod(part, layout.ways)
         self.stages = layout.stages_of(rank)
         module = self.job.build(seed)
-        blocks = blocks_of(self.job, module)
+        self.ways: Ways | None = None
+        if layout.plan is not None:
+            self.ways = Ways(way, layout.ways, refused)
+            module = layout.plan.apply(module, self.ways)
+        blocks = layout.blocks_of(module)
         self._blocks = [[blocks[number] for number in layout.blocks_in(stage)] for stage in self.stages]
         own = [block for blocks in self._blocks for block in blocks]
         move(own_part(module, own), own, torch.device(device))
@@ -74,10 +83,21 @@ class StageModule:
         self._call: Call = layout.call
         numbers = {id(parameter): number for number, parameter in enumerate(replica.parameters)}
         self._slots = [_slots(blocks, numbers) for blocks in self._blocks]
+        plan = layout.plan
+        self._loss_function: Callable[[Any, Any], Tensor] = self.job.loss
+        if plan is not None and plan.loss is not None:
+            assert self.ways is not None
+            self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
+        self._costs: dict[tuple[int, int], PassCost] = {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
+
+    @property
+    def draws(self) -> bool:
+        """Whether these blocks draw random numbers."""
+        return self._draws
 
     @property
     def has_buffers(self) -> bool:
@@ -94,6 +114,11 @@ class StageModule:
         if self.has_buffers:
             self.replica.load_buffers(self._fresh_buffers if buffers is None else buffers)
 
+    def place(self, chunk: int, passed: Passed) -> None:
+        """Set the parameters of a chunk's blocks to the leaves of a forward."""
+        for owner, name, number in self._slots[chunk]:
+            owner[name] = passed.leaves.tensors[number]
+
     def forward(
         self, chunk: int, passed: Passed, draw: Sequence[int], border_in: Border | None, *, graph: bool = True
     ) -> None:
@@ -101,8 +126,7 @@ class StageModule:
 
         Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible.
         """
-        for owner, name, number in self._slots[chunk]:
-            owner[name] = passed.leaves.tensors[number]
+        self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
         isolated = Isolated(True, seed_of(draw) if self._draws else None, self.replica.device)
         with isolated, torch.set_grad_enabled(graph):
@@ -116,7 +140,7 @@ class StageModule:
             owner[name] = owner[name].clone()
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
-        loss: Tensor = self.job.loss(outputs, targets)
+        loss: Tensor = self._loss_function(outputs, targets)
         if loss.numel() != 1:
             raise UsageError(
                 f"a job's loss must be one number, the mean over the batch; got shape {tuple(loss.shape)}. "
@@ -156,6 +180,40 @@ class StageModule:
             if gradient is not None
         ]
         return of_inputs, of_layers
+
+    def cost(self, chunk: int, rows: int) -> PassCost:
+        """The pieces of a forward and a backward of a chunk for `rows` samples, between collectives.
+
+        Raises `UsageError` if the border behind the chunk has other tensors than that of the whole model.
+        """
+        key = chunk, rows
+        if key not in self._costs:
+            self._costs[key] = self._recorded(chunk, rows)
+        return self._costs[key]
+
+    def _recorded(self, chunk: int, rows: int) -> PassCost:
+        assert self.ways is not None
+        layout, stage, replica = self.layout, self.stages[chunk], self.replica
+        border_in = layout.border(stage - 1, rows) if stage else None
+        inputs = [] if border_in is None else [each.empty(replica.device) for each in border_in.tensors]
+        passed = Passed(inputs, self.leaves(replica.params), rows)
+        passed.batch, passed.targets = first_samples(self.job, rows, replica.device)
+        before, recording = replica.buffers_flat(), Recording()
+        alive: list[Tensor] = []
+        self.ways.carry_out = recording.carry_out
+        kept = Kept(replica.module, alive)
+        with kept:
+            forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in))
+        passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
+
+        def back() -> None:
+            self.backward(chunk, passed, inputs=stage > 0, weights=True)
+
+        backward = recording.pieces(back)
+        self.ways.carry_out = refused
+        if before.numel():
+            replica.load_buffers(before)
+        return PassCost(forward, backward, sum(kept.nbytes.values()))
 
     def buffers(self) -> Tensor | None:
         """A snapshot of the buffers; None where training changes none."""

@@ -16,10 +16,11 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
 from dure.partition.cut import ANY, Speeds, is_by_profile
+from dure.partition.mesh import pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
+from dure.partition.shared_layers import SharedLayers
 from dure.partition.source import Programmed
 from dure.partition.ticks import Orders, check
-from dure.partition.whole import Whole
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
@@ -55,7 +56,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     parts = _parts(strategy, workers)
     job = _build_job(config, strategy, workers // parts, prebuilt.job)
     whole = _batch_sizes(config, job, workers, parts)
-    sizes = _of_partition(strategy.partition, whole)
+    sizes = _of_partition(pipeline_of(strategy.partition), whole)
     steps = _steps(config, job, sum(sizes), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
     absent = cluster.absent if cluster is not None else frozenset()
@@ -115,13 +116,15 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
 
 def _parts(strategy: Strategy, workers: int) -> int:
     """The number of workers that hold one copy of the model. Raises `UsageError` where `workers` are no multiple."""
-    if isinstance(strategy.partition, Whole):
+    pipeline, shared = pipeline_of(strategy.partition), shared_of(strategy.partition)
+    if pipeline is None:
         return 1
-    parts = strategy.partition.stages
+    parts = pipeline.stages * (1 if shared is None else shared.ways)
     if workers % parts:
+        number = "stages" if shared is None else "ways" if isinstance(strategy.partition, SharedLayers) else "parts"
         raise UsageError(
             f"{strategy.text()['partition']} needs {parts} workers for each copy of the model, and there are "
-            f"{workers}. Use {parts * max(1, workers // parts)} workers, or another number of stages."
+            f"{workers}. Use {parts * max(1, workers // parts)} workers, or another number of {number}."
         )
     return parts
 
@@ -137,9 +140,11 @@ def _machines(workers: int, cluster: Cluster | None, here: RankEnvironment | Non
 
 def _speeds(cluster: Cluster | None, job: Job, partition: Any, machines: Sequence[int], sizes: Sequence[int]) -> Speeds:
     """The speeds for cuts by a profile: worker 0 and the slowest link between two stages of a cluster."""
-    if cluster is None or not isinstance(partition, Pipeline) or not is_by_profile(partition.cuts):
+    pipeline, shared = pipeline_of(partition), shared_of(partition)
+    if cluster is None or pipeline is None or not is_by_profile(pipeline.cuts):
         return ANY
-    borders = [(here, there) for n, (here, there) in enumerate(pairwise(machines)) if (n + 1) % partition.stages]
+    line = machines[:: 1 if shared is None else shared.ways]
+    borders = [(here, there) for n, (here, there) in enumerate(pairwise(line)) if (n + 1) % pipeline.stages]
     bandwidths = [
         cluster.inside_of(here).bandwidth
         if here == there
@@ -212,8 +217,9 @@ def _check_events(setup: Setup, cluster: Cluster) -> None:
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_use(setup.devices, timing_only=setup.config.timing_only)
-    if isinstance(setup.strategy.partition, Pipeline):
-        _check_pipeline(setup, setup.strategy.partition)
+    pipeline = pipeline_of(setup.strategy.partition)
+    if pipeline is not None:
+        _check_pipeline(setup, pipeline)
     setup.topology.check()
     check_clip(setup)
     if setup.stages is not None:

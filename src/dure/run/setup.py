@@ -13,7 +13,7 @@ from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel
 from dure.partition.cut import ANY, Speeds
-from dure.partition.whole import Whole
+from dure.partition.mesh import pipeline_of, shared_of
 from dure.run.delivery import Delivery
 from dure.run.devices import CPU
 from dure.run.gathering import Gathering
@@ -114,12 +114,13 @@ class Setup:
     @cached_property
     def stages(self) -> Stages | None:
         """The stages of the run; None where every worker has the whole model."""
-        pipeline, config = self.strategy.partition, self.config
-        if isinstance(pipeline, Whole):
+        pipeline, config = pipeline_of(self.strategy.partition), self.config
+        if pipeline is None:
             return None
         return Stages(
             job=self.job,
             pipeline=pipeline,
+            shared=shared_of(self.strategy.partition),
             whole=self.model,
             data=self.data,
             workers=self.workers,

@@ -163,7 +163,7 @@ class Snapshots:
 async def _model_of_peers(stages: Stages, worker: Worker, node: Node) -> tuple[torch.Tensor, int]:
     """The mean of the models of all pipelines in gossip, asked for on `node`, and the number of gradients in them."""
     models, gradients = [], 0
-    for rank in stages.layout.ranks:
+    for rank in stages.layout.parts:
         total, found = torch.zeros_like(stages.of(rank).model.params), []
         for name in stages.workers_of(rank):
             into, held = worker.params, worker.clock - worker.joined_at

@@ -1,8 +1,9 @@
-"""The stages of a run: the set-up of each stage, and the whole model put together from its stages.
+"""The parts of a model in a run: the set-up of each part, and the whole model put together from its parts.
 
-Worker `replica * K + rank` of a run over pipelines of K workers holds the stages of worker `rank` of pipeline
-`replica`. The workers of one rank, one in each pipeline, are a set of data-parallel workers of their own: they have a
-set-up in which the model is their part of it, and the method and the topology of the strategy run among them.
+Worker `replica * P + part` of a run whose copies of the model have P workers holds part `part` of copy `replica`: the
+stages of one worker of a pipeline, or with W ways of sharing layers (P = K * W) one of W parts of them. The workers of
+one part, one in each copy, are a set of data-parallel workers of their own: they have a set-up in which the model is
+their part of it, and the method and the topology of the strategy run among them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from dure.core.ranges import equal_ranges
 from dure.job.initial_model import InitialModel
 from dure.partition.batches import StageBatches
 from dure.partition.layout import StageLayout
+from dure.partition.shared_stage import SharedStage
 from dure.partition.source import StageSource
 from dure.partition.stage import Stage
 from dure.partition.stage_module import StageModule
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.partition.cut import Speeds
     from dure.partition.pipeline import Pipeline
+    from dure.partition.shared_layers import SharedLayers
     from dure.run.delivery import Delivery
     from dure.run.worker_data import WorkerData
 
@@ -52,13 +56,15 @@ class StageSetup(Protocol):
 class Stages:
     """A job's model over the stages of `pipeline`, for a run of `workers`. `whole` are the initial values of the model.
 
-    `batch_sizes` holds the mini-batch size of each pipeline. `of` gives the set-up of the workers of a rank. A
+    Layers may be `shared`. `batch_sizes` holds the mini-batch size of each copy of the model. `of` gives the set-up of
+    the workers of a part. A
     `virtual` run needs the operations of each mini-batch, and has machines of these `speeds`. Raises `UsageError` for a
     model that cannot be cut.
     """
 
     job: Job
     pipeline: Pipeline
+    shared: SharedLayers | None
     whole: InitialModel
     data: WorkerData
     workers: int
@@ -72,22 +78,22 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """The workers of one pipeline."""
-        return self.pipeline.stages
+        """The workers of one copy of the model."""
+        return self.pipeline.stages * (1 if self.shared is None else self.shared.ways)
 
     @cached_property
     def layout(self) -> StageLayout:
         """The model cut into its stages."""
-        return StageLayout(self.job, self.pipeline, self.whole.replica, self.speeds)
+        return StageLayout(self.job, self.pipeline, self.whole.replica, self.speeds, self.shared)
 
     @cached_property
     def modules(self) -> list[StageModule]:
-        """The part of the model at each rank."""
+        """The parts of the model."""
         device = "meta" if self.timing_only else self.device  # the model of a timing-only run may have shapes only
-        return [StageModule(self.layout, rank, self.seed, device) for rank in self.layout.ranks]
+        return [StageModule(self.layout, part, self.seed, device) for part in self.layout.parts]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The pipeline of worker `number` of the run, and its rank there."""
+        """The copy of the model of worker `number` of the run, and its part of it."""
         return divmod(number, self.count)
 
     def model(self, rank: int) -> InitialModel:
@@ -118,7 +124,7 @@ class Stages:
 
     def source(self, node: Node, meter: Meter) -> StageSource:
         """The source of the gradients of the worker on `node`."""
-        replica, rank = self.place(node.rank)
+        replica, part = self.place(node.rank)
         size = self.batch_sizes[replica]
         batches = StageBatches(
             self.job,
@@ -130,15 +136,22 @@ class Stages:
             flops=self.job.flops_per_sample * size if self.virtual else 0.0,
             device=self.device,
         )
+        module = None if self.timing_only else self.modules[part]
+        holders = [str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.parts]
+        shared = None
+        if self.shared is not None:
+            costs = self.modules[part].cost
+            shared = SharedStage(self.layout, module, node, meter, part=part, holders=holders, costs=costs)
         stage = Stage(
             self.layout,
-            None if self.timing_only else self.modules[rank],
+            module,
             node,
             meter,
             batches,
-            rank=rank,
-            peers=[str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.ranks],
-            aliases=self.of(rank).topology.needs_everybody,
+            part=part,
+            holders=holders,
+            aliases=self.of(part).topology.needs_everybody,
+            shared=shared,
         )
         clip = self.job.optimizer.clip
         return StageSource(stage, share=size / self.data.total, samples=len(self.job.train), clip=clip)
@@ -154,6 +167,9 @@ class Stages:
         _ = layout.shares
         for rows in self._sizes():
             layout.measured(rows)
+        if self.shared is not None:
+            for module, chunk, rows in product(self.modules, range(self.pipeline.chunks), self._sizes()):
+                module.cost(chunk, rows)
 
     def keep(self, rank: int) -> None:
         """Free the memory of all parameters but those of one rank, in the process of its worker; shapes stay."""
@@ -174,7 +190,7 @@ class Stages:
     @cached_property
     def reporter(self) -> int:
         """The rank in a pipeline of the worker that knows the loss."""
-        return self.layout.place_of(self.layout.depth - 1)[0]
+        return self.layout.place_of(self.layout.depth - 1)[0] * self.layout.ways
 
     def reports(self, number: int) -> bool:
         """Whether worker `number` of the run knows the loss of its pipeline, and so counts its samples."""
@@ -182,7 +198,7 @@ class Stages:
 
     def delivered(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole model, from the models that all workers of the run deliver, by number."""
-        each = [self.of(rank).topology.result((), models[rank :: self.count]) for rank in self.layout.ranks]
+        each = [self.of(rank).topology.result((), models[rank :: self.count]) for rank in self.layout.parts]
         return self.joined(each)
 
     def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -194,7 +210,7 @@ class Stages:
         if not found:
             return None
         parts: dict[int, torch.Tensor] = {}
-        for rank in self.layout.ranks:
+        for rank in self.layout.parts:
             own = [found[number] for number in sorted(found) if self.place(number)[1] == rank]
             if own:
                 parts[rank] = self.of(rank).delivery.merge_buffers(own)
@@ -207,7 +223,7 @@ class StagedTopology(Topology):
     def __init__(self, choice: Any, plan: RunPlan, stages: Stages) -> None:
         super().__init__(choice, plan)
         self._stages = stages
-        self._each = each = [stages.of(rank).topology for rank in stages.layout.ranks]
+        self._each = each = [stages.of(rank).topology for rank in stages.layout.parts]
         self.needs_everybody = each[0].needs_everybody
         self.uses_engine = each[0].uses_engine
         self.clocked = each[0].clocked

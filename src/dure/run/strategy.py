@@ -27,7 +27,10 @@ from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
 from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters, parse_members, typed, value_text
 from dure.errors import StrategyError, UsageError
+from dure.partition.mesh import Mesh, pipeline_of
 from dure.partition.pipeline import Pipeline
+from dure.partition.shared_layers import SharedLayers
+from dure.partition.source import Programmed
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
 from dure.sync.corrected import parts
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from dure.sync.base import Sync
 
 Topology = Collective | ParameterServer | Hybrid | SharedMemory | Gossip
-Partition = Whole | Pipeline
+Partition = Whole | Pipeline | SharedLayers | Mesh
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",
@@ -96,11 +99,12 @@ class Strategy:
             raise StrategyError(self._refusal(name, because))
         if not isinstance(self.codec, Float32):
             self._check_codec(name)
-        if not isinstance(self.partition, Whole):
-            self._check_partition(name, self.partition)
+        pipeline = pipeline_of(self.partition)
+        if pipeline is not None:
+            self._check_partition(name, pipeline)
 
     def _check_partition(self, topology: str, pipeline: Pipeline) -> None:
-        """Raise `StrategyError` if the method or the topology does not run over the stages of a pipeline."""
+        """Raise `StrategyError` if the method or the topology does not run over the parts of a model."""
         sync, traits = name_of("sync", self.sync), traits_of(self.sync)
         partition = member_text("partition", self.partition)
         if not traits.staged or traits.unstaged:
@@ -109,6 +113,12 @@ class Strategy:
             raise StrategyError(
                 f"{member_text('sync', self.sync)} does not run over {partition}: {because}. The nearest that works is "
                 f'"{works} {partition}", or {sync} without a partition.'
+            )
+        if isinstance(self.partition, Mesh) and isinstance(pipeline, Programmed):
+            raise StrategyError(
+                f"nothing joins {name_of('partition', pipeline)}, which is no order of forwards and backwards. The "
+                f'nearest that works is "gpipe:stages={pipeline.stages}+'
+                f'{member_text("partition", self.partition.shared)}".'
             )
         if pipeline.versions > 1 and (sync, topology) != ("bsp", "collective"):
             raise StrategyError(
@@ -219,7 +229,7 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
-    if issubclass(kind, Pipeline):
+    if issubclass(kind, Pipeline | SharedLayers):
         return "partition", place_of(kind)
     lacks = [part for part in ("traits", "work") if not hasattr(kind, part)]
     if lacks or not is_dataclass(kind):
@@ -268,10 +278,22 @@ def make(text: str, axis: str | None = None) -> Any:
             made = _make(wrapper, WRAPPER, codec=made)
         elif find(call.name)[0] == "sync":
             made = made + _make(wrapper, REMEDY)
+        elif isinstance(made, Pipeline):
+            made = Mesh(made, _shared(wrapper, call.name))
         else:
             raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
     if isinstance(made, Codec):
         check_joins(made)
+    return made
+
+
+def _shared(call: MemberSpec, pipeline: str) -> SharedLayers:
+    """The sharing of layers that joins a pipeline. Raises `StrategyError` for any other member."""
+    made = _make(call, "partition")
+    if not isinstance(made, SharedLayers):
+        raise StrategyError(
+            f'"{call.name}" does not join {pipeline}: layers that are shared do, as in "{pipeline}+tensor:ways=2".'
+        )
     return made
 
 
@@ -301,6 +323,8 @@ def member_text(axis: str, member: Any) -> str:
     """
     if isinstance(member, Codec):
         return "+".join(_call_text(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(member)))
+    if isinstance(member, Mesh):
+        return f"{_call_text(axis, member.pipeline)}+{_call_text(axis, member.shared)}"
     inner, remedies = parts(member)
     return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
 

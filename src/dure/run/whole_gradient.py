@@ -33,9 +33,16 @@ def check_clip(setup: Setup) -> None:
 
 def check_ties(setup: Setup, stages: Stages) -> None:
     """Raise `StrategyError` for parameters in several stages if a codec or the method makes their copies different."""
-    ties, text = [tie for each in stages.layout.ties for tie in each], setup.strategy.text()
+    copies = [held for each in stages.layout.held for held in each if not held.first]
+    ties, text = [held for each in stages.layout.held for held in each if held.tied] or copies, setup.strategy.text()
     if not setup.synchronous:
         refuse_ties("an asynchronous method", stages.layout.tied, "a synchronous one, such as bsp")
+        if copies:
+            raise StrategyError(
+                f"the parameter {copies[0].name!r} is whole at all workers that share layers by {text['partition']}, "
+                f"and {text['sync']} over {text['topology']} updates it at each of them at a time of its own, so the "
+                "copies would differ. Use a synchronous method, such as bsp."
+            )
     if setup.codec is None or not ties or not (setup.traits.changes or setup.topology.servers):
         return
     what = "the change of each stage's model" if setup.traits.changes else "what each stage sends to its servers"

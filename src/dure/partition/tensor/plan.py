@@ -44,7 +44,7 @@ class SplitPlan:
 
     layers: Mapping[str, LayerSplit]
     partial: frozenset[str] = field(default_factory=frozenset)
-    loss: Callable[[Any, Any, Ways], Tensor] | None = None
+    loss: Callable[[Ways, Any, Any], Tensor] | None = None
 
     def shards(self, module: nn.Module, size: int) -> dict[str, Sequence[ParameterShard]]:
         """The shards of the parameters and buffers of a whole model that are split, by their names in it."""

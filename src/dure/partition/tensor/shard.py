@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ class ParameterShard:
 
     dim: int
     index: Tensor
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of the shape `whole`."""
+        return (*whole[: self.dim], self.index.numel(), *whole[self.dim + 1 :])
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a whole tensor; a copy."""

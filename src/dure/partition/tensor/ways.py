@@ -33,6 +33,11 @@ class CollectiveCall(NamedTuple):
     receives: Sequence[torch.Size]
 
 
+def refused(call: CollectiveCall) -> Any:
+    """Raise an error for a collective outside of a computation."""
+    raise RuntimeError(f"a split layer asks for {call.kind} outside of a computation of its stage")
+
+
 class Ways:
     """The `size` workers that share each layer, seen by number `rank` of them.
 
@@ -47,17 +52,17 @@ class Ways:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all, in the order of ranks; a new tensor."""
-        found: Tensor = self._carried(CollectiveCall("all_reduce", [tensor.contiguous()], [tensor.shape]))
+        found: Tensor = self._carried(CollectiveCall("all_reduce", [tensor.detach().contiguous()], [tensor.shape]))
         return found
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """The tensors of all, by rank; `shapes` are theirs."""
-        found: list[Tensor] = self._carried(CollectiveCall("all_gather", [tensor.contiguous()], shapes))
+        found: list[Tensor] = self._carried(CollectiveCall("all_gather", [tensor.detach().contiguous()], shapes))
         return found
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum over all of the tensors for this rank; `tensors` are for each rank."""
-        sends = [each.contiguous() for each in tensors]
+        sends = [each.detach().contiguous() for each in tensors]
         found: Tensor = self._carried(CollectiveCall("reduce_scatter", sends, [sends[self.rank].shape]))
         return found
 
@@ -66,7 +71,7 @@ class Ways:
 
         The tensor for this rank itself is handed over.
         """
-        sends = [each.contiguous() for each in tensors]
+        sends = [each.detach().contiguous() for each in tensors]
         found: list[Tensor] = self._carried(CollectiveCall("exchange", sends, shapes))
         return found
 

@@ -1,0 +1,40 @@
+"""Pipelines whose stages are each shared by several workers, as in `gpipe:stages=2+tensor:ways=2`.
+
+A copy of the model has K * W workers. Worker number `rank * W + way` holds part `way` of the layers of stage `rank`,
+so the workers that share layers are next to each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dure.partition.methods.gpipe import GPipe
+from dure.partition.pipeline import Pipeline
+from dure.partition.shared_layers import SharedLayers
+
+ONE_STAGE = GPipe(stages=1, micro=1)
+"""The pipeline of a model whose layers are shared, and that is not cut into stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A model cut into the stages of `pipeline`, whose layers are `shared`."""
+
+    pipeline: Pipeline
+    shared: SharedLayers
+
+
+def pipeline_of(partition: object) -> Pipeline | None:
+    """The pipeline of a partition; None where workers hold whole models."""
+    if isinstance(partition, Mesh):
+        return partition.pipeline
+    if isinstance(partition, SharedLayers):
+        return ONE_STAGE
+    return partition if isinstance(partition, Pipeline) else None
+
+
+def shared_of(partition: object) -> SharedLayers | None:
+    """The sharing of layers in a partition, if there is any."""
+    if isinstance(partition, Mesh):
+        return partition.shared
+    return partition if isinstance(partition, SharedLayers) else None

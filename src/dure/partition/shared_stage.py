@@ -1,0 +1,127 @@
+"""The computations of a stage whose layers several workers share: pieces of a pass, with collectives between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dure.core.node import StepPortion, StepTime, nothing
+from dure.partition.messages import free_tag
+from dure.partition.tensor.collectives import WayCollectives
+from dure.partition.tensor.computation import PausingThread
+
+if TYPE_CHECKING:
+    from dure.core.meter import Meter
+    from dure.core.node import Node
+    from dure.partition.layout import StageLayout
+    from dure.partition.stage_module import StageModule
+    from dure.partition.tensor.recording import PassCost, Piece
+    from dure.partition.tensor.ways import CollectiveCall
+
+
+class PieceShare(NamedTuple):
+    """A piece of a pass: its shares of the time of the model's forward and backward, and the collective behind it."""
+
+    forward: float
+    backward: float
+    call: CollectiveCall | None
+
+
+WAYS = 2
+"""The tag of messages between workers that share layers, above those of `exchange.py`."""
+
+END = PieceShare(0.0, 0.0, None)
+
+
+def piece_shares(cost: PassCost, forward: float, backward: float) -> list[PieceShare]:
+    """The pieces of a forward, of a backward, or of both, that take these shares of the time of the model's.
+
+    >>> from dure.partition.tensor.recording import PassCost, Piece
+    >>> piece_shares(PassCost([Piece(10, None)], [Piece(30, None)], 0), 0.5, 0.25)
+    [PieceShare(forward=0.5, backward=0.25, call=None)]
+    """
+    ahead = [PieceShare(share * forward, 0.0, call) for share, call in _shares(cost.forward)] if forward else []
+    back = [PieceShare(0.0, share * backward, call) for share, call in _shares(cost.backward)] if backward else []
+    if ahead and back:
+        last, first = ahead.pop(), back.pop(0)
+        back.insert(0, PieceShare(last.forward, first.backward, first.call))
+    return ahead + back
+
+
+def _shares(pieces: Sequence[Piece]) -> list[tuple[float, CollectiveCall | None]]:
+    """The share of each piece in the operations of all; even ones where none are counted."""
+    total = sum(piece.flops for piece in pieces)
+    return [(piece.flops / total if total else 1 / len(pieces), piece.call) for piece in pieces]
+
+
+class SharedStage:
+    """Computes the passes of the stages of worker `part` of a copy of the model, on `node`; `holders` are its workers.
+
+    `costs` gives the cost of the passes of a chunk for so many samples. `module` is None in a timing-only run.
+    """
+
+    def __init__(
+        self,
+        layout: StageLayout,
+        module: StageModule | None,
+        node: Node,
+        meter: Meter,
+        *,
+        part: int,
+        holders: Sequence[str],
+        costs: Callable[[int, int], PassCost],
+    ) -> None:
+        self._layout = layout
+        self._node = node
+        self._meter = meter
+        self._part = part
+        self._costs = costs
+        self._ways = None if module is None else module.ways
+        self._thread = None if module is None else PausingThread(draws=module.draws)
+        rank, way = divmod(part, layout.ways)
+        peers = holders[rank * layout.ways : (rank + 1) * layout.ways]
+        self._collectives = WayCollectives(node, meter, rank=way, peers=peers, tag=free_tag(layout) + WAYS)
+        self.counts: Counter[str] = Counter()
+
+    def pieces(self, chunk: int, rows: int, forward: float, backward: float) -> list[PieceShare]:
+        """The pieces of a pass of a chunk that takes these shares of the time of the model's at all ways together."""
+        cost = self._costs(chunk, rows)
+        fraction = self._layout.fraction(self._part, chunk, cost, rows)
+        return piece_shares(cost, forward * fraction, backward * fraction)
+
+    async def compute(
+        self,
+        function: Callable[[], None],
+        time: StepTime,
+        pieces: Sequence[PieceShare],
+        detail: str,
+        place: Callable[[], None],
+    ) -> None:
+        """Compute `function` in pieces, which take their shares of the `time` of a mini-batch in virtual time.
+
+        `place` sets the module to the state of this computation: in virtual time it serves several workers in turn.
+        """
+        answer: Any = function
+        for number, share in enumerate(chain(pieces, repeat(END))):
+
+            def piece(answer: Any = answer, begins: bool = number == 0) -> CollectiveCall | None:
+                place()
+                return self._continued(answer, begins)
+
+            started = self._node.now()
+            work = nothing if self._thread is None else piece
+            call = await self._node.compute(StepPortion(work, time, share.forward, share.backward))
+            self._meter.add("compute", started, self._node.now(), detail)
+            call = share.call if self._thread is None else call
+            if call is None:
+                return
+            self.counts[call.kind] += 1
+            answer = await self._collectives.carried(call)
+
+    def _continued(self, answer: Any, begins: bool) -> CollectiveCall | None:
+        assert self._thread is not None
+        assert self._ways is not None
+        self._ways.carry_out = self._thread.carry_out
+        return self._thread.start(answer) if begins else self._thread.resume(answer)

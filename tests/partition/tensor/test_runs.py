@@ -1,0 +1,48 @@
+"""Runs with shared layers against runs of the whole model: virtual, on processes, and over a mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import local, virtual
+from support.shared_layers import pairs
+from support.soak import soaked
+from support.stage_jobs import job_text
+
+from dure.runtime.launch.fork_server import ForkServer
+
+OPTIONS = {"steps": 6, "seed": 3, "dtype": "float64", "eval_every": 3, "optimizer": "momentum:lr=0.1"}
+
+MESHES = [  # partition, and the workers of one copy of the model
+    (pairs(2), 2),
+    (pairs(3), 3),
+    (f"gpipe:stages=2,micro=2,cuts=2+{pairs(2)}", 4),
+    (f"gpipe:stages=2,micro=3,cuts=2,remat=true+{pairs(2)}", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    with ForkServer() as one:
+        yield one
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("partition", "parts"), MESHES)
+def test_shared_layers_train_as_the_whole_model_does(partition, parts, replicas):
+    whole = virtual(job_text("plain"), "bsp collective", workers=replicas, **OPTIONS)
+    shared = virtual(job_text("plain"), f"bsp collective {partition}", workers=replicas * parts, **OPTIONS)
+    torch.testing.assert_close(shared.params, whole.params, rtol=0, atol=1e-13)
+    assert [row["loss"] for row in shared.rows] == pytest.approx([row["loss"] for row in whole.rows], abs=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("partition", "parts", "replicas"),
+    [(pairs(2), 2, 1), *soaked((pairs(3), 3, 1), (f"1f1b:stages=2,micro=2,cuts=2+{pairs(2)}", 4, 1), (pairs(2), 2, 2))],
+)
+def test_processes_give_the_bits_of_virtual_time(fork_server, partition, parts, replicas):
+    options = OPTIONS | {"workers": parts * replicas}
+    virtually = virtual(job_text("plain"), f"bsp collective {partition}", **options)
+    really = local(job_text("plain"), f"bsp collective {partition}", fork_server=fork_server, **options)
+    assert torch.equal(virtually.params, really.params)
+    assert virtually.summary["bytes_sent"] == really.summary["bytes_sent"]
