@@ -53,6 +53,18 @@ def plain() -> Job:
     return job(partial(_blocks, (), 0.0))
 
 
+def normed_between() -> Job:
+    """Two pairs of layers, with batch norm and dropout between the pairs."""
+
+    def model() -> nn.Sequential:
+        first = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 14))
+        return nn.Sequential(
+            first, nn.BatchNorm1d(14), nn.Dropout(0.2), nn.Sequential(nn.Linear(14, 12), nn.Tanh(), nn.Linear(12, 10))
+        )
+
+    return job(model)
+
+
 def normed() -> Job:
     """Batch norm and dropout in each pair of blocks."""
     return job(partial(_blocks, (0, 1, 2, 3), 0.2))

@@ -13,6 +13,8 @@ from dure.partition.tensor.collectives import WayCollectives
 from dure.partition.tensor.computation import PausingThread
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.partition.layout import StageLayout
@@ -78,7 +80,8 @@ class SharedStage:
         self._meter = meter
         self._part = part
         self._costs = costs
-        self._ways = None if module is None else module.ways
+        self._module = module
+        self._buffers: Tensor | None = None
         self._thread = None if module is None else PausingThread(draws=module.draws)
         rank, way = divmod(part, layout.ways)
         peers = holders[rank * layout.ways : (rank + 1) * layout.ways]
@@ -121,7 +124,13 @@ class SharedStage:
             answer = await self._collectives.carried(call)
 
     def _continued(self, answer: Any, begins: bool) -> CollectiveCall | None:
-        assert self._thread is not None
-        assert self._ways is not None
-        self._ways.carry_out = self._thread.carry_out
-        return self._thread.start(answer) if begins else self._thread.resume(answer)
+        module, thread = self._module, self._thread
+        assert module is not None
+        assert module.ways is not None
+        assert thread is not None
+        module.ways.carry_out = thread.carry_out
+        if self._buffers is not None and not begins:
+            module.use_buffers(self._buffers)
+        call = thread.start(answer) if begins else thread.resume(answer)
+        self._buffers = None if call is None else module.left_buffers()
+        return call

@@ -136,8 +136,7 @@ class StageModule:
                 passed.outputs = (self._loss(value, passed.targets) * passed.share,)
             else:
                 passed.outputs = self.layout.border(self.stages[chunk], passed.rows).flat(value)
-        for owner, name in self._buffers:  # the graph keeps the old ones, which no later forward may change
-            owner[name] = owner[name].clone()
+        self._renew_buffers()
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
         loss: Tensor = self._loss_function(outputs, targets)
@@ -214,6 +213,18 @@ class StageModule:
         if before.numel():
             replica.load_buffers(before)
         return PassCost(forward, backward, sum(kept.nbytes.values()))
+
+    def _renew_buffers(self) -> None:
+        """Let the graph keep the buffers of this forward, which no later one may change."""
+        for owner, name in self._buffers:
+            owner[name] = owner[name].clone()
+
+    def left_buffers(self) -> Tensor | None:
+        """As `buffers`, in the middle of a forward. `use_buffers` sets them again."""
+        if not self.has_buffers:
+            return None
+        self._renew_buffers()
+        return self.replica.buffers_flat()
 
     def buffers(self) -> Tensor | None:
         """A snapshot of the buffers; None where training changes none."""

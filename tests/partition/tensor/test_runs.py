@@ -36,6 +36,24 @@ def test_shared_layers_train_as_the_whole_model_does(partition, parts, replicas)
     assert [row["loss"] for row in shared.rows] == pytest.approx([row["loss"] for row in whole.rows], abs=1e-13)
 
 
+def test_replicas_that_pause_in_one_module_have_buffers_and_random_numbers_of_their_own():
+    """Batch norm and dropout between two pairs: a forward of each replica pauses behind them."""
+    options = OPTIONS | {"optimizer": "sgd:lr=0.05"}
+    whole = virtual(job_text("normed_between"), "bsp collective gpipe:stages=1,micro=1", workers=3, **options)
+    shared = virtual(job_text("normed_between"), f"bsp collective {pairs(2)}", workers=6, **options)
+    torch.testing.assert_close(shared.params, whole.params, rtol=0, atol=1e-13)
+    assert [row["loss"] for row in shared.rows] == pytest.approx([row["loss"] for row in whole.rows], abs=1e-13)
+
+
+def test_a_timing_only_run_takes_the_seconds_and_bytes_of_a_run_with_gradients():
+    for partition, parts, _ in [(*MESHES[1], 1), (*MESHES[3], 1)]:
+        options = OPTIONS | {"workers": 2 * parts}
+        trained = virtual(job_text("plain"), f"bsp collective {partition}", **options)
+        timed = virtual(job_text("plain"), f"bsp collective {partition}", timing_only=True, **options)
+        assert timed.seconds == pytest.approx(trained.seconds, rel=1e-12)
+        assert timed.summary["bytes_sent"] == trained.summary["bytes_sent"]
+
+
 @pytest.mark.parametrize(
     ("partition", "parts", "replicas"),
     [(pairs(2), 2, 1), *soaked((pairs(3), 3, 1), (f"1f1b:stages=2,micro=2,cuts=2+{pairs(2)}", 4, 1), (pairs(2), 2, 2))],
