@@ -8,6 +8,7 @@ import math
 import pytest
 from accelerator import target
 from accelerator.train_tasks import JOBS, KIND, check_equal, check_same_on_both, outcomes, started, task
+from support.shared_layers import pairs
 
 pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600), pytest.mark.usefixtures("device")]
 
@@ -26,6 +27,7 @@ RUNS = {
     "plain bsp collective 1bit": {},
     "plain bsp collective gpipe:stages=2,micro=2": {"eval_every": 2},
     "plain bsp collective pipedream:stages=2,remat=true": {"workers": 4},
+    f"shared bsp collective {pairs(2)}": {},
 }
 """Runs that are equal on the CPU and on the device: parameters bit for bit, and bytes sent."""
 

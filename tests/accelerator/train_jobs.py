@@ -7,6 +7,7 @@ for bit, also where messages come in another order.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -88,6 +89,15 @@ def plain() -> Job:
         steps=6,
         optimizer=OptimizerSpec("momentum", lr=0.1, momentum=0.9),
     )
+
+
+def shared() -> Job:
+    """As `plain`, with layers that several workers can share, and batch norm behind them."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.BatchNorm1d(2))
+
+    return replace(plain(), name="shared", model=model)
 
 
 def there(job: Job) -> Job:

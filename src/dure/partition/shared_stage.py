@@ -61,7 +61,8 @@ def _shares(pieces: Sequence[Piece]) -> list[tuple[float, CollectiveCall | None]
 class SharedStage:
     """Computes the passes of the stages of worker `part` of a copy of the model, on `node`; `holders` are its workers.
 
-    `costs` gives the cost of the passes of a chunk for so many samples. `module` is None in a timing-only run.
+    `costs` gives the cost of the passes of a chunk for so many samples, which virtual time needs. `module` is None in a
+    timing-only run.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class SharedStage:
         *,
         part: int,
         holders: Sequence[str],
-        costs: Callable[[int, int], PassCost],
+        costs: Callable[[int, int], PassCost] | None,
     ) -> None:
         self._layout = layout
         self._node = node
@@ -90,6 +91,8 @@ class SharedStage:
 
     def pieces(self, chunk: int, rows: int, forward: float, backward: float) -> list[PieceShare]:
         """The pieces of a pass of a chunk that takes these shares of the time of the model's at all ways together."""
+        if self._costs is None:
+            return []
         cost = self._costs(chunk, rows)
         fraction = self._layout.fraction(self._part, chunk, cost, rows)
         return piece_shares(cost, forward * fraction, backward * fraction)

@@ -91,6 +91,7 @@ class StageModule:
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
         self._costs: dict[tuple[int, int], PassCost] = {}
+        self._kept: dict[tuple[int, int], int] = {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
 
@@ -183,14 +184,22 @@ class StageModule:
     def cost(self, chunk: int, rows: int) -> PassCost:
         """The pieces of a forward and a backward of a chunk for `rows` samples, between collectives.
 
-        Raises `UsageError` if the border behind the chunk has other tensors than that of the whole model.
+        It computes a gradient, so that no process may be forked after it where there are accelerators.
         """
         key = chunk, rows
         if key not in self._costs:
-            self._costs[key] = self._recorded(chunk, rows)
+            self._costs[key] = self._recorded(chunk, rows, backward=True)
         return self._costs[key]
 
-    def _recorded(self, chunk: int, rows: int) -> PassCost:
+    def kept(self, chunk: int, rows: int) -> int:
+        """The bytes that the backward of a chunk keeps for `rows` samples; as `cost`, without a gradient."""
+        key = chunk, rows
+        if key not in self._kept:
+            known = self._costs.get(key)
+            self._kept[key] = (known or self._recorded(chunk, rows, backward=False)).kept
+        return self._kept[key]
+
+    def _recorded(self, chunk: int, rows: int, *, backward: bool) -> PassCost:
         assert self.ways is not None
         layout, stage, replica = self.layout, self.stages[chunk], self.replica
         border_in = layout.border(stage - 1, rows) if stage else None
@@ -208,11 +217,11 @@ class StageModule:
         def back() -> None:
             self.backward(chunk, passed, inputs=stage > 0, weights=True)
 
-        backward = recording.pieces(back)
+        pieces = recording.pieces(back) if backward else []
         self.ways.carry_out = refused
         if before.numel():
             replica.load_buffers(before)
-        return PassCost(forward, backward, sum(kept.nbytes.values()))
+        return PassCost(forward, pieces, sum(kept.nbytes.values()))
 
     def _renew_buffers(self) -> None:
         """Let the graph keep the buffers of this forward, which no later one may change."""

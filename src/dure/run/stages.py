@@ -140,7 +140,7 @@ class Stages:
         holders = [str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.parts]
         shared = None
         if self.shared is not None:
-            costs = self.modules[part].cost
+            costs = self.modules[part].cost if self.virtual else None
             shared = SharedStage(self.layout, module, node, meter, part=part, holders=holders, costs=costs)
         stage = Stage(
             self.layout,
@@ -167,7 +167,7 @@ class Stages:
         _ = layout.shares
         for rows in self._sizes():
             layout.measured(rows)
-        if self.shared is not None:
+        if self.shared is not None and self.virtual:
             for module, chunk, rows in product(self.modules, range(self.pipeline.chunks), self._sizes()):
                 module.cost(chunk, rows)
 
