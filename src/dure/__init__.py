@@ -29,6 +29,8 @@ _OTHERS = (
     "dure.job.data.stream:Stream",
     "dure.job.job:Job",
     "dure.job.optimizer:OptimizerSpec",
+    "dure.partition.mesh:Mesh",
+    "dure.partition.shared_layers:SharedLayers",
     "dure.run.compare:compare",
     "dure.run.strategy:Strategy",
     "dure.run.train:train",

@@ -22,6 +22,7 @@ from dure.job.data.samples import Samples as Samples
 from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec
+from dure.partition.mesh import Mesh as Mesh
 from dure.partition.methods.chen import Chen as Chen
 from dure.partition.methods.ddg import DDG as DDG
 from dure.partition.methods.dni import DNI as DNI
@@ -34,7 +35,9 @@ from dure.partition.methods.petrowski import Petrowski as Petrowski
 from dure.partition.methods.pipedream import PipeDream as PipeDream
 from dure.partition.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
+from dure.partition.methods.tensor import TensorParallel as TensorParallel
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
+from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
 from dure.run.compare import compare as compare
 from dure.run.strategy import Strategy as Strategy

@@ -247,7 +247,7 @@ class Replica:
 
         Draws in the code of a model's own `forward` are not detected.
         """
-        return any(module.training and _draws(module) for module in self.module.modules())
+        return any(module.training and draws(module) for module in self.module.modules())
 
 
 def digest(values: Tensor) -> str:
@@ -361,7 +361,8 @@ def _is_integer(buffer: Tensor) -> bool:
     return not buffer.is_floating_point() and not buffer.is_complex() and buffer.dtype != torch.bool
 
 
-def _draws(module: nn.Module) -> bool:
+def draws(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training, as dropout does."""
     if isinstance(module, _DROPOUTS):
         return module.p > 0
     if isinstance(module, _WITH_DROPOUT):

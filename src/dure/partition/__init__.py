@@ -17,4 +17,5 @@ CATALOGUE = {
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
     "dni": "dure.partition.methods.dni:DNI",
+    "tensor": "dure.partition.methods.tensor:TensorParallel",
 }

@@ -131,8 +131,12 @@ class StageModule:
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
         isolated = Isolated(True, seed_of(draw) if self._draws else None, self.replica.device)
         with isolated, torch.set_grad_enabled(graph):
+            if self.ways is not None:
+                self.ways.begin()
             for block in self._blocks[chunk]:
                 value = self._call(block, value)
+            if self.ways is not None:
+                self.ways.end()
             if self.stages[chunk] == self.layout.depth - 1:
                 passed.outputs = (self._loss(value, passed.targets) * passed.share,)
             else:

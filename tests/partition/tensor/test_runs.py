@@ -64,3 +64,21 @@ def test_processes_give_the_bits_of_virtual_time(fork_server, partition, parts, 
     really = local(job_text("plain"), f"bsp collective {partition}", fork_server=fork_server, **options)
     assert torch.equal(virtually.params, really.params)
     assert virtually.summary["bytes_sent"] == really.summary["bytes_sent"]
+
+
+GPT = "char-gpt:layers=2,width=16,heads=2,context=12"
+
+
+@pytest.mark.parametrize(
+    ("job", "partition", "workers"),
+    [
+        (GPT, "tensor:ways=2", 2),
+        ("digits-mlp:hidden=16", "tensor:ways=3", 3),
+        *soaked((GPT, "gpipe:stages=2,micro=2+tensor:ways=2", 4)),
+    ],
+)
+def test_built_in_jobs_train_as_whole_models_do(job, partition, workers):
+    options = OPTIONS | {"batch_size": 8, "steps": 4}
+    whole = virtual(job, "bsp collective", workers=1, **options)
+    shared = virtual(job, f"bsp collective {partition}", workers=workers, **options)
+    torch.testing.assert_close(shared.params, whole.params, rtol=0, atol=1e-12)

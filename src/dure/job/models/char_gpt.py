@@ -115,10 +115,10 @@ class Block(nn.Module):
 
     def _attended(self, x: Tensor) -> Tensor:
         """The values of all earlier characters and the own one, weighted for each head."""
-        split = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        split = (*x.shape[:2], -1, x.shape[2] // self.heads)  # a worker that shares the layer has some of the heads
         query, key, value = (each.view(split).transpose(1, 2) for each in self.attention(x).chunk(3, dim=2))
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return seen.transpose(1, 2).reshape(x.shape)
+        return seen.transpose(1, 2).flatten(2)
 
 
 class Head(nn.Module):

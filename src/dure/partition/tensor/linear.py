@@ -57,12 +57,19 @@ class RowLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A split of a linear layer by outputs; `unit` outputs stay together, as those of a head do."""
+    """A split of a linear layer by outputs; `unit` outputs stay together, as those of a head do.
+
+    `parts`: the outputs consist of so many equal parts that are each split, as queries, keys and values in one layer.
+    """
 
     unit: int = 1
+    parts: int = 1
 
     def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
-        shards = even_shards(layer.get_parameter("weight").shape[0], size, dim=0, unit=self.unit)
+        outputs = layer.get_parameter("weight").shape[0]
+        each = even_shards(outputs // self.parts, size, dim=0, unit=self.unit)
+        starts = torch.arange(self.parts) * (outputs // self.parts)
+        shards = [ParameterShard(0, (starts[:, None] + shard.index).flatten()) for shard in each]
         return {name: shards for name, _ in layer.named_parameters()}
 
     def split(self, layer: nn.Module, ways: Ways) -> nn.Module:

@@ -40,12 +40,20 @@ class _Summed(Function):
 
 
 def copied(ways: Ways, tensor: Tensor) -> Tensor:
-    """The tensor, which all workers have; its gradient is the sum of theirs."""
-    found: Tensor = _Copied.apply(ways, tensor)  # type: ignore[no-untyped-call]
+    """The tensor, which all workers have; its gradient is the sum of theirs.
+
+    Layers that read the same tensor one after another share one copy, and so one all-reduce of its gradient.
+    """
+    found = ways.copy_of(tensor)
+    if found is None:
+        found = _Copied.apply(ways, tensor)  # type: ignore[no-untyped-call]
+        ways.keep_copy(tensor, found)
+    ways.enter()
     return found
 
 
 def summed(ways: Ways, tensor: Tensor) -> Tensor:
-    """The sum of the workers' tensors."""
+    """The sum of the workers' tensors, which all workers have."""
+    ways.leave()
     found: Tensor = _Summed.apply(ways, tensor)  # type: ignore[no-untyped-call]
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from dure.job.replica import draws
 from dure.partition.tensor.shard import ParameterShard
 
 if TYPE_CHECKING:
@@ -38,12 +39,13 @@ class SplitPlan:
     """The split of each layer, by the layer's name in the model.
 
     `partial`: the names of parameters that are whole at every worker, and whose gradients there are to be summed over
-    the workers. Those of all other whole parameters are the same at all. `loss` replaces the job's where the outputs
-    are split.
+    the workers. Those of all other whole parameters are the same at all. `inside`: the names of modules between split
+    layers that may draw random numbers, each worker its own. `loss` replaces the job's where the outputs are split.
     """
 
     layers: Mapping[str, LayerSplit]
     partial: frozenset[str] = field(default_factory=frozenset)
+    inside: frozenset[str] = field(default_factory=frozenset)
     loss: Callable[[Ways, Any, Any], Tensor] | None = None
 
     def shards(self, module: nn.Module, size: int) -> dict[str, Sequence[ParameterShard]]:
@@ -56,6 +58,7 @@ class SplitPlan:
 
     def apply(self, module: nn.Module, ways: Ways) -> nn.Module:
         """Replace the layers of a whole model, in place, by their parts at a worker; return the model."""
+        ways.draws = any(draws(part) for name in self.inside for part in module.get_submodule(name).modules())
         for path, split in self.layers.items():
             part = split.split(module.get_submodule(path), ways)
             if not path:

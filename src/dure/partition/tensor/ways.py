@@ -41,14 +41,53 @@ def refused(call: CollectiveCall) -> Any:
 class Ways:
     """The `size` workers that share each layer, seen by number `rank` of them.
 
-    `counts` has the collectives so far, by kind.
+    `counts` has the collectives so far, by kind. `draws`: random numbers are drawn between split layers. They differ
+    between the workers; those that are drawn elsewhere are the same.
     """
 
     def __init__(self, rank: int, size: int, carry_out: Callable[[CollectiveCall], Any]) -> None:
         self.rank = rank
         self.size = size
         self.carry_out = carry_out
+        self.draws = False
         self.counts: Counter[str] = Counter()
+        self._copied: tuple[Tensor, Tensor, bool] | None = None
+        self._outside: Tensor | None = None
+
+    # ---- one forward
+
+    def begin(self) -> None:
+        """Begin a forward: nothing of another is left."""
+        self._copied = self._outside = None
+
+    def end(self) -> None:
+        """End a forward, which may have ended in a split layer."""
+        self.leave()
+        self._copied = None
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """The copy of the tensor that was copied last, if it is this one."""
+        last = self._copied
+        return last[1] if last is not None and last[0] is tensor and last[2] == torch.is_grad_enabled() else None
+
+    def keep_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        """Keep the copy of a tensor for other layers that read it next."""
+        self._copied = tensor, copy, torch.is_grad_enabled()
+
+    def enter(self) -> None:
+        """Enter split layers: random numbers are this worker's own from here on."""
+        if self.draws and self._outside is None:
+            seed = int(torch.randint(2**31, ()))
+            self._outside = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed + self.rank)
+
+    def leave(self) -> None:
+        """Leave split layers: random numbers are the same at all workers again."""
+        if self._outside is not None:
+            torch.set_rng_state(self._outside)
+            self._outside = None
+
+    # ---- collectives
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all, in the order of ranks; a new tensor."""

@@ -1,0 +1,125 @@
+"""Plans of Megatron-LM's pairing for models that are known by the classes of their layers.
+
+| model                                  | by outputs (column)           | by inputs (row)                      |
+|----------------------------------------|-------------------------------|--------------------------------------|
+| `nn.Sequential` of dense layers        | each first of two             | each second of two                   |
+| BERT, ALBERT (Hugging Face), attention | `query`, `key`, `value`       | `output.dense`, or ALBERT's `dense`  |
+| the same, perceptron                   | `intermediate.dense`, `ffn`   | `output.dense`, `ffn_output`         |
+| `char-gpt`, attention and perceptron   | `attention` (three in one), `rise` | `project`, `fall`               |
+
+Attention is split by heads. Word embeddings are split by vocabulary. Shoeybi et al., arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import nn
+
+from dure.errors import UsageError
+from dure.partition.tensor.embedding import Vocabulary
+from dure.partition.tensor.linear import Column, Row
+from dure.partition.tensor.plan import LayerSplit, SplitPlan
+
+ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
+"""Layers that act on each unit alone, so that a worker can apply them to its own units."""
+
+INSIDE = None
+"""In place of a split: a module between split layers."""
+
+Found = Iterator[tuple[str, LayerSplit | None]]
+
+
+def megatron(module: nn.Module, ways: int) -> SplitPlan:
+    """The plan for a model. Raises `UsageError` for a model in which no layers are known, or with too few heads."""
+    found: dict[str, LayerSplit | None] = {}
+    for path, part in module.named_modules():
+        known = KNOWN.get(type(part).__name__)
+        if known is not None:
+            found |= {f"{path}.{name}" if path else name: split for name, split in known(part, ways)}
+        elif isinstance(part, nn.Sequential):
+            found |= dict(_pairs(path, part))
+    if not found:
+        raise UsageError(
+            f"no layers of this {type(module).__name__} are known that several workers could share: there are pairs "
+            "of torch.nn.Linear in an nn.Sequential with functions of single units between, Hugging Face BERT and "
+            "ALBERT, and char-gpt. Describe a plan of your own: a subclass of dure.SharedLayers, as "
+            'partition="FILE.py:CLASS".'
+        )
+    layers = {name: split for name, split in found.items() if split is not None}
+    return SplitPlan(layers, inside=frozenset(found.keys() - layers.keys()))
+
+
+def _pairs(path: str, sequence: nn.Sequential) -> Found:
+    """Pairs of dense layers with functions of single units between them."""
+    first = None
+    for name, part in sequence.named_children():
+        place = f"{path}.{name}" if path else name
+        if isinstance(part, nn.Linear):
+            if first is None:
+                first = place
+            else:
+                yield first, Column()
+                yield place, Row()
+                first = None
+        elif isinstance(part, nn.Dropout) and first is not None:
+            yield place, INSIDE
+        elif not isinstance(part, ELEMENTWISE):
+            first = None
+
+
+def _bert_layer(layer: nn.Module, ways: int) -> Found:
+    attention = layer.get_submodule("attention.self")
+    unit = _unit(attention, "attention_head_size", "num_attention_heads", ways)
+    for name in ("query", "key", "value"):
+        yield f"attention.self.{name}", Column(unit)
+    yield "attention.self.dropout", INSIDE
+    yield "attention.output.dense", Row(unit)
+    yield "intermediate.dense", Column()
+    yield "output.dense", Row()
+
+
+def _albert_layer(layer: nn.Module, ways: int) -> Found:
+    unit = _unit(layer.get_submodule("attention"), "attention_head_size", "num_attention_heads", ways)
+    for name in ("query", "key", "value"):
+        yield f"attention.{name}", Column(unit)
+    yield "attention.attention_dropout", INSIDE
+    yield "attention.dense", Row(unit)
+    yield "ffn", Column()
+    yield "ffn_output", Row()
+
+
+def _gpt_block(block: nn.Module, ways: int) -> Found:
+    heads, width = int(getattr(block, "heads")), block.get_parameter("project.weight").shape[1]  # noqa: B009
+    _check_heads(heads, ways)
+    yield "attention", Column(width // heads, parts=3)
+    yield "project", Row(width // heads)
+    yield "rise", Column()
+    yield "fall", Row()
+
+
+def _words(name: str) -> Callable[[nn.Module, int], Found]:
+    def found(part: nn.Module, ways: int) -> Found:
+        yield name, Vocabulary()
+
+    return found
+
+
+KNOWN: Mapping[str, Callable[[nn.Module, int], Found]] = {
+    "BertLayer": _bert_layer,
+    "BertEmbeddings": _words("word_embeddings"),
+    "AlbertLayer": _albert_layer,
+    "AlbertEmbeddings": _words("word_embeddings"),
+    "Block": _gpt_block,
+}
+"""The splits of the layers in a module, by the name of its class."""
+
+
+def _unit(attention: nn.Module, size: str, heads: str, ways: int) -> int:
+    _check_heads(int(getattr(attention, heads)), ways)
+    return int(getattr(attention, size))
+
+
+def _check_heads(heads: int, ways: int) -> None:
+    if ways > heads:
+        raise UsageError(f"ways={ways} is more than the {heads} heads of an attention layer: write ways={heads}.")

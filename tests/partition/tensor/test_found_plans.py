@@ -1,0 +1,144 @@
+"""Models that are split by the plans found for them, against whole models: outputs, gradients and collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import combinations
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from support.ways import on_ways
+from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
+
+from dure.errors import UsageError
+from dure.job.models.char_gpt import decoder
+from dure.partition.tensor.found_plans import megatron
+from dure.partition.tensor.ways import Ways
+
+WORDS = torch.randint(0, 31, (3, 7), generator=torch.Generator().manual_seed(1))
+LAYERS = 2
+
+
+def bert(kind: type = BertModel, config: type = BertConfig, dropout: float = 0.0) -> nn.Module:
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "intermediate_size": 26,
+        "max_position_embeddings": 9,
+    }
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return kind(config(num_hidden_layers=LAYERS, embedding_size=8, **sizes, **drops))
+
+
+def albert() -> nn.Module:
+    return bert(AlbertModel, AlbertConfig)
+
+
+def gpt() -> nn.Module:
+    return decoder(31, 24, LAYERS, 6, 9)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"bert": bert, "albert": albert, "gpt": gpt}
+
+
+def outputs_of(model: nn.Module) -> Tensor:
+    if isinstance(model, nn.Sequential):
+        outputs: Tensor = model(WORDS)
+        return outputs
+    found: Tensor = model(input_ids=WORDS, attention_mask=(WORDS > 3).long()).pooler_output
+    return found
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 6])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_split_model_equals_the_whole_one(name: str, ways: int) -> None:
+    """Outputs and gradients; heads may be divided unevenly. Each layer has two collectives forward, two backward."""
+    torch.manual_seed(0)
+    whole = MODELS[name]().double()
+    outputs = outputs_of(whole)
+    outputs.square().sum().backward()
+    plan = megatron(whole, ways)
+
+    def at(own: Ways) -> tuple[Tensor, dict[str, Any], Counter[str], Counter[str]]:
+        part = plan.apply(deepcopy(whole), own)
+        part.zero_grad()
+        found = outputs_of(part)
+        forward = Counter(own.counts)
+        found.square().sum().backward()
+        return found.detach(), {key: each.grad for key, each in part.named_parameters()}, forward, own.counts
+
+    shards = plan.shards(whole, ways)
+    embeddings = 0 if name == "gpt" else 1  # the words of char-gpt are whole
+    for rank, (found, gradients, forward, both) in enumerate(on_ways(ways, at)):
+        torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-12)
+        assert forward == {"all_reduce": embeddings + 2 * LAYERS}
+        assert both == {"all_reduce": embeddings + 4 * LAYERS}
+        for key, each in whole.named_parameters():
+            if each.grad is not None:
+                right = shards[key][rank].of(each.grad) if key in shards else each.grad
+                torch.testing.assert_close(gradients[key], right, rtol=0, atol=1e-12)
+
+
+def test_parts_hold_their_share_of_the_split_parameters() -> None:
+    whole = bert()
+    plan = megatron(whole, 2)
+    split = {key for key, _ in whole.named_parameters() if key in plan.shards(whole, 2)}
+    numel = {key: each.numel() for key, each in whole.named_parameters()}
+    for part in on_ways(2, lambda ways: plan.apply(deepcopy(whole), ways)):
+        assert [key for key, _ in part.named_parameters()] == list(numel)
+        for key, each in part.named_parameters():
+            if key != "embeddings.word_embeddings.weight":  # 16 and 15 rows
+                assert each.numel() == (numel[key] // 2 if key in split else numel[key])
+
+
+def test_random_numbers_differ_between_split_layers_and_agree_elsewhere() -> None:
+    """The attention of one worker at a time, each from the same state of the generator."""
+    torch.manual_seed(0)
+    whole = bert(dropout=0.5)
+    plan, turn = megatron(whole, 2), Lock()
+
+    def at(ways: Ways) -> tuple[list[Tensor], list[Tensor]]:
+        part, seen = plan.apply(deepcopy(whole), ways), ([], [])
+        part.get_submodule("encoder.layer.0.attention.self").register_forward_hook(
+            lambda *_: seen[0].append(torch.rand(9))
+        )
+        part.get_submodule("encoder.layer.0.output").register_forward_hook(lambda *_: seen[1].append(torch.rand(9)))
+        part.get_submodule("encoder.layer.1.attention.self").register_forward_hook(
+            lambda *_: seen[0].append(torch.rand(9))
+        )
+        ways.carry_out = lambda call: call.sends[0].clone()
+        with turn:
+            torch.manual_seed(1)
+            ways.begin()
+            outputs_of(part)
+            ways.end()
+            seen[1].append(torch.rand(9))
+        return seen
+
+    (first, outside), (second, same) = on_ways(2, at)
+    assert torch.equal(torch.stack(outside), torch.stack(same))
+    drawn = [*first, *second]
+    assert not any(torch.equal(one, other) for one, other in combinations(drawn, 2))
+
+
+def test_dropout_behind_split_layers_draws_as_in_the_whole_model() -> None:
+    assert not any(on_ways(2, lambda ways: draws_inside(decoder(31, 24, 2, 6, 9, dropout=0.5), ways)))
+    assert all(on_ways(2, lambda ways: draws_inside(bert(dropout=0.5), ways)))
+
+
+def draws_inside(model: nn.Module, ways: Ways) -> bool:
+    megatron(model, 2).apply(model, ways)
+    return ways.draws
+
+
+def test_models_without_known_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="no layers of this LSTM are known"):
+        megatron(nn.LSTM(3, 4), 2)
+    with pytest.raises(UsageError, match="ways=8 is more than the 6 heads"):
+        megatron(bert(), 8)
