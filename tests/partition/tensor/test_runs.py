@@ -73,8 +73,12 @@ GPT = "char-gpt:layers=2,width=16,heads=2,context=12"
     ("job", "partition", "workers"),
     [
         (GPT, "tensor:ways=2", 2),
+        (f"{GPT},tied=true", "tensor:ways=2", 2),
         ("digits-mlp:hidden=16", "tensor:ways=3", 3),
-        *soaked((GPT, "gpipe:stages=2,micro=2+tensor:ways=2", 4)),
+        *soaked(
+            (GPT, "gpipe:stages=2,micro=2+tensor:ways=2", 4),
+            (f"{GPT},tied=true", "1f1b:stages=2,micro=2+tensor:ways=2", 4),
+        ),
     ],
 )
 def test_built_in_jobs_train_as_whole_models_do(job, partition, workers):

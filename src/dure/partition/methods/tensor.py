@@ -33,4 +33,4 @@ class TensorParallel(SharedLayers):
     paper: ClassVar[str] = "Shoeybi et al., Megatron-LM, 2019, section 3"
 
     def plan(self, job: Job, module: nn.Module) -> SplitPlan:
-        return megatron(module, self.ways)
+        return megatron(module, self.ways, job.loss)

@@ -7,19 +7,25 @@
 | the same, perceptron                   | `intermediate.dense`, `ffn`   | `output.dense`, `ffn_output`         |
 | `char-gpt`, attention and perceptron   | `attention` (three in one), `rise` | `project`, `fall`               |
 
-Attention is split by heads. Word embeddings are split by vocabulary. Shoeybi et al., arXiv 1909.08053, section 3.
+Attention is split by heads. Word embeddings are split by vocabulary, and so are the scores of `char-gpt`.
+Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dure.errors import UsageError
+from dure.job.models.char_gpt import Block, Embedding, Head, next_loss
 from dure.partition.tensor.embedding import Vocabulary
 from dure.partition.tensor.linear import Column, Row
+from dure.partition.tensor.loss import split_cross_entropy
 from dure.partition.tensor.plan import LayerSplit, SplitPlan
+from dure.partition.tensor.ways import Ways
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
 """Layers that act on each unit alone, so that a worker can apply them to its own units."""
@@ -30,11 +36,15 @@ INSIDE = None
 Found = Iterator[tuple[str, LayerSplit | None]]
 
 
-def megatron(module: nn.Module, ways: int) -> SplitPlan:
-    """The plan for a model. Raises `UsageError` for a model in which no layers are known, or with too few heads."""
+def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | None = None) -> SplitPlan:
+    """The plan for a model with a `loss`.
+
+    The scores of words are split where the loss is the cross-entropy of `char-gpt`. Raises `UsageError` for a model in
+    which no layers are known, or with too few heads.
+    """
     found: dict[str, LayerSplit | None] = {}
     for path, part in module.named_modules():
-        known = KNOWN.get(type(part).__name__)
+        known = _known(part)
         if known is not None:
             found |= {f"{path}.{name}" if path else name: split for name, split in known(part, ways)}
         elif isinstance(part, nn.Sequential):
@@ -47,7 +57,27 @@ def megatron(module: nn.Module, ways: int) -> SplitPlan:
             'partition="FILE.py:CLASS".'
         )
     layers = {name: split for name, split in found.items() if split is not None}
-    return SplitPlan(layers, inside=frozenset(found.keys() - layers.keys()))
+    inside = frozenset(found.keys() - layers.keys())
+    head = next((f"{path}.scores" for path, part in module.named_modules() if type(part) is Head), None)
+    if head is None or loss is not next_loss:
+        return SplitPlan(_untied(module, layers), inside=inside)
+    words = module.get_parameter(f"{head}.weight").shape[0]
+
+    def split_loss(own: Ways, outputs: Tensor, targets: Tensor) -> Tensor:
+        return split_cross_entropy(own, outputs, targets, words)
+
+    return SplitPlan(layers | {head: Column()}, inside=inside, loss=split_loss)
+
+
+def _untied(module: nn.Module, layers: Mapping[str, LayerSplit]) -> Mapping[str, LayerSplit]:
+    """The splits without those of embeddings whose weight other layers have, which stay whole."""
+    named = module.named_parameters(remove_duplicate=False)
+    times = Counter(id(parameter) for _, parameter in named)
+    return {
+        name: split
+        for name, split in layers.items()
+        if not isinstance(split, Vocabulary) or times[id(module.get_parameter(f"{name}.weight"))] == 1
+    }
 
 
 def _pairs(path: str, sequence: nn.Sequential) -> Found:
@@ -90,7 +120,8 @@ def _albert_layer(layer: nn.Module, ways: int) -> Found:
 
 
 def _gpt_block(block: nn.Module, ways: int) -> Found:
-    heads, width = int(getattr(block, "heads")), block.get_parameter("project.weight").shape[1]  # noqa: B009
+    assert isinstance(block, Block)
+    heads, width = block.heads, block.project.in_features
     _check_heads(heads, ways)
     yield "attention", Column(width // heads, parts=3)
     yield "project", Row(width // heads)
@@ -105,14 +136,20 @@ def _words(name: str) -> Callable[[nn.Module, int], Found]:
     return found
 
 
-KNOWN: Mapping[str, Callable[[nn.Module, int], Found]] = {
+HUGGING_FACE: Mapping[str, Callable[[nn.Module, int], Found]] = {
     "BertLayer": _bert_layer,
     "BertEmbeddings": _words("word_embeddings"),
     "AlbertLayer": _albert_layer,
     "AlbertEmbeddings": _words("word_embeddings"),
-    "Block": _gpt_block,
 }
-"""The splits of the layers in a module, by the name of its class."""
+"""The splits of the layers in a module, by the name of its class, which is not imported."""
+
+OWN: Mapping[type, Callable[[nn.Module, int], Found]] = {Block: _gpt_block, Embedding: _words("characters")}
+
+
+def _known(part: nn.Module) -> Callable[[nn.Module, int], Found] | None:
+    kind = type(part)
+    return HUGGING_FACE.get(kind.__name__) if kind.__module__.startswith("transformers.") else OWN.get(kind)
 
 
 def _unit(attention: nn.Module, size: str, heads: str, ways: int) -> int:

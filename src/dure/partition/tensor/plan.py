@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from dure.errors import UsageError
 from dure.job.replica import draws
 from dure.partition.tensor.shard import ParameterShard
 
@@ -59,10 +60,34 @@ class SplitPlan:
     def apply(self, module: nn.Module, ways: Ways) -> nn.Module:
         """Replace the layers of a whole model, in place, by their parts at a worker; return the model."""
         ways.draws = any(draws(part) for name in self.inside for part in module.get_submodule(name).modules())
+        ties = _ties(module)
         for path, split in self.layers.items():
             part = split.split(module.get_submodule(path), ways)
             if not path:
                 return part
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, part)
+        for first, *others in ties:
+            for other in others:
+                _tie(module, first, other)
         return module
+
+
+def _ties(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _tie(module: nn.Module, first: str, other: str) -> None:
+    """Let a parameter be another. Raises `UsageError` if they were split in different ways."""
+    shared = module.get_parameter(first)
+    if module.get_parameter(other).shape != shared.shape:
+        raise UsageError(
+            f"the parameters {first!r} and {other!r} are one, and the plan splits them in different ways: split both "
+            "alike, or leave both whole."
+        )
+    owner, _, name = other.rpartition(".")
+    setattr(module.get_submodule(owner), name, shared)
