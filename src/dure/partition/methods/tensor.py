@@ -14,9 +14,11 @@ elements as its output. All workers read the same mini-batch, and the result equ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.parameter import parameter
 from dure.partition.shared_layers import SharedLayers
+from dure.partition.tensor.each_layer import columns, rows
 from dure.partition.tensor.found_plans import megatron
 
 if TYPE_CHECKING:
@@ -32,5 +34,12 @@ class TensorParallel(SharedLayers):
 
     paper: ClassVar[str] = "Shoeybi et al., Megatron-LM, 2019, section 3"
 
+    layers: Literal["pairs", "rows", "columns"] = parameter(
+        "pairs",
+        "split of the layers: Megatron-LM's pairs; or each linear layer alone, by inputs (rows) or outputs (columns)",
+    )
+
     def plan(self, job: Job, module: nn.Module) -> SplitPlan:
-        return megatron(module, self.ways, job.loss)
+        if self.layers == "rows":
+            return rows(module, self.ways)
+        return columns(module, self.ways) if self.layers == "columns" else megatron(module, self.ways, job.loss)

@@ -1,17 +1,24 @@
 """Operators of split layers: functions of tensors whose forward or backward has a collective over `Ways`.
 
-| operator   | forward               | backward              | Megatron-LM          |
-|------------|-----------------------|-----------------------|----------------------|
-| `copied`   | the tensor            | all-reduce            | f                    |
-| `summed`   | all-reduce            | the gradient          | g                    |
+| operator    | forward        | backward       | the next operations are              | name in the papers      |
+|-------------|----------------|----------------|--------------------------------------|-------------------------|
+| `copied`    | the tensor     | all-reduce     | parts, one at each worker            | f                       |
+| `summed`    | all-reduce     | the gradient   | the same at all workers              | g                       |
+| `gathered`  | all-gather     | own slice      | the same at all workers              |                         |
+| `sliced`    | own slice      | all-gather     | parts, one at each worker            |                         |
+| `collected` | all-gather     | reduce-scatter | parts, one at each worker            | g, sequence parallel    |
+| `scattered` | reduce-scatter | all-gather     | the same for all slices              | g-bar, likewise         |
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
+Slices are along one dimension, of given `sizes`. Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3;
+Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, section 4.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -39,6 +46,67 @@ class _Summed(Function):
         return None, gradients[0]
 
 
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
+        return _all(ways, tensor, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, _own(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+
+
+class _Sliced(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
+        return _own(ways, tensor, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, _all(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+
+
+class _Collected(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
+        return _all(ways, tensor, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, _sum(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+
+
+class _Scattered(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
+        return _sum(ways, tensor, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, _all(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+
+
+def _own(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slice of this worker."""
+    return torch.split(tensor, list(sizes), dim)[ways.rank].contiguous()
+
+
+def _sum(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slice of this worker in the sum over all."""
+    return ways.reduce_scatter(torch.split(tensor, list(sizes), dim))
+
+
+def _all(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slices of all workers, joined."""
+    dim %= tensor.dim()
+    shapes = [torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])) for size in sizes]
+    return torch.cat(ways.all_gather(tensor, shapes), dim)
+
+
 def copied(ways: Ways, tensor: Tensor) -> Tensor:
     """The tensor, which all workers have; its gradient is the sum of theirs.
 
@@ -56,4 +124,34 @@ def summed(ways: Ways, tensor: Tensor) -> Tensor:
     """The sum of the workers' tensors, which all workers have."""
     ways.leave()
     found: Tensor = _Summed.apply(ways, tensor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gathered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The workers' slices joined, for operations that all workers repeat."""
+    ways.leave()
+    found: Tensor = _Gathered.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sliced(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """This worker's slice of a tensor that all workers have."""
+    found: Tensor = _Sliced.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
+    return found
+
+
+def collected(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The workers' slices joined, for operations of which each worker computes a part."""
+    ways.leave()
+    found: Tensor = _Collected.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
+    return found
+
+
+def scattered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """This worker's slice of the sum of the workers' tensors."""
+    ways.leave()
+    found: Tensor = _Scattered.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
     return found
