@@ -2,7 +2,7 @@
 
 | model                                  | by outputs (column)           | by inputs (row)                      |
 |----------------------------------------|-------------------------------|--------------------------------------|
-| `nn.Sequential` of dense layers        | each first of two             | each second of two                   |
+| `nn.Sequential`: dense, convolutions   | each first of two             | each second of two                   |
 | BERT, ALBERT (Hugging Face), attention | `query`, `key`, `value`       | `output.dense`, or ALBERT's `dense`  |
 | the same, perceptron                   | `intermediate.dense`, `ffn`   | `output.dense`, `ffn_output`         |
 | `char-gpt`, attention and perceptron   | `attention` (three in one), `rise` | `project`, `fall`               |
@@ -24,11 +24,9 @@ from dure.job.models.char_gpt import Block, Embedding, Head, next_loss
 from dure.partition.tensor.embedding import Vocabulary
 from dure.partition.tensor.linear import Column, Row
 from dure.partition.tensor.loss import split_cross_entropy
+from dure.partition.tensor.pairs import pairs
 from dure.partition.tensor.plan import LayerSplit, SplitPlan
 from dure.partition.tensor.ways import Ways
-
-ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
-"""Layers that act on each unit alone, so that a worker can apply them to its own units."""
 
 INSIDE = None
 """In place of a split: a module between split layers."""
@@ -43,18 +41,20 @@ def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | 
     which no layers are known, or with too few heads.
     """
     found: dict[str, LayerSplit | None] = {}
+    sequences = set[str]()
     for path, part in module.named_modules():
         known = _known(part)
         if known is not None:
             found |= {f"{path}.{name}" if path else name: split for name, split in known(part, ways)}
         elif isinstance(part, nn.Sequential):
-            found |= dict(_pairs(path, part))
+            found |= {} if path and path.rpartition(".")[0] in sequences else dict(pairs(path, part, ways))
+            sequences.add(path)
     if not found:
         raise UsageError(
             f"no layers of this {type(module).__name__} are known that several workers could share: there are pairs "
-            "of torch.nn.Linear in an nn.Sequential with functions of single units between, Hugging Face BERT and "
-            "ALBERT, and char-gpt. Describe a plan of your own: a subclass of dure.SharedLayers, as "
-            'partition="FILE.py:CLASS".'
+            "of dense layers or convolutions in an nn.Sequential with layers that act on each channel alone between, "
+            "Hugging Face BERT and ALBERT, and char-gpt. Describe a plan of your own: a subclass of dure.SharedLayers, "
+            'as partition="FILE.py:CLASS".'
         )
     layers = {name: split for name, split in found.items() if split is not None}
     inside = frozenset(found.keys() - layers.keys())
@@ -78,24 +78,6 @@ def _untied(module: nn.Module, layers: Mapping[str, LayerSplit]) -> Mapping[str,
         for name, split in layers.items()
         if not isinstance(split, Vocabulary) or times[id(module.get_parameter(f"{name}.weight"))] == 1
     }
-
-
-def _pairs(path: str, sequence: nn.Sequential) -> Found:
-    """Pairs of dense layers with functions of single units between them."""
-    first = None
-    for name, part in sequence.named_children():
-        place = f"{path}.{name}" if path else name
-        if isinstance(part, nn.Linear):
-            if first is None:
-                first = place
-            else:
-                yield first, Column()
-                yield place, Row()
-                first = None
-        elif isinstance(part, nn.Dropout) and first is not None:
-            yield place, INSIDE
-        elif not isinstance(part, ELEMENTWISE):
-            first = None
 
 
 def _bert_layer(layer: nn.Module, ways: int) -> Found:

@@ -1,19 +1,22 @@
-"""Linear layers split over workers: by outputs (column parallel) and by inputs (row parallel).
+"""Linear layers and convolutions split over workers: by outputs (column parallel) and by inputs (row parallel).
 
-    Y = X A^T + b                             A: outputs x inputs, as in `torch.nn.Linear`
+    Y = X A^T + b                 A: outputs x inputs, as in `torch.nn.Linear`; for convolutions both are channels
 
-| split  | a worker holds     | forward                       | backward               |
-|--------|--------------------|-------------------------------|------------------------|
-| column | rows of A, and of b | Y_i = X A_i^T + b_i           | dX: all-reduce         |
-| row    | columns of A, b    | Y: all-reduce of X_i A_i^T, then + b | dX_i: none      |
+| split  | a worker holds        | forward                              | backward        |
+|--------|-----------------------|--------------------------------------|-----------------|
+| column | rows of A, and of b   | Y_i = X A_i^T + b_i                  | dX: all-reduce  |
+| row    | columns of A, all of b | Y: all-reduce of X_i A_i^T, then + b | dX_i: no message |
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. Filters of convolutions are split in the same way, as Yadan
+et al., "Multi-GPU Training of ConvNets", arXiv 1312.5853, do beside data parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,57 +26,83 @@ from dure.partition.tensor.operators import copied, gathered, sliced, summed
 from dure.partition.tensor.shard import ParameterShard, even_shards
 from dure.partition.tensor.ways import Ways
 
+Apply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A layer as a function of inputs, weight and bias."""
 
-class ColumnLinear(nn.Module):
-    """Outputs of a linear layer at one worker. Every worker has the whole input, and with `sizes` gets all outputs."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class ColumnPart(nn.Module):
+    """Outputs of a layer at one worker. Every worker has the whole input, and with `sizes` gets all outputs.
+
+    With `copies=False` the operator before the layer sums the gradients of its inputs.
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Ways, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        weight: Tensor,
+        bias: Tensor | None,
+        ways: Ways,
+        sizes: Sequence[int] | None,
+        *,
+        copies: bool = True,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.ways = ways
         self.sizes = sizes
+        self.copies = copies
+        self._apply_layer = function_of(layer)
+        self._dim = channels_of(layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs = linear(copied(self.ways, inputs), self.weight, self.bias)
-        return outputs if self.sizes is None else gathered(self.ways, outputs, self.sizes, -1)
+        own = copied(self.ways, inputs) if self.copies else inputs
+        outputs = self._apply_layer(own, self.weight, self.bias)
+        return outputs if self.sizes is None else gathered(self.ways, outputs, self.sizes, self._dim)
 
 
-class RowLinear(nn.Module):
-    """A linear layer at a worker that has some of the inputs, or with `sizes` takes them from the whole input.
+class RowPart(nn.Module):
+    """A layer at a worker that has some of the inputs, or with `sizes` takes them from the whole input.
 
     Every worker gets the whole output.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ways: Ways, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, weight: Tensor, bias: Tensor | None, ways: Ways, sizes: Sequence[int] | None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.ways = ways
         self.sizes = sizes
+        self._apply_layer = function_of(layer)
+        self._dim = channels_of(layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.sizes is not None:
-            inputs = sliced(self.ways, inputs, self.sizes, -1)
-        total = summed(self.ways, linear(inputs, self.weight))
-        return total if self.bias is None else total + self.bias
+            inputs = sliced(self.ways, inputs, self.sizes, self._dim)
+        total = summed(self.ways, self._apply_layer(inputs, self.weight, None))
+        return total if self.bias is None else total + self.bias.view(-1, *[1] * (-1 - self._dim))
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A split of a linear layer by outputs; `unit` outputs stay together, as those of a head do.
+    """A split of a layer by outputs; `unit` outputs stay together, as those of a head do.
 
     `parts`: the outputs consist of so many equal parts that are each split, as queries, keys and values in one layer.
-    `gathers`: the outputs of all workers are gathered.
+    `gathers`: the outputs of all workers are gathered. `copies`: as in `ColumnPart`.
     """
 
     unit: int = 1
     parts: int = 1
     gathers: bool = False
+    copies: bool = True
 
     def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
         outputs = layer.get_parameter("weight").shape[0]
@@ -85,12 +114,12 @@ class Column:
     def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
         shards = self.shards(layer, ways.size)
         sizes = [each.index.numel() for each in shards["weight"]] if self.gathers else None
-        return ColumnLinear(*_cut(layer, shards, ways.rank), ways, sizes)
+        return ColumnPart(layer, *_cut(layer, shards, ways.rank), ways, sizes, copies=self.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A split of a linear layer by inputs; `unit` inputs stay together.
+    """A split of a layer by inputs; `unit` inputs stay together.
 
     `slices`: every worker has the whole input, and takes its own from it.
     """
@@ -104,7 +133,54 @@ class Row:
     def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
         shards = self.shards(layer, ways.size)
         sizes = [each.index.numel() for each in shards["weight"]] if self.slices else None
-        return RowLinear(*_cut(layer, shards, ways.rank), ways, sizes)
+        return RowPart(layer, *_cut(layer, shards, ways.rank), ways, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ByChannel:
+    """A split of batch norm by channels, between layers that are split: parameters, and buffers of as many elements."""
+
+    def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
+        assert isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        shards = even_shards(layer.num_features, size, dim=0)
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        return {name: shards for name, each in tensors if each.dim() == 1}
+
+    def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
+        part, shards = bare(layer), self.shards(layer, ways.size)
+        for name, parameter in layer.named_parameters():
+            part._parameters[name] = nn.Parameter(shards[name][ways.rank].of(parameter.detach()))
+        for name, buffer in layer.named_buffers():
+            part._buffers[name] = shards[name][ways.rank].of(buffer) if name in shards else buffer.clone()
+        return part
+
+
+def is_splittable(layer: nn.Module) -> bool:
+    """Whether a layer can be split by outputs and by inputs."""
+    return type(layer) is nn.Linear or (type(layer) in CONVOLUTIONS and getattr(layer, "groups", 0) == 1)
+
+
+def function_of(layer: nn.Module) -> Apply:
+    """A linear layer or a convolution as a function, which keeps none of its parameters."""
+    return linear if isinstance(layer, nn.Linear) else partial(_convolved, bare(layer))
+
+
+def channels_of(layer: nn.Module) -> int:
+    """The dimension of inputs and outputs in the tensors of a layer, counted from the last."""
+    return -1 if isinstance(layer, nn.Linear) else -1 - len(layer.kernel_size)  # type: ignore[arg-type]
+
+
+def bare(layer: nn.Module) -> nn.Module:
+    """A layer with the settings of another, without parameters and buffers."""
+    found = copy(layer)
+    found._parameters = dict.fromkeys(layer._parameters)
+    found._buffers = dict.fromkeys(layer._buffers)
+    return found
+
+
+def _convolved(layer: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = layer._conv_forward(inputs, weight, bias)  # type: ignore[operator]
+    return found
 
 
 def _cut(layer: nn.Module, shards: Mapping[str, Sequence[ParameterShard]], rank: int) -> tuple[Tensor, Tensor | None]:
