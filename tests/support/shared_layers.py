@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from dure.job.data.digits import load_digits
 from dure.job.job import Job
+from dure.job.models.mlp import top1
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.linear import Column, Row
 from dure.partition.tensor.plan import LayerSplit, SplitPlan
@@ -28,3 +31,26 @@ class Pairs(SharedLayers):
 def pairs(ways: int) -> str:
     """The text of the sharing."""
     return f"{HERE}:Pairs:ways={ways}"
+
+
+def conv_job() -> Job:
+    """A small convolutional network on digits: two convolutions and three dense layers."""
+    data = load_digits()
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 4, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 5, 2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(20, 12),
+            nn.ReLU(),
+            nn.Linear(12, 9),
+            nn.ReLU(),
+            nn.Linear(9, 10),
+        )
+
+    return Job(model, cross_entropy, data.train, data.test, name="convolutions", accuracy=top1)

@@ -17,5 +17,6 @@ CATALOGUE = {
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
     "dni": "dure.partition.methods.dni:DNI",
+    "one-weird-trick": "dure.partition.methods.one_weird_trick:OneWeirdTrick",
     "tensor": "dure.partition.methods.tensor:TensorParallel",
 }

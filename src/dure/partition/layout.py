@@ -90,7 +90,8 @@ class StageLayout:
         return [module] if self._is_one_block(module) else blocks_of(self.job, module)
 
     def _is_one_block(self, module: nn.Module) -> bool:
-        return self.pipeline.stages * self.pipeline.chunks == 1 and is_one_block(self.job, module)
+        alone = self.pipeline.stages * self.pipeline.chunks == 1
+        return alone and (self.shared is not None or is_one_block(self.job, module))
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 
@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedLayers:
-    """A model whose layers `ways` workers share, by the `plan` of a job's model."""
+    """A model whose layers `ways` workers share, by the `plan` of a job's model.
+
+    `in_pipelines`: it joins a pipeline, as the plan splits each layer in its place and leaves the others as they are.
+    """
 
     ways: int = parameter(2, "workers that share each layer", range=">= 1", symbol="W")
+
+    in_pipelines: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.ways < 1:

@@ -114,12 +114,8 @@ class Strategy:
                 f"{member_text('sync', self.sync)} does not run over {partition}: {because}. The nearest that works is "
                 f'"{works} {partition}", or {sync} without a partition.'
             )
-        if isinstance(self.partition, Mesh) and isinstance(pipeline, Programmed):
-            raise StrategyError(
-                f"nothing joins {name_of('partition', pipeline)}, which is no order of forwards and backwards. The "
-                f'nearest that works is "gpipe:stages={pipeline.stages}+'
-                f'{member_text("partition", self.partition.shared)}".'
-            )
+        if isinstance(self.partition, Mesh):
+            self._check_mesh(self.partition)
         if pipeline.versions > 1 and (sync, topology) != ("bsp", "collective"):
             raise StrategyError(
                 f"{sync} over {topology} does not run over {partition}: it reads and writes the one model of a worker, "
@@ -134,6 +130,20 @@ class Strategy:
             raise StrategyError(
                 f"{topology} does not connect the replicas of {partition}: there are {names(STAGED_TOPOLOGIES)}. "
                 f'The nearest that works is "{sync} {STAGED_TOPOLOGIES[0]} {partition}".'
+            )
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        """Raise `StrategyError` if the layers of a pipeline's stages cannot be shared."""
+        pipeline, shared = name_of("partition", mesh.pipeline), name_of("partition", mesh.shared)
+        if not mesh.shared.in_pipelines:
+            raise StrategyError(
+                f"{shared} does not join {pipeline}: it computes parts of a model in an order of its own. The nearest "
+                f'that works is "{member_text("partition", mesh.shared)}" alone.'
+            )
+        if isinstance(mesh.pipeline, Programmed):
+            raise StrategyError(
+                f"nothing joins {pipeline}, which is no order of forwards and backwards. The nearest that works is "
+                f'"gpipe:stages={mesh.pipeline.stages}+{member_text("partition", mesh.shared)}".'
             )
 
     def _check_codec(self, topology: str) -> None:

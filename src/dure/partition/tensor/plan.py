@@ -37,7 +37,7 @@ class LayerSplit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The split of each layer, by the layer's name in the model.
+    """The split of each layer, by the layer's name in the model; that of the model itself, named "", is the last.
 
     `partial`: the names of parameters that are whole at every worker, and whose gradients there are to be summed over
     the workers. Those of all other whole parameters are the same at all. `inside`: the names of modules between split
@@ -63,10 +63,11 @@ class SplitPlan:
         ties = _ties(module)
         for path, split in self.layers.items():
             part = split.split(module.get_submodule(path), ways)
-            if not path:
-                return part
             owner, _, name = path.rpartition(".")
-            setattr(module.get_submodule(owner), name, part)
+            if path:
+                setattr(module.get_submodule(owner), name, part)
+            else:
+                module = part
         for first, *others in ties:
             for other in others:
                 _tie(module, first, other)
