@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from support.chains import chain, model
+from support.runs import virtual
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import dure
 from dure.job.replica import Replica
@@ -50,3 +53,34 @@ def test_blocks_hold_the_tensors_of_the_module_after_a_move(device):
     assert [slot[2] for slot in stage._slots[0]] == [0, 1, 2]
     assert {each.device.type for each in (*tail.parameters(), *tail.buffers())} == {device}
     assert [layer.name for layer in stage.replica.layers] == ["shift", "last.weight", "last.bias"]
+
+
+class Checkpointed(nn.Sequential):
+    """Keeps no activations: the backward computes the forward of its layers again."""
+
+    def forward(self, inputs):
+        return checkpoint(super().forward, inputs, use_reentrant=False)
+
+
+def trained(partition, module):
+    return virtual(chain(module), f"bsp {partition}", workers=2, steps=9).params
+
+
+@pytest.mark.parametrize("method", ["pipedream:", "pipedream:sync=vertical,"])
+def test_activation_checkpoints_compute_again_at_the_weights_of_their_forward(method):
+    def checkpointed():
+        layers = list(model())
+        return nn.Sequential(layers[0], Checkpointed(layers[1], layers[2]), *layers[3:])
+
+    found = trained(f"{method}stages=2,cuts=2", checkpointed)
+    assert torch.equal(found, trained(f"{method}stages=2,cuts=3", model))
+
+
+def test_activation_checkpoints_over_all_of_a_stage_with_current_weights_are_features_replay():
+    def checkpointed():
+        layers = list(model())
+        return nn.Sequential(Checkpointed(*layers[:4]), *layers[4:])
+
+    found = trained("ddg:weights=current,stages=2,cuts=1", checkpointed)
+    assert torch.equal(found, trained("features-replay:stages=2,cuts=4", model))
+    assert not torch.equal(found, trained("ddg:weights=current,stages=2,cuts=4", model))

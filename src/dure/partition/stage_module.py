@@ -166,6 +166,7 @@ class StageModule:
         roots = [each for each in passed.outputs if each.requires_grad]
         if not roots or not (wanted or leaves):
             return [torch.zeros_like(each) for each in wanted], []
+        self.place(chunk, passed)  # a block with activation checkpoints computes its forward again
         with Isolated(True, None, self.replica.device):
             found = torch.autograd.grad(
                 roots,
