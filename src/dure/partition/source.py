@@ -124,7 +124,10 @@ class StageSource:
         if group.encodes:
             ready = StepPortion(lambda: gradient, StepTime(0.0, 0.0))
             return await group.mean_gradient(ready, self.share)
-        return gradient.with_values(await group.mean(gradient.values, self.share))
+        node, started = requester.node, requester.node.now()
+        mean = await group.mean(gradient.values, self.share)
+        self.stage.meter.add("communicate", started, node.now(), "all_reduce")
+        return gradient.with_values(mean)
 
 
 async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:

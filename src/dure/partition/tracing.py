@@ -215,7 +215,7 @@ def _block(
 
 
 def _held(module: nn.Module, twin: nn.Module, target: str) -> Any:
-    """What the module has under a name; of its copy, a constant that the trace added."""
+    """The attribute `target` of the module, or of its copy for a constant that the trace added."""
     try:
         return _attribute(module, target)
     except AttributeError:
