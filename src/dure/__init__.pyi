@@ -30,6 +30,7 @@ from dure.partition.methods.features_replay import FeaturesReplay as FeaturesRep
 from dure.partition.methods.gpipe import GPipe as GPipe
 from dure.partition.methods.interleaved import Interleaved as Interleaved
 from dure.partition.methods.multi_version import MultiVersion as MultiVersion
+from dure.partition.methods.neurons import Neurons as Neurons
 from dure.partition.methods.one_f_one_b import OneFOneB as OneFOneB
 from dure.partition.methods.one_weird_trick import OneWeirdTrick as OneWeirdTrick
 from dure.partition.methods.petrowski import Petrowski as Petrowski

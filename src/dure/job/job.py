@@ -3,6 +3,7 @@
     | built-in job     | data               | model, with parameters of the job and their defaults              |
     |------------------|--------------------|-------------------------------------------------------------------|
     | `digits-mlp`     | 8x8 digits, bundled | `depth=1` hidden layers of `hidden=64` units                     |
+    | `digits-local`   | 8x8 digits         | `depth=2` locally connected layers of `channels=4`, `kernel=3`    |
     | `mnist-mlp`      | MNIST              | `depth=1` hidden layers of `hidden=32` units                      |
     | `mnist-cnn`      | MNIST              | two convolutions, no batch norm                                   |
     | `cifar10-cnn`    | CIFAR-10           | three convolutions with batch norm                                |
@@ -47,6 +48,7 @@ from dure.job.schedule import Schedule, schedule_of
 
 BUILT_IN: Mapping[str, str] = {
     "digits-mlp": "dure.job.models.digits:digits_mlp",
+    "digits-local": "dure.job.models.local:digits_local",
     "mnist-mlp": "dure.job.models.mnist:mnist_mlp",
     "mnist-cnn": "dure.job.models.mnist:mnist_cnn",
     "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",

@@ -19,4 +19,5 @@ CATALOGUE = {
     "dni": "dure.partition.methods.dni:DNI",
     "one-weird-trick": "dure.partition.methods.one_weird_trick:OneWeirdTrick",
     "tensor": "dure.partition.methods.tensor:TensorParallel",
+    "neurons": "dure.partition.methods.neurons:Neurons",
 }
