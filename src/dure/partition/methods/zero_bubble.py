@@ -13,9 +13,9 @@ NeurIPS 2024 (v). At worker k = 1 .. K:
 | `h2`       | 2 (K - k) forwards ahead, each W held back by 2 (k - 1)   | (K - k) (f + i - 2w)| 2K - 1                |
 | `v`        | two chunks: stages k and 2K + 1 - k; the loss at worker 1 | 0 if f = i = w      | 2K, each of a chunk   |
 
-f, i and w are the times of F, I and W. For `h2` and `v` the idle time is that between the first action of a worker and
-its last, with 2K - 1 micro-batches or more. W computes the backward of its stage's outputs again, so a real run gains
-where stages are long beside that.
+f, i and w are the times of F, I and W. The idle times hold if w <= f, with K micro-batches or more for `h1`, and with
+2K - 1 or more for `h2` and `v`. For these two it is the time between the first action of a worker and its last. W
+computes the backward of its stage's outputs again, so a real run gains where stages are long beside that.
 """
 
 from __future__ import annotations
