@@ -32,6 +32,7 @@ def fork_server():
         ("digits-mlp:hidden=12,depth=2", Neurons(3, "random"), 3),
         ("digits-mlp:hidden=12,depth=2", Neurons(3, "layers"), 3),
         (LOCAL, Neurons(4, "even"), 4),
+        (LOCAL, Neurons(4, "cut"), 4),
         (LOCAL, Neurons(2, "random", seed=5), 4),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 from dure.partition.neurons.assignment import by_layers, check_used, even, from_file, shuffled
+from dure.partition.neurons.cut import by_cut
 from dure.partition.neurons.layers import unit_model
 from dure.partition.neurons.split import Units
 from dure.partition.shared_layers import SharedLayers
@@ -57,7 +58,7 @@ class Neurons(SharedLayers):
         return found
 
 
-CHOICES = {"even": even, "layers": by_layers}
+CHOICES = {"even": even, "layers": by_layers, "cut": by_cut}
 
 
 def split_plan(layers: Sequence[UnitLayer], assignment: Assignment, inside: frozenset[str]) -> SplitPlan:
