@@ -17,15 +17,17 @@ from dure.job.data.split import Dirichlet, Replicated
 from dure.job.job import BUILT_IN, Job, load_job
 from dure.job.optimizer import OptimizerSpec
 
-NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text"}
-OPTIMIZERS = {"embedding-text": "adagrad", "char-gpt": "adamw", "vgg16": "momentum"}
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
+OPTIMIZERS = {"embedding-text": "adagrad", "char-gpt": "adamw", "vgg16": "momentum"} | dict.fromkeys(
+    ("imdb-bert", "imdb-albert"), "adamw"
+)
 RULES = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
     "adamw": torch.optim.AdamW,
 }
-STEPS = {"vgg16": 100}
+STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 200}
 has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
 

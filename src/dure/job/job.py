@@ -9,6 +9,8 @@
     | `cifar10-cnn`    | CIFAR-10           | three convolutions with batch norm                                |
     | `vgg16`          | CIFAR-10           | VGG-16 with `width=0.25` of its channels; `size=32`, `classes=10` |
     | `embedding-text` | IMDB reviews       | mean of words' embeddings, two dense layers; sparse gradients     |
+    | `imdb-bert`      | IMDB reviews       | Hugging Face's BERT of `layers=2`, `hidden=64`, `heads=4`         |
+    | `imdb-albert`    | IMDB reviews       | Hugging Face's ALBERT, likewise                                   |
     | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
     | `quadratic`      | drawn              | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
 
@@ -54,6 +56,8 @@ BUILT_IN: Mapping[str, str] = {
     "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",
     "vgg16": "dure.job.models.vgg16:vgg16",
     "embedding-text": "dure.job.models.text:embedding_text",
+    "imdb-bert": "dure.job.models.transformers:imdb_bert",
+    "imdb-albert": "dure.job.models.transformers:imdb_albert",
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
 }

@@ -6,8 +6,8 @@ per file. The file's name has a number and the reviewer's stars:
     aclImdb/train/pos/127_7.txt    7 to 10 stars, label 1         12,500 of each, and as many under aclImdb/test
     aclImdb/train/neg/127_4.txt    1 to 4 stars, label 0
 
-Nothing is unpacked to disk, and other files (`unsup`, bags of words) are ignored. A part of the set is accepted. A
-review becomes a vector of rows of the vocabulary:
+Nothing is unpacked to disk, and other files (`unsup`, bags of words) are ignored. A part of the set is accepted. In
+`load_imdb` a review becomes a vector of rows of the vocabulary:
 
     row 0 of the vocabulary   padding, after the last word of a short review
     row 1                     all words that have no row of their own
@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ MOST_BYTES, MOST_REVIEW_BYTES = 100_000_000, 100_000
 
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 _PLACE = re.compile(rf"(?:\./)?{FOLDER}/(train|test)/(neg|pos)/([^/]+)")
@@ -55,11 +57,11 @@ _STARS = {"neg": range(1, 5), "pos": range(7, 11)}
 
 
 @dataclass(slots=True)
-class _Half:
-    """Reviews of one half, in the order of reading: (number, label), and word numbers in order of first occurrence."""
+class Half(Generic[T]):
+    """Reviews of one half: (number, label), and each text in the form that the reader has converted it to."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
-    texts: list[list[int]] = field(default_factory=list)
+    texts: list[T] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -68,10 +70,10 @@ class _Half:
     def labels(self) -> list[int]:
         return [label for _, label in self.keys]
 
-    def in_order(self) -> _Half:
+    def in_order(self) -> Half[T]:
         """Sort by number: the order is then independent of the file system, and good and bad reviews alternate."""
         order = sorted(range(len(self)), key=self.keys.__getitem__)
-        return _Half([self.keys[i] for i in order], [self.texts[i] for i in order])
+        return Half([self.keys[i] for i in order], [self.texts[i] for i in order])
 
 
 def load_imdb(root: Path, homes: tuple[str, ...] = HOMES, *, vocabulary: int = 20_000, tokens: int = 200) -> Loaded:
@@ -85,17 +87,29 @@ def load_imdb(root: Path, homes: tuple[str, ...] = HOMES, *, vocabulary: int = 2
         raise UsageError(f"vocabulary counts padding and unknown words too: give at least 3, got {vocabulary}.")
     if tokens < 1:
         raise UsageError(f"tokens counts the words that a review is cut to and must be >= 1, got {tokens}.")
-    path = _locate(root, homes)
     seen: defaultdict[str, int] = defaultdict(count().__next__)
-    halves = _read(path, tokens, seen)
+    path, train, test = read_imdb(root, homes, lambda text: [seen[word] for word in words(text)[:tokens]])
+    rows = _rows(train.texts, seen, vocabulary)
+    return Loaded(_data(train, rows, tokens), _data(test, rows, tokens), source_of(path, len(train), len(test)))
+
+
+def read_imdb(root: Path, homes: tuple[str, ...], convert: Callable[[str], T]) -> tuple[Path, Half[T], Half[T]]:
+    """Read the set that `load_imdb` finds: its path, the training reviews and the test reviews, each half in order.
+
+    `convert` is applied to each text. Raises `DataError` as `load_imdb` does.
+    """
+    path = _locate(root, homes)
+    halves = _read(path, convert)
     for name, half in halves.items():
         if set(half.labels) != {0, 1}:
             held = ", ".join(f"{half.labels.count(label)} under {name}/{kind}" for label, kind in enumerate(_STARS))
             raise DataError(f"{path} needs reviews of both kinds in both halves; it holds {held}. {_again(path)}")
-    rows = _rows(halves["train"].texts, seen, vocabulary)
-    train, test = (_data(halves[name].in_order(), rows, tokens) for name in ("train", "test"))
-    counts = f"{len(train):,} of {PUBLISHED:,} training and {len(test):,} of {PUBLISHED:,} test reviews"
-    return Loaded(train, test, f"IMDB: {counts}, from {path}")
+    return path, halves["train"].in_order(), halves["test"].in_order()
+
+
+def source_of(path: Path, train: int, test: int) -> str:
+    """The number of reviews of each half and their place, in words."""
+    return f"IMDB: {train:,} of {PUBLISHED:,} training and {test:,} of {PUBLISHED:,} test reviews, from {path}"
 
 
 def words(text: str) -> list[str]:
@@ -120,16 +134,15 @@ def _locate(root: Path, homes: tuple[str, ...]) -> Path:
         ) from error
 
 
-def _read(path: Path, tokens: int, seen: dict[str, int]) -> dict[str, _Half]:
-    """Read the first `tokens` words of each review in both halves."""
-    halves = {"train": _Half(), "test": _Half()}
+def _read(path: Path, convert: Callable[[str], T]) -> dict[str, Half[T]]:
+    halves: dict[str, Half[T]] = {"train": Half(), "test": Half()}
     for name, body in _in_folder(path) if path.is_dir() else _in_archive(path):
         place = _PLACE.fullmatch(name)
         assert place is not None
         half, kind, file = place.groups()
         number = _number(name, kind, file, path)
         halves[half].keys.append((number, int(kind == "pos")))
-        halves[half].texts.append([seen[word] for word in words(_text(name, body, path))[:tokens]])
+        halves[half].texts.append(convert(_text(name, body, path)))
     return halves
 
 
@@ -175,7 +188,7 @@ def _rows(texts: Iterable[Sequence[int]], seen: dict[str, int], vocabulary: int)
     return rows
 
 
-def _data(half: _Half, rows: IntArray, tokens: int) -> Data:
+def _data(half: Half[list[int]], rows: IntArray, tokens: int) -> Data:
     inputs = np.full((len(half), tokens), PADDING, dtype=np.int64)
     for line, text in zip(inputs, half.texts, strict=True):
         line[: len(text)] = rows[text]
