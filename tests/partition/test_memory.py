@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import dure
 from dure.errors import UsageError
 from dure.job.models.vgg16 import vgg16_shapes
-from dure.partition.memory import MemoryUse, of_model, of_stage
+from dure.partition.memory import MemoryUse, of_model, of_part
 from dure.runtime.virtual.cluster import Cluster, Machines
 
 WIDTH, BATCH = 20, 12
@@ -35,7 +35,7 @@ def machines(memory, count):
 
 def uses(partition, stages, vectors=0):
     setup, _ = resolved(dense(), f"bsp collective {partition}", workers=stages, on="virtual")
-    return [of_stage(setup.stages.layout, rank, BATCH, vectors) for rank in range(stages)]
+    return [of_part(setup.stages.layout, rank, BATCH, vectors) for rank in range(stages)]
 
 
 def test_a_whole_model():
@@ -80,8 +80,8 @@ def test_two_stages_fit_where_the_whole_model_does_not():
     needed, activations = 18 * P + 6 * BATCH * ROW, 6 * BATCH * ROW
     assert str(caught.value) == (
         f"worker 0 needs {needed:,} bytes of memory or more (weights {6 * P:,}, gradient {6 * P:,}, optimizer "
-        f"{6 * P:,}, activations {activations:,}), and machine 0 has {memory:,} for it. Split the model by layers, as "
-        "in --partition gpipe:stages=2, or make the mini-batch smaller."
+        f"{6 * P:,}, activations {activations:,}), and machine 0 has {memory:,} for it. Split the model, as in "
+        "--partition gpipe:stages=2 or tensor:ways=2, or make the mini-batch smaller."
     )
     run = virtual(dense(), "bsp collective gpipe:stages=2,micro=2", machines(memory, 2), **options)
     assert run.summary["steps"] == 1

@@ -5,7 +5,7 @@ from support.soak import soaked
 
 import dure
 from dure.job.job import load_job
-from dure.partition.memory import of_stage
+from dure.partition.memory import of_part
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
@@ -56,7 +56,7 @@ def test_counted_bytes_are_the_predicted_ones(partition):
     assert setup.stages is not None
     found = ended(partition)["pipeline"]
     for rank in range(STAGES):
-        use, counted = of_stage(setup.stages.layout, rank, 8, vectors=0), found[f"worker {rank}"]
+        use, counted = of_part(setup.stages.layout, rank, 8, vectors=0), found[f"worker {rank}"]
         assert counted["weight_bytes"] == use.weights
         assert counted["version_bytes"] == use.versions
         assert counted["activation_bytes"] == use.activations

@@ -482,6 +482,9 @@ class Ghost:
     def numel(self) -> int:
         return self._numel
 
+    def element_size(self) -> int:
+        return self._itemsize
+
     def new_empty(self, numel: int) -> Ghost:
         return Ghost(numel, self._itemsize)
 

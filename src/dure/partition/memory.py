@@ -1,4 +1,4 @@
-"""The memory that one worker needs, by kind: of a stage of a pipeline, or of the whole model.
+"""The memory that one worker needs, by kind: of a part of a model, or of the whole model.
 
     kind          | bytes
     weights       | P, those of the parameters
@@ -12,7 +12,7 @@ Temporary memory of computations and messages is not counted, so a process needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.ranges import equal_ranges
@@ -60,15 +60,27 @@ def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryU
     return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, sum(cost.kept.values()))
 
 
-def of_stage(layout: StageLayout, rank: int, batch_size: int, vectors: int) -> MemoryUse:
-    """The memory of worker `rank` of a pipeline, whose optimizer keeps so many `vectors`."""
-    numel = sum(layout.whole.layers[number].numel for number in layout.layers[rank])
-    nbytes = numel * layout.whole.params.element_size()
+Kept = Callable[[int, int], int]
+"""The bytes that a worker keeps for the backward of a chunk, for a micro-batch of so many samples."""
+
+
+def of_part(
+    layout: StageLayout, part: int, batch_size: int, vectors: int, activations: Kept | None = None
+) -> MemoryUse:
+    """The memory of worker `part` of a copy of a model, whose optimizer keeps so many `vectors`.
+
+    `activations` are those of a worker that shares layers with others.
+    """
+    rank = part // layout.ways
+    nbytes = sum(held.stop - held.start for held in layout.held[part]) * layout.whole.params.element_size()
     versions = _versions(layout.pipeline, rank)
     optimizers = vectors * layout.pipeline.versions  # each version of the model has one of its own
-    return MemoryUse(
-        nbytes, nbytes, optimizers * nbytes, (versions - 1) * nbytes, _activations(layout, rank, batch_size)
-    )
+
+    def of_chunk(chunk: int, rows: int) -> int:
+        return layout.activation_nbytes(layout.pipeline.stage_of(rank, chunk), rows)
+
+    most = _activations(layout, rank, batch_size, activations or of_chunk)
+    return MemoryUse(nbytes, nbytes, optimizers * nbytes, (versions - 1) * nbytes, most)
 
 
 def steady(pipeline: Pipeline) -> range:
@@ -83,34 +95,33 @@ def _versions(pipeline: Pipeline, rank: int) -> int:
     return weights_read(pipeline, rank, schedule(Orders.of(pipeline, steady(pipeline))).workers[rank]).most_versions
 
 
-def _activations(layout: StageLayout, rank: int, batch_size: int) -> int:
+def _activations(layout: StageLayout, rank: int, batch_size: int, activations: Kept) -> int:
     """The most bytes that a worker keeps at once between forwards and backwards."""
     pipeline = layout.pipeline
     rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
     if isinstance(pipeline, Programmed) or pipeline.overwrites:  # activations are those of one forward
-        return sum(layout.activation_nbytes(stage, rows[0]) for stage in layout.stages_of(rank))
+        return sum(activations(chunk, rows[0]) for chunk in range(pipeline.chunks))
     held = most = 0
-    for action, size, again in _kept(layout, rank, rows, pipeline.order(rank, steady(pipeline))):
+    for action, size, again in _kept(layout, rank, rows, activations):
         held += size if action.kind == "F" else 0
         most = max(most, held + again)
         held -= size if action.kind in ("B", "W") else 0
     return most
 
 
-def _kept(
-    layout: StageLayout, rank: int, rows: Sequence[int], order: Iterator[Action]
-) -> Iterator[tuple[Action, int, int]]:
+def _kept(layout: StageLayout, rank: int, rows: Sequence[int], activations: Kept) -> Iterator[tuple[Action, int, int]]:
     """For each action but updates, the bytes that its micro-batch keeps, and those of the action alone.
 
     Re-materialisation keeps the inputs of a stage, and has the activations of one micro-batch at a time.
     """
-    for action in order:
+    pipeline = layout.pipeline
+    for action in pipeline.order(rank, steady(pipeline)):
         if action.kind == "U":
             continue
-        stage = layout.pipeline.stage_of(rank, action.chunk)
-        activations = layout.activation_nbytes(stage, rows[action.micro])
-        if not layout.pipeline.remat:
-            yield action, activations, 0
+        own = activations(action.chunk, rows[action.micro])
+        if not pipeline.remat:
+            yield action, own, 0
         else:
+            stage = pipeline.stage_of(rank, action.chunk)
             inputs = layout.border(stage - 1, rows[action.micro]).nbytes if stage else 0
-            yield action, inputs, 0 if action.kind == "F" else max(0, activations - inputs)
+            yield action, inputs, 0 if action.kind == "F" else max(0, own - inputs)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.core.node import StepPortion, StepTime, nothing
+from dure.partition.counts import StageCounts
 from dure.partition.messages import free_tag
 from dure.partition.tensor.collectives import WayCollectives
 from dure.partition.tensor.computation import PausingThread
@@ -61,8 +61,8 @@ def _shares(pieces: Sequence[Piece]) -> list[tuple[float, CollectiveCall | None]
 class SharedStage:
     """Computes the passes of the stages of worker `part` of a copy of the model, on `node`; `holders` are its workers.
 
-    `costs` gives the cost of the passes of a chunk for so many samples, which virtual time needs. `module` is None in a
-    timing-only run.
+    `costs` gives the cost of the passes of a chunk for so many samples, which virtual time needs, and `kept` the bytes
+    that a backward of it keeps. `module` is None in a timing-only run.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class SharedStage:
         part: int,
         holders: Sequence[str],
         costs: Callable[[int, int], PassCost] | None,
+        kept: Callable[[int, int], int],
     ) -> None:
         self._layout = layout
         self._node = node
@@ -87,7 +88,8 @@ class SharedStage:
         rank, way = divmod(part, layout.ways)
         peers = holders[rank * layout.ways : (rank + 1) * layout.ways]
         self._collectives = WayCollectives(node, meter, rank=way, peers=peers, tag=free_tag(layout) + WAYS)
-        self.counts: Counter[str] = Counter()
+        self.kept = kept
+        self.counts = StageCounts()
 
     def pieces(self, chunk: int, rows: int, forward: float, backward: float) -> list[PieceShare]:
         """The pieces of a pass of a chunk that takes these shares of the time of the model's at all ways together."""
@@ -123,7 +125,7 @@ class SharedStage:
             call = share.call if self._thread is None else call
             if call is None:
                 return
-            self.counts[call.kind] += 1
+            self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
             answer = await self._collectives.carried(call)
 
     def _continued(self, answer: Any, begins: bool) -> CollectiveCall | None:

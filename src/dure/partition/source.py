@@ -7,7 +7,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
-from dure.partition.counts import StageCounts
 from dure.partition.exchange import limit_norm, sum_ties
 from dure.partition.own_versions import leave_version, mean_of_versions
 
@@ -89,7 +88,7 @@ class StageSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.stage.batches.restore(state["sampler"])
-        self.stage.counts = StageCounts.of(state["counts"])
+        self.stage.counts.restore(state["counts"])
 
     async def _next(self, requester: Requester) -> Gradient:
         stage = self.stage

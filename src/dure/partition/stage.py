@@ -83,7 +83,7 @@ class Stage:
         self.shared = shared
         self.version = 0
         self.begun = -1
-        self.counts = StageCounts()
+        self.counts = StageCounts() if shared is None else shared.counts
         self._held = 0
         self._log = None if meter.spans is None else VersionLog(layout.pipeline, rank)
         self._aliases = aliases
@@ -270,17 +270,22 @@ class Stage:
         self._held += self._kept_nbytes(stage, action) if sets == len(self._passed) else 0
         again = 0  # re-materialisation has the activations of one micro-batch at a time
         if self.pipeline.remat:
-            whole = self.layout.activation_nbytes(stage, self.rows(action.micro))
-            again = max(0, whole - self._kept_nbytes(stage, action))
+            again = max(0, self._activation_nbytes(stage, action) - self._kept_nbytes(stage, action))
         counts.most_sets = max(counts.most_sets, sets)
         counts.most_activation_nbytes = max(counts.most_activation_nbytes, self._held + again)
 
     def _kept_nbytes(self, stage: int, action: Action) -> int:
         """The bytes that are kept for the backward of a micro-batch: activations, or the inputs of the stage alone."""
-        rows = self.rows(action.micro)
         if not self.pipeline.remat:
-            return self.layout.activation_nbytes(stage, rows)
-        return self.layout.border(stage - 1, rows).nbytes if stage else 0
+            return self._activation_nbytes(stage, action)
+        return self.layout.border(stage - 1, self.rows(action.micro)).nbytes if stage else 0
+
+    def _activation_nbytes(self, stage: int, action: Action) -> int:
+        """The bytes that autograd keeps at this worker for the backward of a micro-batch."""
+        rows = self.rows(action.micro)
+        return (
+            self.layout.activation_nbytes(stage, rows) if self.shared is None else self.shared.kept(action.chunk, rows)
+        )
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.partition.borders import Border, Call
     from dure.partition.layout import StageLayout
+
+
+NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -121,11 +125,19 @@ class StageModule:
             owner[name] = passed.leaves.tensors[number]
 
     def forward(
-        self, chunk: int, passed: Passed, draw: Sequence[int], border_in: Border | None, *, graph: bool = True
+        self,
+        chunk: int,
+        passed: Passed,
+        draw: Sequence[int],
+        border_in: Border | None,
+        *,
+        graph: bool = True,
+        during: AbstractContextManager[Any] = NOTHING,
     ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
-        Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible.
+        Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible. The context
+        `during` is open in the blocks, and not in the loss.
         """
         self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
@@ -133,8 +145,9 @@ class StageModule:
         with isolated, torch.set_grad_enabled(graph):
             if self.ways is not None:
                 self.ways.begin()
-            for block in self._blocks[chunk]:
-                value = self._call(block, value)
+            with during:
+                for block in self._blocks[chunk]:
+                    value = self._call(block, value)
             if self.ways is not None:
                 self.ways.end()
             if self.stages[chunk] == self.layout.depth - 1:
@@ -197,7 +210,7 @@ class StageModule:
         return self._costs[key]
 
     def kept(self, chunk: int, rows: int) -> int:
-        """The bytes that the backward of a chunk keeps for `rows` samples; as `cost`, without a gradient."""
+        """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
         key = chunk, rows
         if key not in self._kept:
             known = self._costs.get(key)
@@ -215,8 +228,7 @@ class StageModule:
         alive: list[Tensor] = []
         self.ways.carry_out = recording.carry_out
         kept = Kept(replica.module, alive)
-        with kept:
-            forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in))
+        forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in, during=kept))
         passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
 
         def back() -> None:

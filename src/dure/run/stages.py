@@ -141,7 +141,8 @@ class Stages:
         shared = None
         if self.shared is not None:
             costs = self.modules[part].cost if self.virtual else None
-            shared = SharedStage(self.layout, module, node, meter, part=part, holders=holders, costs=costs)
+            kept = self.modules[part].kept
+            shared = SharedStage(self.layout, module, node, meter, part=part, holders=holders, costs=costs, kept=kept)
         stage = Stage(
             self.layout,
             module,
@@ -167,9 +168,9 @@ class Stages:
         _ = layout.shares
         for rows in self._sizes():
             layout.measured(rows)
-        if self.shared is not None and self.virtual:
+        if self.shared is not None:
             for module, chunk, rows in product(self.modules, range(self.pipeline.chunks), self._sizes()):
-                module.cost(chunk, rows)
+                _ = module.cost(chunk, rows) if self.virtual else module.kept(chunk, rows)
 
     def keep(self, rank: int) -> None:
         """Free the memory of all parameters but those of one rank, in the process of its worker; shapes stay."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from dure.errors import UsageError
 from dure.job.optimizer import FlatOptimizer
-from dure.partition.memory import MemoryUse, of_model, of_stage
+from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.partition.mesh import ONE_STAGE
 
 if TYPE_CHECKING:
     from dure.run.setup import Setup
@@ -54,15 +55,18 @@ def _vectors(setup: Setup) -> int:
     return len(FlatOptimizer(setup.job.optimizer, numel=1).vectors)
 
 
-def _use(setup: Setup, batch_size: int, rank: int) -> MemoryUse:
+def _use(setup: Setup, batch_size: int, part: int) -> MemoryUse:
     if setup.stages is None:
         return of_model(setup.job, setup.replica, batch_size, _vectors(setup))
-    return of_stage(setup.stages.layout, rank, batch_size, _vectors(setup))
+    activations = None if setup.stages.shared is None else setup.stages.modules[part].kept
+    return of_part(setup.stages.layout, part, batch_size, _vectors(setup), activations)
 
 
 def _advice(setup: Setup) -> str:
     if setup.stages is None:
-        return "Split the model by layers, as in --partition gpipe:stages=2, or make the mini-batch smaller."
-    pipeline = setup.stages.pipeline
-    less = "" if pipeline.remat else "add remat=true, "
-    return f"Use more stages than {pipeline.stages}, {less}or make the mini-batch smaller."
+        return "Split the model, as in --partition gpipe:stages=2 or tensor:ways=2, or make the mini-batch smaller."
+    pipeline, shared = setup.stages.pipeline, setup.stages.shared
+    ways = [] if shared is None else [f"more ways than {shared.ways}"]
+    stages = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
+    less = "" if pipeline.remat or pipeline is ONE_STAGE else "add remat=true, "
+    return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."

@@ -44,6 +44,14 @@ class WayCollectives:
         self._meter.add("communicate", started, self._node.now(), call.kind)
         return result
 
+    def payload_nbytes(self, call: CollectiveCall) -> int:
+        """The bytes of the whole tensor of a collective; of an exchange, those that this worker sends."""
+        if call.kind == "exchange":
+            return sum(each.nbytes for rank, each in enumerate(call.sends) if rank != self._rank)
+        if call.kind == "all_gather":
+            return call.sends[0].element_size() * sum(shape.numel() for shape in call.receives)
+        return sum(each.nbytes for each in call.sends)
+
     async def _result(self, call: CollectiveCall) -> Any:
         sends, receives = call.sends, call.receives
         if call.kind == "all_reduce":

@@ -1,0 +1,124 @@
+"""Figures and memory of workers that share layers, against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import local, resolved, virtual
+from support.shared_layers import pairs
+from support.stage_jobs import job_text
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dure
+from dure.errors import UsageError
+from dure.partition.memory import MemoryUse, of_part
+from dure.runtime.virtual.cluster import Cluster, Machines
+
+OPTIONS = {"steps": 3, "seed": 3, "dtype": "float64"}
+ROWS = 10  # samples of a mini-batch of `plain`, whose layers are of 64, 12, 14, 12 and 10 units
+WIDTH, BATCH = 20, 12
+ROW = 4 * WIDTH  # bytes of one sample's inputs of a layer
+PART = 4 * (WIDTH * WIDTH + WIDTH // 2 + WIDTH)  # bytes of the shards of a pair of layers at one of two workers
+ONCE = {"all_reduce": 8 * ROWS * (14 + 10 + 14)}  # two forward, and the gradient of the second pair's inputs
+
+
+def test_collectives_are_counted_with_their_payloads():
+    trained = virtual(job_text("plain"), f"bsp collective {pairs(2)}", workers=2, **OPTIONS)
+    figures = trained.summary["pipeline"]
+    assert figures["worker 0"] == figures["worker 1"]
+    assert figures["worker 0"]["collectives"] == {"all_reduce": 3 * 3}
+    assert figures["worker 0"]["collective_bytes"] == {kind: 3 * nbytes for kind, nbytes in ONCE.items()}
+    timed = virtual(job_text("plain"), f"bsp collective {pairs(2)}", workers=2, timing_only=True, **OPTIONS)
+    assert timed.summary["pipeline"] == figures
+    really = local(job_text("plain"), f"bsp collective {pairs(2)}", workers=2, **OPTIONS)
+    assert really.summary["pipeline"] == figures
+
+
+def test_each_split_has_collectives_of_its_kind():
+    """By outputs, the outputs are gathered. Of three workers, none has all of a tensor that is gathered."""
+    plan = {"strategy": "bsp collective tensor:ways=3,layers=columns", "workers": 3, "timing_only": True, **OPTIONS}
+    figures = virtual(job_text("plain"), **plan).summary["pipeline"]["worker 2"]
+    assert figures["collectives"] == {"all_gather": 4 * 3, "all_reduce": 3 * 3}
+    gathered, reduced = 12 + 14 + 12 + 10, 12 + 14 + 12
+    assert figures["collective_bytes"] == {"all_gather": 3 * 8 * ROWS * gathered, "all_reduce": 3 * 8 * ROWS * reduced}
+
+
+def test_workers_without_shared_layers_have_no_collectives_of_layers():
+    run = virtual(job_text("plain"), "bsp collective gpipe:stages=2,micro=2", workers=2, **OPTIONS)
+    assert not any("collectives" in each for each in run.summary["pipeline"].values())
+
+
+def test_a_forward_that_is_computed_again_makes_its_collectives_again():
+    """Micro-batches of 5 samples: each forward is computed twice."""
+    partition = f"gpipe:stages=2,micro=2,cuts=2,remat=true+{pairs(2)}"
+    figures = virtual(job_text("plain"), f"bsp collective {partition}", workers=4, **OPTIONS).summary["pipeline"]
+    assert figures["worker 1"]["collectives"] == {"all_reduce": 3 * 2 * 2}
+    assert figures["worker 3"]["collectives"] == {"all_reduce": 3 * 2 * (2 + 1)}
+    assert figures["worker 3"]["collective_bytes"] == {"all_reduce": 3 * 8 * ROWS * (2 * 10 + 14)}
+
+
+def test_collectives_are_counted_through_checkpoints(tmp_path):
+    options = {**OPTIONS, "steps": 6, "workers": 2}
+    whole = virtual(job_text("plain"), f"bsp collective {pairs(2)}", **options)
+    kept = virtual(job_text("plain"), f"bsp collective {pairs(2)}", checkpoint_every=2, out=tmp_path, **options)
+    assert kept.summary["pipeline"] == whole.summary["pipeline"]
+
+
+# ---- memory
+
+
+def dense() -> dure.Job:
+    """Six equal layers. Each keeps its inputs for the backward, and nothing else."""
+    data = dure.Data(torch.ones(BATCH, WIDTH), torch.zeros(BATCH, dtype=torch.int64))
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    return dure.Job(model, cross_entropy, data, data, batch_size=BATCH, name="dense")
+
+
+@pytest.mark.parametrize(
+    ("partition", "workers", "pairs_held", "rows_kept"),
+    [
+        (pairs(2), 2, 3, BATCH * 3),
+        (f"gpipe:stages=3,micro=4+{pairs(2)}", 6, 1, BATCH),
+        (f"1f1b:stages=3,micro=4+{pairs(2)}", 6, 1, 9),
+    ],
+)
+def test_a_worker_keeps_its_own_part(partition, workers, pairs_held, rows_kept):
+    """The inputs of the first layer of a pair whole, of the second those that the worker computes."""
+    setup, _ = resolved(dense(), f"bsp collective {partition}", workers=workers, on="virtual")
+    use = of_part(setup.stages.layout, 0, BATCH, 2, setup.stages.modules[0].kept)
+    nbytes = pairs_held * PART
+    assert use == MemoryUse(nbytes, nbytes, 2 * nbytes, 0, rows_kept * ROW * 3 // 2)
+    run = virtual(dense(), f"bsp collective {partition}", workers=workers, steps=1)
+    figures = run.summary["pipeline"]["worker 0"]
+    assert (figures["weight_bytes"], figures["activation_bytes"]) == (use.weights, use.activations)
+
+
+def test_two_ways_fit_where_the_whole_model_does_not():
+    """Of 25,920 bytes; each of two workers needs 14,640."""
+    limit = 9 * PART
+    cluster = Cluster(machines=(Machines(count=2, memory=limit),))
+    with pytest.raises(UsageError, match=r"^worker 0 needs .* Split the model, as in"):
+        virtual(dense(), "bsp collective", cluster, steps=1)
+    assert virtual(dense(), f"bsp collective {pairs(2)}", cluster, steps=1).summary["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("partition", "advice"),
+    [
+        (pairs(2), "Use more ways than 2 or more stages than 1, or make the mini-batch smaller."),
+        (
+            f"gpipe:stages=2,micro=2,cuts=2+{pairs(2)}",
+            "Use more ways than 2 or more stages than 2, add remat=true, or make the mini-batch smaller.",
+        ),
+        ("neurons:ways=2", "Use more ways than 2, or make the mini-batch smaller."),
+    ],
+)
+def test_a_machine_that_is_too_small_is_refused_with_advice(partition, advice):
+    cluster = Cluster(machines=(Machines(count=4, memory=1000),))
+    with pytest.raises(UsageError) as caught:
+        virtual(dense(), f"bsp collective {partition}", cluster, steps=1)
+    assert str(caught.value).endswith(f"and machine 0 has 1,000 for it. {advice}")
