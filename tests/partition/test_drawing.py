@@ -9,6 +9,7 @@ import pytest
 from support.chains import drained, play
 from support.soak import soaked
 
+from dure.core.text_width import text_width
 from dure.errors import UsageError
 from dure.partition import CATALOGUE
 from dure.partition.drawing import Picture, svg, text
@@ -99,6 +100,25 @@ def test_a_picture_names_what_it_has_in_its_legend():
     assert ">backward<" not in shown
     assert "a prediction of them" not in shown
     assert "a prediction of them" in svg(drawn("spectrain", stages=4))
+
+
+def test_a_picture_explains_chunks_and_forwards_computed_again():
+    assert "F3' (darker)" in svg(drawn("zero-bubble:schedule=v", stages=2)).replace("&#x27;", "'")
+    assert "computes its forward again" in svg(drawn("features-replay", stages=2))
+    plain = svg(drawn("ddg", stages=2))
+    assert "again" not in plain
+    assert "darker" not in plain
+    assert "micro-batch" not in plain
+    assert "the most mini-batches between" in plain
+
+
+@pytest.mark.parametrize("name", ["zero-bubble:micro=8", "zero-bubble:micro=8,schedule=v", "pipedream", "spectrain"])
+def test_texts_fit_into_their_boxes(name):
+    names = {"svg": "http://www.w3.org/2000/svg"}
+    for each in ElementTree.fromstring(svg(drawn(name, stages=4))).findall("svg:g", names):
+        room = float(each.find("svg:rect", names).get("width"))
+        for words in each.findall("svg:text", names):
+            assert float(words.get("font-size")) * text_width(words.text) < room, words.text
 
 
 def test_a_title_is_escaped():

@@ -77,7 +77,9 @@ def shown(drawn: Drawn) -> list[RenderableType]:
     """The timetable as text, and the figures of each worker as a table."""
     from rich.text import Text
 
-    caption = "Stages and micro-batches count from 1, and micro-batches count on over the mini-batches; a dot is idle."
+    counted = f"{drawn.picture.counted}es"
+    on = f", and {counted} count on over the mini-batches" if drawn.picture.pipeline.micro_batches > 1 else ""
+    caption = f"Stages and {counted} count from 1{on}; a dot is idle."
     return [
         Text(f"{drawn.picture.title}: {drawn.picture.bubble}", style="bold"),
         drawn,

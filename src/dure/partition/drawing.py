@@ -12,6 +12,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING
 
+from dure.core.text_width import text_width
 from dure.errors import UsageError
 from dure.partition.source import Programmed
 from dure.partition.ticks import Orders, Timed, Timetable, schedule
@@ -85,6 +86,11 @@ class Picture:
     def number(self, action: Action) -> int:
         """The number of a micro-batch over all mini-batches, from 1."""
         return (action.batch - self.batches.start) * self.pipeline.micro_batches + action.micro + 1
+
+    @property
+    def counted(self) -> str:
+        """The samples of an action: a micro-batch, or the whole mini-batch where it is not divided."""
+        return "mini-batch" if self.pipeline.micro_batches == 1 else "micro-batch"
 
     @property
     def bubble(self) -> str:
@@ -197,20 +203,20 @@ def _cell(picture: Picture, each: Timed, read: Read, tick: float, top: float) ->
     action = each.action
     left, width = LEFT + each.start * tick, (each.end - each.start) * tick
     chunk = f", chunk {action.chunk + 1}" if picture.pipeline.chunks > 1 else ""
-    about = f"{NAMES[action.kind]} of micro-batch {picture.number(action)}{chunk}, reads {read}"
+    about = f"{NAMES[action.kind]} of {picture.counted} {picture.number(action)}{chunk}, reads {read}"
     yield (
         f'<g><title>{about}</title><rect x="{left:g}" y="{top:g}" width="{width:g}" height="{CELL_HEIGHT}" '
         f'fill="{_color(action, picture.pipeline.chunks)}" stroke="{PAPER}"/>'
     )
     yield _words(left + width / 2, top + 16, picture.label(action), anchor="middle", size=_size(picture, tick))
-    yield _words(left + width / 2, top + 28, str(read), anchor="middle", size=9, color="#33414f")
+    yield _words(left + width / 2, top + 28, str(read), anchor="middle", size=9)
     yield "</g>"
 
 
 def _size(picture: Picture, tick: float) -> float:
-    """The size of labels, so that the longest fits into a tick."""
-    longest = max(len(picture.label(each.action)) for row in picture.timetable.workers for each in row)
-    return min(13, 1.4 * tick / longest)
+    """The size of labels, so that the widest fits into a tick."""
+    widest = max(text_width(picture.label(each.action)) for row in picture.timetable.workers for each in row)
+    return min(13, 0.88 * tick / widest)
 
 
 def _color(action: Action, chunks: int) -> str:
@@ -257,14 +263,15 @@ def _legend(picture: Picture, top: float) -> Iterator[str]:
 
 
 def _explained(picture: Picture) -> Sequence[str]:
-    micro = picture.pipeline.micro_batches
-    counted = "mini-batch 3" if micro == 1 else f"micro-batch 3, counted on over mini-batches of {micro}"
-    primes = "; F3': through the worker's next chunk" if picture.pipeline.chunks > 1 else ""
+    counted, micro = picture.counted, picture.pipeline.micro_batches
+    over = f", counted on over mini-batches of {micro}" if micro > 1 else ""
+    primes = "; F3' (darker): through the worker's next chunk" if picture.pipeline.chunks > 1 else ""
     predicted = any(read and read.ahead for worker in picture.weights for read in worker.reads)
     ahead = "; w3+2: a prediction of them 2 updates ahead" if predicted else ""
+    again = " A backward computes its forward again." if picture.pipeline.remat else ""
     return (
-        f"F3: forward of {counted}{primes}. w3: the weights after 3 updates of the worker{ahead}.",
-        "idle: share of the time. in flight: the most micro-batches between forward and backward. versions: the most "
+        f"F3: forward of {counted} 3{over}{primes}. w3: the weights after 3 updates of the worker{ahead}.{again}",
+        f"idle: share of the time. in flight: the most {counted}es between forward and backward. versions: the most "
         "weights kept. staleness: the most updates between the weights of a forward and its update.",
     )
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
+from dure.core.text_width import text_width
 from dure.report.comparison import Entry
 from dure.report.metrics import Staleness
 from dure.report.timeline import Bar
@@ -34,17 +35,10 @@ _LINES = ("-", "--", ":")
 DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
 SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
 
-ACTIONS = {
-    "F": ("forward", "#9CC8F2"),
-    "B": ("backward", "#A6DBA0"),
-    "I": ("gradient of the inputs", "#8AD6CE"),
-    "W": ("gradient of the weights", "#F6CD83"),
-}
-"""The name and the color of each kind of action of a pipeline."""
-
 _INK, _FAINT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
 _MOST_POINTS = 400
 _MOST_BARS = 40
+_SMALLEST = 5.0
 _LOG_FROM = 30.0
 _MOST_NAMED = 32
 _STAYS = -1.0
@@ -169,8 +163,9 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
 
 
 def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
-    """Draws the actions of each worker over time, on grey where it is idle; each with its number and its weights."""
+    """Draws the actions of each worker over time, on grey; each with its number and its weights."""
     width, left = 11.0, 0.8
+    chunks = 1 + max(bar.chunk for bars in rows.values() for bar in bars)
     end = max(bar.end for bars in rows.values() for bar in bars)
     unit = _unit("seconds", end)
     with _drawing(f"timeline {rows}", width=width, height=0.6 + 0.42 * len(rows)) as (figure, svg):
@@ -182,7 +177,7 @@ def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
                 axes.broken_barh(
                     [(bar.start / unit[1], length)],
                     (place - 0.42, 0.84),
-                    facecolor=ACTIONS[bar.kind][1],
+                    facecolor=bar.color(chunks),
                     edgecolor="white",
                     linewidth=min(0.6, 4 * inches),
                 )
@@ -196,10 +191,12 @@ def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
 
 
 def _name(axes: Axes, bar: Bar, middle: float, place: int, inches: float) -> None:
-    """Writes the number of an action over the weights that it reads, where its bar is wide enough."""
-    texts = ((f"{bar.kind}{bar.number}", -0.14, 7.5), (bar.weights, 0.2, 6.0))
-    if inches > max(0.56 * len(text) * size / 72 for text, _, size in texts):
-        for text, offset, size in texts:
+    """Writes the number of an action over the weights that it reads, no larger than its bar is wide, or nothing."""
+    room = 0.94 * 72 * inches
+    texts = [(bar.label, -0.14, 7.5), *([(bar.weights, 0.2, 6.0)] if bar.weights else [])]
+    sized = [(text, offset, min(largest, room / text_width(text))) for text, offset, largest in texts]
+    if min(size for _, _, size in sized) >= _SMALLEST:
+        for text, offset, size in sized:
             axes.text(middle, place + offset, text, ha="center", va="center", fontsize=size, color=_INK)
 
 

@@ -21,7 +21,7 @@ from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
 from dure.report.record import TRACE
-from dure.report.timeline import timeline
+from dure.report.timeline import ACTIONS, timeline
 from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         graphs=_graphs(found, given),
         consensus=_consensus(found, given, target),
         timelines=_timelines(found),
-        actions=figures.ACTIONS,
+        actions=ACTIONS,
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
         break_evens=[entry for entry in found if entry.break_even],

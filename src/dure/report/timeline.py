@@ -1,4 +1,4 @@
-"""The beginning of a run over pipelines, from its trace: the forwards and backwards of each worker."""
+"""The beginning of a run over pipelines, from its trace: the actions of each worker."""
 
 from __future__ import annotations
 
@@ -8,21 +8,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+ACTIONS = {
+    "F": ("forward", "#9CC8F2"),
+    "B": ("backward", "#A6DBA0"),
+    "I": ("gradient of the inputs", "#8AD6CE"),
+    "W": ("gradient of the weights", "#F6CD83"),
+    "S": ("step of the synthesizer", "#CDB9E6"),
+}
+"""The name and the color of each kind of action of a pipeline."""
+
 MOST = 36
 """Actions of one worker in a timeline."""
 
-_ACTION = re.compile(r"(?P<kind>[FBIW])(?P<number>\d+(?:\.\d+)?'*) (?P<weights>w\d+(?:\+\d+)?)")
+_ACTION = re.compile(r"(?P<kind>[FBIWS])(?P<number>\d+(?:\.\d+)?'*)(?: (?P<weights>w\d+(?:\+\d+)?))?")
 """The text of an action in a trace: its kind, mini-batch and micro-batch, and the weights that it reads."""
 
 
 class Bar(NamedTuple):
-    """An action from `start` to `end`, in seconds; `number` has its mini-batch and micro-batch, from 0."""
+    """An action from `start` to `end`, in seconds; `number` has its mini-batch and micro-batch, from 0.
+
+    `weights` is empty for an action that reads none.
+    """
 
     start: float
     end: float
     kind: str
     number: str
     weights: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}{self.number}"
+
+    @property
+    def chunk(self) -> int:
+        """The chunk of its worker, from 0."""
+        return self.number.count("'")
+
+    def color(self, chunks: int) -> str:
+        """Its color, darker for each later one of the worker's chunks."""
+        light = 0.74 ** (self.chunk / max(1, chunks - 1))
+        parts = (int(ACTIONS[self.kind][1][place : place + 2], 16) for place in (1, 3, 5))
+        return "#" + "".join(f"{round(part * light):02x}" for part in parts)
 
 
 def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
@@ -45,5 +72,5 @@ def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
                 if len(row) == MOST:
                     break
                 start = event["ts"] / 1e6
-                row.append(Bar(start, start + event["dur"] / 1e6, **found.groupdict()))
+                row.append(Bar(start, start + event["dur"] / 1e6, **found.groupdict("")))
     return {name: rows[name] for name in names.values() if name in rows}
