@@ -14,12 +14,13 @@ class Isolated:
     three nested `contextmanager` functions take a tenth of a small model's step.
     """
 
-    __slots__ = ("_device", "_exact", "_fork", "_grad", "_seed", "_state", "_threads")
+    __slots__ = ("_device", "_exact", "_fork", "_grad", "_on_host", "_seed", "_state", "_threads")
 
     def __init__(self, exact: bool, seed: int | None, device: torch.device) -> None:
         self._exact = exact
         self._seed = seed
         self._device = device
+        self._on_host = device.type in ("cpu", "meta")
 
     def __enter__(self) -> None:
         self._threads = torch.get_num_threads() if self._exact else 1
@@ -30,7 +31,7 @@ class Isolated:
             torch.set_grad_enabled(True)
         if self._seed is None:
             return
-        if self._device.type == "cpu":
+        if self._on_host:
             self._state = torch.get_rng_state()  # costs a fiftieth of fork_rng
             torch.default_generator.manual_seed(self._seed)
         else:
@@ -41,7 +42,7 @@ class Isolated:
                 torch.get_device_module(self._device).manual_seed(self._seed)
 
     def __exit__(self, *error: Any) -> None:
-        if self._seed is not None and self._device.type == "cpu":
+        if self._seed is not None and self._on_host:
             torch.set_rng_state(self._state)
         elif self._seed is not None:
             self._fork.__exit__(*error)

@@ -86,3 +86,17 @@ def test_built_in_jobs_train_as_whole_models_do(job, partition, workers):
     whole = virtual(job, "bsp collective", workers=1, **options)
     shared = virtual(job, f"bsp collective {partition}", workers=workers, **options)
     torch.testing.assert_close(shared.params, whole.params, rtol=0, atol=1e-12)
+
+
+def test_the_record_counts_the_collectives_of_a_layer():
+    """Two all-reduces forward and two backward in each of two layers, of 8 x 12 x 16 values, and those of the words.
+
+    The words have one all-reduce of their embeddings, and one of the gradient of the head's inputs. The loss has an
+    all-gather and an all-reduce, of one and of two values for each of 8 x 12 positions.
+    """
+    run = virtual(GPT, "bsp collective tensor:ways=2", workers=2, **OPTIONS | {"batch_size": 8, "steps": 3})
+    hidden, positions = 8 * 12 * 16 * 8, 8 * 12 * 8
+    for stage in run.summary["pipeline"].values():
+        assert stage["collectives"] == {"all_gather": 3, "all_reduce": 3 * (4 * 2 + 2 + 1)}
+    sent = 2 * 3 * ((4 * 2 + 2) * hidden + 3 * positions)
+    assert run.summary["bytes_sent"] == sent
