@@ -27,6 +27,7 @@ from torch import nn
 
 from dure.core.spec_text import nearest
 from dure.errors import StrategyError, UsageError
+from dure.partition.blocks import block_name
 from dure.partition.plan import Level, plan
 from dure.partition.profile import Profile
 
@@ -57,43 +58,75 @@ def cut_of(
     num_stages: int,
     profile: Callable[[], Profile] | None = None,
     speeds: Speeds = ANY,
+    borders: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """The numbers of the first block of each stage but the first. `cuts` is a text of the table above.
 
     `profile` makes the profile of the blocks for `cuts=profile`; its times are in proportion, and `speeds` gives their
-    sum.
+    sum. `borders` are the numbers of the blocks before which a cut may be, in ascending order; None: all.
 
     Raises `StrategyError` for a text that names no rule, and for blocks that cannot be cut so.
     """
-    sizes = [sum(each.numel() for each in block.parameters()) for block in blocks]
     trains = [any(each.requires_grad for each in block.parameters()) for block in blocks]
-    if sum(trains) < num_stages:
+    starts = range(len(blocks)) if borders is None else (0, *borders)
+    groups = [range(start, stop) for start, stop in pairwise((*starts, len(blocks)))]
+    training = [sum(trains[number] for number in group) for group in groups]
+    joined = [count > 0 for count in training]
+    _check_enough(num_stages, sum(trains), sum(joined), borders)
+    even = tuple(starts[number] for number in balanced(training, joined, num_stages))
+    if cuts == "even":
+        return even
+    if cuts in ("", "parameters"):
+        sizes = [sum(each.numel() for number in group for each in blocks[number].parameters()) for group in groups]
+        return tuple(starts[number] for number in balanced(sizes, joined, num_stages))
+    if (cuts == "profile" and profile is not None) or cuts.endswith(PROFILES):
+        found = _profile_for(cuts, len(blocks), profile, speeds).joined(starts)
+        chosen = plan(found, [Level(num_stages, speeds.bandwidth)], replicas={1}).cuts
+        return tuple(starts[number] for number in chosen)
+    numbers = _by_hand(cuts, trains, num_stages, "/".join(map(str, even)) or "parameters")
+    for number in numbers:
+        if number not in starts:
+            raise StrategyError(
+                f"cuts={cuts} is between {block_name(number - 1, blocks[number - 1])} and "
+                f"{block_name(number, blocks[number])}, where each of the workers that share layers has a part of the "
+                f"tensors. Cut before {_listed(starts[1:])}, as in cuts={'/'.join(map(str, even))}."
+            )
+    return numbers
+
+
+def _check_enough(num_stages: int, blocks: int, groups: int, borders: Sequence[int] | None) -> None:
+    """Raise `StrategyError` if a model with so many trainable `blocks`, or `groups` of them, has too few for stages."""
+    if blocks < num_stages:
         raise StrategyError(
             f"{num_stages} stages need {num_stages} blocks with trainable parameters or more, and this model has "
-            f"{sum(trains)}. Write fewer stages, or let Job.stages return smaller blocks."
+            f"{blocks}. Write fewer stages, or let Job.stages return smaller blocks."
         )
-    if cuts in ("", "parameters"):
-        return balanced(sizes, trains, num_stages)
-    if cuts == "even":
-        return balanced([*map(int, trains)], trains, num_stages)
-    if cuts == "profile" and profile is not None:
+    if borders is not None and groups < num_stages:
+        where = f"before {_listed(borders)}" if borders else "nowhere"
+        raise StrategyError(
+            f"{num_stages} stages with trainable parameters need borders between them where the workers that share "
+            f"layers have whole tensors, and this model can be cut {where}. Write fewer stages, or let Job.stages "
+            "return blocks that end behind layers that are split by inputs."
+        )
+
+
+def _profile_for(cuts: str, count: int, profile: Callable[[], Profile] | None, speeds: Speeds) -> Profile:
+    """The profile that `cuts` names, of `count` blocks."""
+    if not cuts.endswith(PROFILES):
+        assert profile is not None
         found = profile()  # its operations are whole numbers, and sums of them exact
-        unlimited = math.isinf(speeds.bandwidth)
-        return _by_profile(found if unlimited else found.lasting(speeds.seconds), num_stages, speeds.bandwidth)
-    if cuts.endswith(PROFILES):
-        found = Profile.read(Path(cuts))
-        if len(found.blocks) != len(blocks):
-            raise UsageError(f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {len(blocks)}.")
-        return _by_profile(found, num_stages, speeds.bandwidth)
-    return _by_hand(cuts, trains, num_stages)
+        return found if math.isinf(speeds.bandwidth) else found.lasting(speeds.seconds)
+    found = Profile.read(Path(cuts))
+    if len(found.blocks) != count:
+        raise UsageError(f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {count}.")
+    return found
 
 
-def _by_profile(profile: Profile, num_stages: int, bandwidth: float) -> tuple[int, ...]:
-    return plan(profile, [Level(num_stages, bandwidth)], replicas={1}).cuts
+def _listed(numbers: Sequence[int]) -> str:
+    return f"block {numbers[0]}" if len(numbers) == 1 else f"one of the blocks {', '.join(map(str, numbers))}"
 
 
-def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int) -> tuple[int, ...]:
-    example = "/".join(map(str, balanced([*map(int, trains)], trains, num_stages))) or "parameters"
+def _by_hand(cuts: str, trains: Sequence[bool], num_stages: int, example: str) -> tuple[int, ...]:
     words = cuts.split("/")
     if not all(word.isdecimal() for word in words):
         raise StrategyError(

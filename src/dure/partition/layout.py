@@ -22,6 +22,7 @@ from dure.partition.blocks import (
 from dure.partition.borders import BlockCost, Border, measure
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import counted
+from dure.partition.whole_borders import whole_borders
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,7 +80,14 @@ class StageLayout:
         self.depth = pipeline.stages * pipeline.chunks
         if job.stages is not None and len(self.blocks) > 1:
             check_composition(job, whole.module, self.blocks)
-        cuts = cut_of(pipeline.cuts, self.blocks, self.depth, lambda: counted(job, self.blocks, job.batch_size), speeds)
+        cuts = cut_of(
+            pipeline.cuts,
+            self.blocks,
+            self.depth,
+            lambda: counted(job, self.blocks, job.batch_size),
+            speeds,
+            self._whole_borders() if self.depth > 1 else None,
+        )
         self.bounds = (0, *cuts, len(self.blocks))
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
@@ -92,6 +100,12 @@ class StageLayout:
     def _is_one_block(self, module: nn.Module) -> bool:
         alone = self.pipeline.stages * self.pipeline.chunks == 1
         return alone and (self.shared is not None or is_one_block(self.job, module))
+
+    def _whole_borders(self) -> list[int] | None:
+        """The numbers of the blocks before which the model may be cut; None for all."""
+        if self.plan is None:
+            return None
+        return whole_borders(self.job, self.plan, self.ways, self.call, self.blocks_of, ROWS)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,11 @@ class Profile:
         factor = seconds / math.fsum(block.seconds for block in self.blocks)
         return replace(self, blocks=tuple(replace(each, seconds=each.seconds * factor) for each in self.blocks))
 
+    def joined(self, starts: Sequence[int]) -> Profile:
+        """This profile with the blocks from each of `starts` up to the next as one block."""
+        groups = [self.blocks[start:stop] for start, stop in pairwise((*starts, len(self.blocks)))]
+        return replace(self, blocks=tuple(_one_block(group) for group in groups))
+
     def write(self, path: Path) -> None:
         """Write the profile as JSON, which `read` and every reader of YAML accept."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -92,6 +98,17 @@ class Profile:
             ) from error
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
+
+
+def _one_block(blocks: Sequence[BlockProfile]) -> BlockProfile:
+    """Consecutive blocks as one."""
+    return BlockProfile(
+        sum(each.seconds for each in blocks),
+        output_nbytes=blocks[-1].output_nbytes,
+        parameter_nbytes=sum(each.parameter_nbytes for each in blocks),
+        activation_nbytes=sum(each.activation_nbytes for each in blocks),
+        name=blocks[0].name,
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

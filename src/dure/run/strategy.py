@@ -291,10 +291,18 @@ def make(text: str, axis: str | None = None) -> Any:
         elif isinstance(made, Pipeline):
             made = Mesh(made, _shared(wrapper, call.name))
         else:
-            raise StrategyError(f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.')
+            raise StrategyError(_unjoined(made, call, wrapper))
     if isinstance(made, Codec):
         check_joins(made)
     return made
+
+
+def _unjoined(made: Any, call: MemberSpec, wrapper: MemberSpec) -> str:
+    """The refusal of `wrapper` behind `call`, which made an object that nothing joins."""
+    if isinstance(made, SharedLayers) and made.in_pipelines and issubclass(load(find(wrapper.name)[1]), Pipeline):
+        pipeline = member_text("partition", _make(wrapper, "partition"))
+        return f'"{wrapper.name}" comes first: write "{pipeline}+{member_text("partition", made)}".'
+    return f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.'
 
 
 def _shared(call: MemberSpec, pipeline: str) -> SharedLayers:

@@ -47,6 +47,6 @@ def check_ties(setup: Setup, stages: Stages) -> None:
         return
     what = "the change of each stage's model" if setup.traits.changes else "what each stage sends to its servers"
     raise StrategyError(
-        f"{text['codec']} encodes {what}, and stages have copies of the parameter {ties[0].name!r}, which would become "
-        "different. Use fp32, other cuts, or bsp over collective, which encodes gradients."
+        f"{text['codec']} encodes {what}, and several workers have copies of the parameter {ties[0].name!r}, which "
+        "would become different. Use fp32, other cuts, or bsp over collective, which encodes gradients."
     )

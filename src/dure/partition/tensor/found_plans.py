@@ -51,10 +51,10 @@ def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | 
             sequences.add(path)
     if not found:
         raise UsageError(
-            f"no layers of this {type(module).__name__} are known that several workers could share: there are pairs "
-            "of dense layers or convolutions in an nn.Sequential with layers that act on each channel alone between, "
-            "Hugging Face BERT and ALBERT, and char-gpt. Describe a plan of your own: a subclass of dure.SharedLayers, "
-            'as partition="FILE.py:CLASS".'
+            f"no layers of this {type(module).__name__} are known that {ways} workers could share: there are pairs of "
+            f"dense layers or convolutions in an nn.Sequential, the first of {ways} outputs or more, with layers that "
+            "act on each channel alone between, Hugging Face BERT and ALBERT, and char-gpt. Describe a plan of your "
+            'own: a subclass of dure.SharedLayers, as partition="FILE.py:CLASS".'
         )
     layers = {name: split for name, split in found.items() if split is not None}
     inside = frozenset(found.keys() - layers.keys())
