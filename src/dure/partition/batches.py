@@ -98,3 +98,25 @@ class StageBatches:
     def _slice(self, whole: Batch, micro: int) -> Batch:
         start, stop = self._micro[micro]
         return mapped(lambda each: each[start:stop], whole)
+
+
+class PortionBatches(StageBatches):
+    """The samples of one portion at a time, of any number, that a coordinator has chosen.
+
+    The number of the mini-batch is that of the draws of its random layers, so that any copy of the model computes the
+    same gradient.
+    """
+
+    def __init__(self, job: Job, sampler: BatchSampler | None, **options: Any) -> None:
+        super().__init__(job, sampler, **options | {"replica": -1})
+        self._flops_of_one = self.flops / self.batch_size
+
+    def give(self, batch: int, indices: torch.Tensor) -> None:
+        """Set the samples of a mini-batch."""
+        self.batch_size = len(indices)
+        self.flops = self._flops_of_one * self.batch_size
+        self._micro = equal_ranges(self.batch_size, len(self._micro))
+        self._drawn = {batch: indices}
+
+    def _draw_to(self, batch: int) -> None:
+        """The samples are given."""

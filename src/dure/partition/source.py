@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
+from dure.partition.batches import PortionBatches
 from dure.partition.exchange import limit_norm, sum_ties
 from dure.partition.own_versions import leave_version, mean_of_versions
 
@@ -65,6 +66,28 @@ class StageSource:
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
         """As `gradient`, averaged over the same stage of all replicas."""
         return requester.node.spawn(self._mean(requester), "the mean gradient of its stage")
+
+    def gradient_at(self, requester: Requester, values: Tensor, indices: Tensor, *, draw: int) -> Operation[Gradient]:
+        """Start the mean gradient over given samples. `values` are the requester's parameters, and the stage is alone.
+
+        Random layers draw from `draw`.
+        """
+        assert values is requester.params
+        return requester.node.spawn(self._portion(requester, indices, draw), "the gradient of a portion")
+
+    async def _portion(self, requester: Requester, indices: Tensor, batch: int) -> Gradient:
+        stage, only = self.stage, range(batch, batch + 1)
+        assert isinstance(stage.batches, PortionBatches)
+        assert stage.layout.depth == 1
+        stage.requester = requester
+        stage.begin(only)
+        stage.batches.give(batch, indices)
+        for action in stage.pipeline.order(stage.rank, only):
+            if action.kind == "F":
+                await stage.forward(action)
+            elif action.kind == "B":
+                await stage.backward(action)
+        return stage.update(batch)
 
     def model(self, requester: Requester) -> Tensor:
         """The mean of the versions of the worker's parameters, or its one version."""

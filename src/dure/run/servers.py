@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import SERVER, NodeId
+from dure.core.node import Address, Service
+from dure.core.node_view import NodeView
 from dure.core.state import State
 from dure.run.checkpoint import fitting
 from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
 from dure.topology.parameter_server.batch.portions import Portions
 from dure.topology.parameter_server.fused import serve_clock
+from dure.topology.parameter_server.joint import JointAsks, ShardOrders
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 
 if TYPE_CHECKING:
@@ -21,12 +24,16 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.topology.parameter_server.clock import ClockService
 
+ORDERS = "orders"
+"""The service of a server to a coordinator over all parts of the model."""
+
 
 @dataclass(slots=True)
 class HostedServer:
     """A server on `node`: its shard and, on server 0 of a run that has them, the clock and the coordinator.
 
-    `number` counts the servers of the run. The clock is saved under the name `clock_part`.
+    `number` counts the servers of the run. The clock is saved under the name `clock_part`. `others` are services under
+    the node's name in the run, where the server has another among those of its part of the model.
     """
 
     node: Node
@@ -35,6 +42,7 @@ class HostedServer:
     coordinator: Coordinator | None = None
     number: int = -1
     clock_part: str = "clock"
+    others: Mapping[str, Service] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -45,8 +53,11 @@ class HostedServer:
         self.node.serve("shard", self.shard)
         if self.clock is not None:
             serve_clock(self.node, self.clock, self.shard)
-        if self.coordinator is not None:
+        if self.coordinator is not None and not self.others:
             self.node.serve("coordinator", self.coordinator)
+        for name, service in self.others.items():
+            assert isinstance(self.node, NodeView)
+            self.node.real.serve(name, service)
 
     @property
     def name(self) -> str:
@@ -111,12 +122,26 @@ def build_server(
         later = setup.absent if absent is None else absent
         present = [rank for rank in range(setup.workers) if rank not in later]
         server.clock = setup.server_side.clock(node, present=present, evict_seconds=evict_seconds)
-        if setup.coordinated:
-            server.coordinator = _coordinator(setup, server.clock, evict_seconds)
+        if setup.coordinated and number == 0:
+            server.coordinator = _coordinator(run, server.clock, evict_seconds)
+    if setup.coordinated and isinstance(node, NodeView):
+        server.others = _joint_services(run, server, node.real)
     return server
 
 
-def _coordinator(setup: Setup, clock: ClockService, evict_seconds: float) -> Coordinator:
+def _coordinator(run: Setup, clock: ClockService, evict_seconds: float) -> Coordinator:
+    setup, node, shards = run.of_server(0), None, None
+    if isinstance(clock.node, NodeView):
+        node, shards = clock.node.real, [Address(name, ORDERS) for name in run.deployment.names(SERVER)]
     portions = Portions(setup.workers, setup.sync.push_every)
     limits = Limits(setup.steps * setup.workers, setup.config.seconds or math.inf, evict_seconds)
-    return Coordinator(clock, setup.batches, portions, limits=limits, timing_only=setup.config.timing_only)
+    timing_only = setup.config.timing_only
+    return Coordinator(clock, setup.batches, portions, limits=limits, timing_only=timing_only, node=node, shards=shards)
+
+
+def _joint_services(run: Setup, server: HostedServer, node: Node) -> dict[str, Service]:
+    """The services of a server to a coordinator over all parts of the model, and of that coordinator."""
+    found: dict[str, Service] = {ORDERS: ShardOrders(server.shard)}
+    if server.coordinator is not None:
+        found["coordinator"] = JointAsks(server.coordinator, node, run.parts)
+    return found

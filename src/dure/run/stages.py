@@ -20,7 +20,7 @@ from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, W
 from dure.core.node_view import Names, NodeView
 from dure.core.ranges import equal_ranges
 from dure.job.initial_model import InitialModel
-from dure.partition.batches import StageBatches
+from dure.partition.batches import PortionBatches, StageBatches
 from dure.partition.layout import StageLayout
 from dure.partition.shared_stage import SharedStage
 from dure.partition.source import StageSource
@@ -31,6 +31,7 @@ from dure.topology.base import RunPlan, Topology
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
+    from dure.job.data.batches import Batches
     from dure.job.job import Job
     from dure.partition.cut import Speeds
     from dure.partition.pipeline import Pipeline
@@ -50,6 +51,12 @@ class StageSetup(Protocol):
 
     @property
     def delivery(self) -> Delivery: ...
+
+    @property
+    def coordinated(self) -> bool: ...
+
+    @property
+    def batches(self) -> Batches: ...
 
 
 @dataclass
@@ -126,7 +133,7 @@ class Stages:
         """The source of the gradients of the worker on `node`."""
         replica, part = self.place(node.rank)
         size = self.batch_sizes[replica]
-        batches = StageBatches(
+        batches = (PortionBatches if self.of(part).coordinated else StageBatches)(
             self.job,
             None if self.timing_only else self.data.sampler(replica),
             replica=replica,
@@ -183,8 +190,10 @@ class Stages:
 
     def _sizes(self) -> set[int]:
         """The sizes of micro-batches."""
-        micro = self.pipeline.micro_batches
-        return {stop - start for size in set(self.batch_sizes) for start, stop in equal_ranges(size, micro)}
+        micro, sizes, setup = self.pipeline.micro_batches, set(self.batch_sizes), self.of(0)
+        if setup.coordinated:
+            sizes = {len(setup.batches.indices(0, portion)) for portion in (0, setup.batches.count - 1)}
+        return {stop - start for size in sizes for start, stop in equal_ranges(size, micro)}
 
     # ---- the whole model
 

@@ -107,7 +107,8 @@ class Strategy:
         """Raise `StrategyError` if the method or the topology does not run over the parts of a model."""
         sync, traits = name_of("sync", self.sync), traits_of(self.sync)
         partition = member_text("partition", self.partition)
-        if not traits.staged or traits.unstaged:
+        over_ways = traits.coordinated and isinstance(self.partition, SharedLayers)
+        if not over_ways and (not traits.staged or traits.unstaged):
             because = traits.unstaged or UNSTAGED
             works = f"{sync} {topology}" if traits.staged else "bsp collective"
             raise StrategyError(

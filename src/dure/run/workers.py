@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dure.job.gradient_source import LocalOptimizer
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
+    from dure.topology.parameter_server.client import ServerClient
 
 
 def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
@@ -28,7 +29,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
 
     In a pipeline its replica is its stage, and it is one of the workers that have the same stage.
     """
-    setup, rank, source = run, number, None
+    setup, rank, source, under_number = run, number, None, node
     if run.stages is not None:
         rank, place = run.stages.place(number)
         setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
@@ -58,9 +59,14 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
         server = setup.client(node, rank)
         worker.sessions.server = ServerSession(worker, server)
         worker.pushes_rates = not setup.server_side.own_rule
-        worker.sessions.work_queue = PortionClient(server, setup.batches) if setup.coordinated else None
+        worker.sessions.work_queue = _portions(run, server, under_number) if setup.coordinated else None
     topology.connect(worker, group)
     return worker
+
+
+def _portions(run: Setup, server: ServerClient, node: Node) -> PortionClient:
+    """The calls to the coordinator of the worker on `node`."""
+    return PortionClient(server, run.batches, node, joint=run.stages is not None)
 
 
 def _optimizer(setup: Setup, *, clips: bool) -> LocalOptimizer:

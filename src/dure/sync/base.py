@@ -33,7 +33,8 @@ class Traits:
     - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it.
     - `streams`: parts of the model are sent at different times, so no common model exists at any step.
     - `alone`: each worker ends at its own time, over collectives too.
-    - `coordinated`: the method has `coordinate(lead)`, which server 0 runs, and workers evaluate its portions.
+    - `coordinated`: the method has `coordinate(lead)`, which server 0 runs, and workers evaluate its portions. Several
+      workers may hold a copy of the model and evaluate a portion together, if each parameter has one holder.
     - `sparse`: the method takes sparse gradients, flat and coalesced.
     - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
     - `encodes`: the topologies over which a codec may encode messages; `uncoded` is the reason against the others.

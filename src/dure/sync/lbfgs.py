@@ -26,6 +26,7 @@ Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5.
 | portions, load balancing, backup tasks | `topology/portions.py`: a portion is a mini-batch                 |
 | gradients sent after a few portions   | `push_every`                                                      |
 | line search                           | `search`: strong Wolfe, backtracking or exact                     |
+| replicas over several machines        | partitions that share layers and no parameter: `neurons:ways=2`   |
 | the whole batch                       | all samples, or `batch` of them; both gradients of y are of the same batch |
 
 The job's optimizer and its rate are not used. A run has as many mini-batches as with any other method, `steps` times

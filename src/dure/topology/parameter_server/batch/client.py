@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EvaluatingWorker(Protocol):
     """The attributes of a worker that a `PortionClient` uses."""
 
-    rank: int
+    number: int
     node: Node
     meter: Meter
     params: torch.Tensor
@@ -73,10 +73,16 @@ class Sums:
 
 
 class PortionClient:
-    """A worker's calls to the coordinator. If the worker fails, other workers repeat the portions not yet reported."""
+    """A worker's calls to the coordinator. If the worker fails, other workers repeat the portions not yet reported.
 
-    def __init__(self, server: ServerClient, batches: Batches) -> None:
+    `joint`: several workers compute the gradient of a portion together. `node` is the worker's under its name in the
+    run, by which the coordinator knows it.
+    """
+
+    def __init__(self, server: ServerClient, batches: Batches, node: Node, *, joint: bool = False) -> None:
         self.batches = batches
+        self.joint = joint
+        self._node = node
         self._vectors = VectorClient(server)
         self._report: dict[str, Any] | None = None
         self._at = 0
@@ -104,19 +110,23 @@ class PortionClient:
     async def _ask(self, worker: EvaluatingWorker) -> Reply:
         report, self._report = self._report, None
         incarnation = self._vectors.sender.incarnation
-        fields: dict[str, Any] = {"worker": worker.rank, "incarnation": incarnation, "report": report}
+        fields: dict[str, Any] = {"worker": worker.number, "incarnation": incarnation, "report": report}
         due = worker.suspends()
         while True:
             with suppress(CallTimeout):
-                return await worker.node.call(COORDINATOR, "ask", due=due, **fields)
+                return await self._node.call(COORDINATOR, "ask", due=due, **fields)
 
     async def _fetch(self, worker: EvaluatingWorker, assignment: Assignment) -> bool:
-        """Fetch the point. False if the shards have freed it, because other workers have finished the evaluation."""
+        """Fetch the point. False if the shards have freed it, because other workers have finished the evaluation.
+
+        Those that compute `joint` gradients do so anyway: others of them may have fetched their parts before. The
+        coordinator drops the sum.
+        """
         started = worker.node.now()
         try:
             await self._vectors.fetch(worker.params, assignment.point)
         except Refused:
-            return False
+            return self.joint
         worker.meter.add("communicate", started, worker.node.now(), "fetch")
         self._at = assignment.evaluation
         return True

@@ -35,6 +35,7 @@ from dure.topology.parameter_server.batch.portions import Portions, Run
 from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
 
 if TYPE_CHECKING:
+    from dure.core.node import Node
     from dure.job.data.batches import Batches
     from dure.topology.parameter_server.clock import ClockService
 
@@ -59,7 +60,8 @@ class Coordinator:
     """What a batch method sees of the world (`order`, `evaluate`, `boundary`, `kept`), and a service to its workers.
 
     What must survive a restart is `kept` (values that JSON has) and the vectors on the shards, as they are at a
-    `boundary`. `timing_only` runs have no numbers: losses are 0, and every dot product is 1.
+    `boundary`. `timing_only` runs have no numbers: losses are 0, and every dot product is 1. It is on the clock's node
+    and commands the clock's shards, unless `node` and `shards` replace them.
 
     | method | fields                                 | reply                                                  |
     |--------|----------------------------------------|--------------------------------------------------------|
@@ -76,10 +78,12 @@ class Coordinator:
         *,
         limits: Limits,
         timing_only: bool = False,
+        node: Node | None = None,
+        shards: Sequence[Address] | None = None,
     ) -> None:
-        self.node = node = clock.node
+        self.node = node = node or clock.node
         self.clock = clock
-        self.shards = clock.shards
+        self.shards = shards or clock.shards
         self.batches = batches
         self.portions = portions
         self.limits = limits
@@ -172,12 +176,13 @@ class Coordinator:
     def handle(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.method != "ask":
             raise Refused(f'a coordinator has no method "{call.method}"; it has ask.')
-        return self._ask(call)
+        return self.asked(call)
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
         return ()
 
-    def _ask(self, call: Call) -> Awaitable[Reply]:
+    def asked(self, call: Call) -> Operation[Reply]:
+        """Take what a worker reports; return the promise of something to do."""
         fields = call.fields
         worker, incarnation = fields["worker"], fields["incarnation"]
         if incarnation < self._fenced.get(worker, 0):

@@ -1,0 +1,101 @@
+"""Sandblaster L-BFGS over copies of the model that several workers hold, against whole ones."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from support.runs import local, resume_local, virtual
+from support.soak import soaked
+
+import dure
+from dure.errors import StrategyError
+from dure.job.job import load_job
+from dure.runtime.launch.fork_server import ForkServer
+
+JOB = "digits-local:channels=2"
+LBFGS = "lbfgs:batch=210,iterations=4,m=3"
+UNITS = "neurons:ways=2,assignment=random"
+OPTIONS = {"steps": 200, "seed": 3, "dtype": "float64", "batch_size": 40}  # a batch ends in a portion of 10
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    with ForkServer() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A run of whole models."""
+    return virtual(JOB, f"{LBFGS} ps", workers=2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("partition", "ways", "copies", "shards", "record"),
+    [
+        (UNITS, 2, 3, 1, {}),
+        ("neurons:ways=3,assignment=cut", 3, 2, 2, {"checkpoint_every": 8}),
+        *soaked((UNITS, 2, 1, 1, {"checkpoint_every": 20}), ("neurons:ways=5", 5, 2, 3, {})),
+    ],
+)
+def test_it_takes_the_path_of_whole_models(partition, ways, copies, shards, record, whole, tmp_path):
+    """Checkpoints between iterations are on the way: vectors of all servers and numbers of the coordinator."""
+    record = record and {**record, "out": tmp_path}
+    split = virtual(JOB, f"{LBFGS} ps:shards={shards} {partition}", workers=ways * copies, **record, **OPTIONS)
+    torch.testing.assert_close(split.params, whole.params, rtol=0, atol=1e-12)
+    assert not torch.allclose(whole.params, whole.setup.model.params, atol=0.1)
+    assert split.rows[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-12)
+
+
+@pytest.mark.parametrize(("copies", "shards"), [(1, 1), *soaked((2, 2))])
+def test_processes_take_the_path_of_whole_models(copies, shards, whole, fork_server):
+    strategy = f"{LBFGS} ps:shards={shards} {UNITS}"
+    really = local(JOB, strategy, workers=2 * copies, fork_server=fork_server, **OPTIONS)
+    torch.testing.assert_close(really.params, whole.params, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("copies", [*soaked(1, 2)])
+def test_a_real_run_is_resumed(copies, whole, tmp_path):
+    """From its first checkpoint, as if it had been killed before the next."""
+    options = OPTIONS | {"workers": 2 * copies, "steps": 200 // copies}
+    record = {"out": tmp_path / "run", "checkpoint_every": 14 // copies, "eval_every": 10}
+    dure.train(JOB, strategy=f"{LBFGS} ps {UNITS}", on="local", **record, **options)
+    steps = sorted((tmp_path / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    assert len(steps) > 1
+    for later in steps[1:]:
+        shutil.rmtree(later)
+    (tmp_path / "run" / "summary.json").unlink()
+    torch.testing.assert_close(resume_local(tmp_path / "run").params, whole.params, rtol=0, atol=1e-12)
+
+
+def test_portions_of_random_layers_do_not_depend_on_the_copy_that_computes_them():
+    """Inputs are drawn and dropout too: by the number of the portion, so any number of copies takes one path."""
+    runs = [virtual(f"{__file__}:dropped", f"{LBFGS} ps {UNITS}", workers=2 * n, **OPTIONS) for n in (1, 3)]
+    torch.testing.assert_close(runs[0].params, runs[1].params, rtol=0, atol=1e-12)
+
+
+def dropped():
+    """Dropout between two layers whose units are at several machines."""
+    job = load_job("digits-mlp:hidden=12")
+    model = job.model
+
+    def build():
+        layers = model()
+        layers.insert(3, torch.nn.Dropout(0.5))
+        return layers
+
+    job.model = build
+    return job
+
+
+@pytest.mark.parametrize("partition", ["gpipe:stages=2", "pipedream:stages=2", "gpipe:stages=1"])
+def test_it_does_not_run_over_the_stages_of_a_pipeline(partition):
+    with pytest.raises(StrategyError, match="in portions"):
+        virtual(JOB, f"{LBFGS} ps {partition}", workers=2, **OPTIONS)
+
+
+def test_parameters_with_several_holders_are_refused():
+    with pytest.raises(StrategyError, match="is whole at all workers that share layers"):
+        virtual("digits-mlp", f"{LBFGS} ps tensor:ways=2", workers=2, **OPTIONS)
