@@ -1,9 +1,8 @@
 """How is the model split? One line per member; the class describes the rest (`core.catalogue`)."""
 
-__all__ = ["CATALOGUE"]
+__all__ = ["CATALOGUE", "PIPELINES", "SHARING"]
 
-CATALOGUE = {
-    "none": "dure.partition.whole:Whole",
+PIPELINES = {
     "gpipe": "dure.partition.methods.gpipe:GPipe",
     "1f1b": "dure.partition.methods.one_f_one_b:OneFOneB",
     "interleaved": "dure.partition.methods.interleaved:Interleaved",
@@ -17,7 +16,14 @@ CATALOGUE = {
     "ddg": "dure.partition.methods.ddg:DDG",
     "features-replay": "dure.partition.methods.features_replay:FeaturesReplay",
     "dni": "dure.partition.methods.dni:DNI",
+}
+"""Partitions by layers."""
+
+SHARING = {
     "one-weird-trick": "dure.partition.methods.one_weird_trick:OneWeirdTrick",
     "tensor": "dure.partition.methods.tensor:TensorParallel",
     "neurons": "dure.partition.methods.neurons:Neurons",
 }
+"""Partitions inside layers."""
+
+CATALOGUE = {"none": "dure.partition.whole:Whole", **PIPELINES, **SHARING}

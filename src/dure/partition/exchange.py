@@ -43,9 +43,14 @@ async def exchanged(stage: Stage, values: Mapping[int, Tensor], number: int) -> 
 async def sum_ties(stage: Stage, gradient: Tensor) -> None:
     """Replace the gradient of each tied parameter by the sum over its copies at all workers, in place.
 
-    The sum is in the order of ranks, so it has the same bits at all copies.
+    The sum is in the order of ranks, so it has the same bits at all copies. Parameters that only the workers have that
+    share these layers are summed by an all-reduce.
     """
-    ties = [held for held in stage.layout.held[stage.part] if held.tied]
+    held, ways = stage.layout.held[stage.part], stage.layout.ways
+    near = tuple(range(stage.rank * ways, (stage.rank + 1) * ways))
+    if stage.shared is not None:
+        await stage.shared.sum_over_ways(gradient, [each for each in held if each.tied == near])
+    ties = [each for each in held if each.tied and (stage.shared is None or each.tied != near)]
     others = sorted({part for tie in ties for part in tie.tied} - {stage.part})
     shared = {part: [tie for tie in ties if part in tie.tied] for part in others}
     sizes = {part: [tie.stop - tie.start for tie in common] for part, common in shared.items()}

@@ -6,21 +6,23 @@ from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.core.node import StepPortion, StepTime, nothing
+import torch
+
+from dure.core.node import Ghost, StepPortion, StepTime, nothing
 from dure.partition.counts import StageCounts
 from dure.partition.messages import free_tag
 from dure.partition.tensor.collectives import WayCollectives
 from dure.partition.tensor.computation import PausingThread
+from dure.partition.tensor.ways import CollectiveCall
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.partition.layout import StageLayout
+    from dure.partition.layout import Held, StageLayout
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.recording import PassCost, Piece
-    from dure.partition.tensor.ways import CollectiveCall
 
 
 class PieceShare(NamedTuple):
@@ -98,6 +100,23 @@ class SharedStage:
         cost = self._costs(chunk, rows)
         fraction = self._layout.fraction(self._part, chunk, cost, rows)
         return piece_shares(cost, forward * fraction, backward * fraction)
+
+    async def sum_over_ways(self, gradient: Tensor, parameters: Sequence[Held]) -> None:
+        """Replace the gradients of some parameters by their sums over the workers that share the layers, in place."""
+        if not parameters:
+            return
+        numel = sum(each.stop - each.start for each in parameters)
+        timed = isinstance(gradient, Ghost)
+        own = (
+            gradient.new_empty(numel) if timed else torch.cat([gradient[each.start : each.stop] for each in parameters])
+        )
+        call = CollectiveCall("all_reduce", [own], [torch.Size([numel])])
+        self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
+        total = await self._collectives.carried(call)
+        if not timed:
+            sizes = [each.stop - each.start for each in parameters]
+            for each, part in zip(parameters, torch.split(total, sizes), strict=True):
+                gradient[each.start : each.stop] = part
 
     async def compute(
         self,

@@ -34,6 +34,8 @@ WIDTH = 1024
 SGD = "none"
 """The row of one worker with the whole model."""
 
+METHODS = (SGD, *partition.PIPELINES)
+
 MOMENTUM = 0.9
 WITH_MOMENTUM = ("spectrain",)
 """Methods that need momentum; their rate is multiplied by 1 - `MOMENTUM`, for updates of the same size."""
@@ -54,7 +56,7 @@ def reproduce(
     seeds: int = 3,
     stages: str = ",".join(map(str, STAGES)),
     rates: str = ",".join(map(str, RATES)),
-    methods: str = ",".join(partition.CATALOGUE),
+    methods: str = ",".join(METHODS),
     data: Path | None = None,
     out: Path = Path("pipelines.svg"),
 ) -> dict[str, Any]:
@@ -177,8 +179,8 @@ def _methods(text: str) -> list[str]:
     """The methods in `text`, with SGD on one worker first."""
     found = [name.strip() for name in text.split(",")]
     for name in found:
-        if name not in partition.CATALOGUE:
-            raise UsageError(f"there is no method {name!r}: there are {names(partition.CATALOGUE)}.")
+        if name not in METHODS:
+            raise UsageError(f"there is no pipeline {name!r}: there are {names(METHODS)}.")
     return list(dict.fromkeys([SGD, *found]))
 
 
