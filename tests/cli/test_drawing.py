@@ -48,12 +48,19 @@ def test_the_figures_are_there_as_json(capfd, tmp_path):
     assert path.exists()
 
 
+def test_the_drawing_of_a_mesh_is_that_of_its_pipeline(tmp_path):
+    alone = draw("1f1b:stages=2,micro=3", [tmp_path / "alone.svg"])
+    mesh = draw("1f1b:stages=2,micro=3+tensor:ways=2", [tmp_path / "mesh.svg"])
+    assert mesh.row["workers"] == alone.row["workers"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--draw", "pipedream"], "--draw needs a partition before it"),
         (["bsp", "--draw"], '"bsp" is a sync, not a partition'),
-        (["none", "--draw"], "none splits no model"),
+        (["none", "--draw"], "none makes no stages"),
+        (["tensor", "--draw"], "tensor makes no stages, and a drawing shows stages"),
         (["gpipe", "--draw", "a.svg", "b.svg"], "--draw writes one file, and 2 are named: a.svg, b.svg"),
         (["gpipe", "--draw", "nowhere/a.svg"], "cannot write nowhere/a.svg: there is no folder nowhere"),
         (["gpipe:stages=0", "--draw"], "stages=0 splits nothing"),

@@ -712,7 +712,7 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, optimizer, sync="averaging:schedule=adaptive")
     with pytest.raises(UsageError, match=r'sends float32\..*dure\.hook\("sign:zeros=positive\+momentum:beta=0\.9"\)'):
         dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")  # which is no strategy either
-    with pytest.raises(UsageError, match=r"gpipe:stages=2 gives a rank a stage of it\. .*dure\.train\(job, partition"):
+    with pytest.raises(UsageError, match=r"gpipe:stages=2 gives a rank a part of it\. .*dure\.train\(job, partition"):
         dure.attach(module, optimizer, partition="gpipe:stages=2")
     with pytest.raises(UsageError, match="batch_size"):
         dure.attach(module, optimizer, batch_size=0)

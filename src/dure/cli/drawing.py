@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.errors import UsageError
 from dure.partition.drawing import Picture, svg, text
+from dure.partition.mesh import Mesh
 from dure.partition.pipeline import Pipeline
 from dure.report.files import replacing
 from dure.run.strategy import make
@@ -53,15 +54,16 @@ class Drawn:
 
 
 def draw(name: str, files: Sequence[Path]) -> Drawn:
-    """Draw the partition `name` into the file of `files`, NAME.svg if there is none.
+    """Draw the partition `name` into the file of `files`, NAME.svg if there is none; of a mesh, its pipeline.
 
     Raises `UsageError` for a name that is no pipeline, and for a file that cannot be written.
     """
     if not name:
         raise UsageError("--draw needs a partition before it: write dure methods pipedream:stages=4 --draw FILE.svg.")
-    pipeline = make(name, "partition")
+    made = make(name, "partition")
+    pipeline = made.pipeline if isinstance(made, Mesh) else made
     if not isinstance(pipeline, Pipeline):
-        raise UsageError(f"{name} splits no model, and a drawing shows stages: draw pipedream, for example.")
+        raise UsageError(f"{name} makes no stages, and a drawing shows stages: draw pipedream, for example.")
     if len(files) > 1:
         raise UsageError(f"--draw writes one file, and {len(files)} are named: {', '.join(map(str, files))}.")
     path = files[0] if files else Path(f"{name.partition(':')[0]}.svg")

@@ -204,7 +204,7 @@ def _check_events(setup: Setup, cluster: Cluster) -> None:
     """Raise `UsageError` if a worker crashes or joins in a run that needs every worker all the time."""
     over = ("collectives", "Use a parameter server: --topology ps")
     if setup.stages is not None:
-        over = ("the stages of a pipeline", "Leave the event out, or the partition")
+        over = ("the parts of a model", "Leave the event out, or the partition")
     elif not setup.topology.needs_everybody:
         return
     for event in cluster.events:

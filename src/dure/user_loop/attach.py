@@ -123,7 +123,7 @@ def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Part
     if not isinstance(strategy.partition, Whole):
         raise UsageError(
             f"dure.attach has the whole model at every rank, and {member_text('partition', strategy.partition)} gives "
-            "a rank a stage of it. Describe the training as a dure.Job and call dure.train(job, partition=...), or "
+            "a rank a part of it. Describe the training as a dure.Job and call dure.train(job, partition=...), or "
             "split the model in the loop itself, as torch.distributed.pipelining does."
         )
     _check_strategy(strategy)

@@ -9,9 +9,12 @@ import torch
 from support.runs import resolved, virtual
 from support.shared_layers import pairs
 from support.stage_jobs import job_text
+from torch import nn
 
+import dure
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import Strategy
+from dure.runtime.virtual.cluster import Cluster, Event, Machines
 
 PLAIN = job_text("plain")  # four blocks: their layers are split by outputs, inputs, outputs, inputs
 
@@ -117,6 +120,25 @@ def test_methods_that_would_update_copies_at_different_times_are_refused(method)
 def test_codecs_that_would_make_copies_differ_are_refused(strategy):
     with pytest.raises(StrategyError, match=r"^int8 encodes .* copies of the parameter '1\.0\.bias', which would"):
         virtual(PLAIN, f"{strategy} tensor:ways=2", workers=4, steps=1)
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("partition", ["tensor:ways=2", "gpipe:stages=2,micro=2+tensor:ways=2"])
+@pytest.mark.parametrize("kind", ["crash", "join"])
+def test_events_of_workers_are_refused(kind, partition):
+    cluster = Cluster(machines=(Machines(count=4),), events=(Event(at=0.5, kind=kind, worker=1),))
+    with pytest.raises(UsageError, match=rf"worker 1 {kind} at 0\.5 s, .* over the parts of a model, which need every"):
+        virtual(PLAIN, f"bsp collective {partition}", cluster, steps=1)
+
+
+def test_a_loop_of_the_users_own_has_whole_models():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for partition in ("tensor:ways=2", "gpipe:stages=2+tensor:ways=2"):
+        with pytest.raises(UsageError, match=f"{re.escape(partition)} gives a rank a part of it"):
+            dure.attach(model, optimizer, partition=partition)
 
 
 @pytest.mark.parametrize("partition", ["zero-bubble:stages=2,micro=3", "interleaved:stages=1,chunks=2,micro=3"])
