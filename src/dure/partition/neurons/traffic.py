@@ -4,13 +4,16 @@ An activation goes to each other machine with a unit that reads it, once. Its er
 these machines. All machines get the outputs of the last layer, and no error of them. A dense layer that is read by a
 dense layer sends n (D - 1) words if all D machines have units of the next.
 
-    t_l = max_d(work_d) + comm_l        every machine waits for the slowest in each layer
+    t_l = max_d(work_d) + comm_l        every machine waits for the slowest in each layer, forward and backward
+
+The backward of a layer has twice the work of its forward, that of the first layer as much: no input needs an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +42,24 @@ class LayerTraffic:
         slowest = int(self.work.max())
         return 1 - float(self.work.sum()) / (slowest * len(self.work)) if slowest else 0.0
 
-    def seconds(self, multiplications: float, words: float) -> float:
-        """The seconds of a forward, for machines of so many multiplications and sent words per second."""
-        return float(self.work.max()) / multiplications + float(self.forward.sum(1).max()) / words
+    @property
+    def words(self) -> tuple[int, int]:
+        """The most words that one machine sends or receives, forward and backward: its link carries them in turn."""
+        most = [int(torch.maximum(each.sum(0), each.sum(1)).max()) for each in (self.forward, self.backward)]
+        return most[0], most[1]
+
+
+class Forecast(NamedTuple):
+    """Seconds of a mini-batch in which machines compute or communicate, and the share of it that they are idle."""
+
+    compute: float
+    communicate: float
+    idle: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the mini-batch."""
+        return self.compute + self.communicate
 
 
 def traffic(layers: Sequence[UnitLayer], assignment: Assignment, machines: int) -> list[LayerTraffic]:
@@ -66,3 +84,20 @@ def traffic(layers: Sequence[UnitLayer], assignment: Assignment, machines: int) 
 def words_sent(found: Sequence[LayerTraffic]) -> tuple[int, int]:
     """The words of a sample that all machines send, forward and backward."""
     return sum(int(each.forward.sum()) for each in found), sum(int(each.backward.sum()) for each in found)
+
+
+def forecast(found: Sequence[LayerTraffic], seconds: float, words_per_second: float, backward: float) -> Forecast:
+    """The forecast of a mini-batch that takes one machine so many `seconds`, in which `backward` is the share of that.
+
+    Each machine sends and receives `words_per_second` of each sample of the mini-batch at the same time. Every two
+    machines are supposed to exchange something before each layer, so that all wait for the slowest. If some have their
+    inputs before others, the mini-batch takes less.
+    """
+    machines = len(found[0].work)
+    work = torch.stack([each.work for each in found]).double()
+    times = torch.tensor([1.0, *[2.0] * (len(found) - 1)], dtype=torch.float64)[:, None] * work
+    own = work.sum(0)
+    passes = (1 - backward) * work / own.sum(), backward * times / times.sum(0) * own / own.sum()
+    compute = seconds * sum(float(each.amax(1).sum()) for each in passes)
+    communicate = sum(sum(each.words) for each in found) / words_per_second
+    return Forecast(compute, communicate, 1 - seconds / (machines * (compute + communicate)))
