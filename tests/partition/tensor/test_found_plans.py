@@ -20,6 +20,7 @@ from dure.job.models.char_gpt import decoder
 from dure.partition.tensor.each_layer import columns, rows
 from dure.partition.tensor.found_plans import megatron
 from dure.partition.tensor.plan import SplitPlan
+from dure.partition.tensor.sequence import by_positions
 from dure.partition.tensor.ways import Ways
 
 WORDS = torch.randint(0, 31, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -58,6 +59,47 @@ def outputs_of(model: nn.Module) -> Tensor:
 
 
 PLANS: dict[str, Callable[[nn.Module, int], SplitPlan]] = {"pairs": megatron, "rows": rows, "columns": columns}
+
+
+def sequence(module: nn.Module, ways: int) -> SplitPlan:
+    return by_positions(megatron(module, ways), module)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 6])
+@pytest.mark.parametrize("name", ["bert", "gpt"])
+def test_sequence_parallelism_equals_the_whole_model(name: str, ways: int) -> None:
+    """7 positions, in uneven parts. Gradients of layers between are partial; all others are as in the whole model."""
+    torch.manual_seed(0)
+    whole = MODELS[name]().double()
+    outputs = outputs_of(whole)
+    outputs.square().sum().backward()
+    plan = sequence(whole, ways)
+
+    def at(own: Ways) -> tuple[Tensor, dict[str, Any], Counter[str], Counter[str]]:
+        part = plan.apply(deepcopy(whole), own)
+        part.zero_grad()
+        found = outputs_of(part)
+        forward = Counter(own.counts)
+        found.square().sum().backward()
+        return found.detach(), {key: each.grad for key, each in part.named_parameters()}, forward, own.counts
+
+    each, shards = on_ways(ways, at), plan.shards(whole, ways)
+    for rank, (found, gradients, forward, both) in enumerate(each):
+        torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-12)
+        assert dict(forward) == {"all_reduce": 1, "all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS}
+        backward = both - forward
+        assert dict(backward) == {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS}
+        for key, parameter in whole.named_parameters():
+            if parameter.grad is None:
+                continue
+            right = shards[key][rank].of(parameter.grad) if key in shards else parameter.grad
+            mine = sum(other[1][key] for other in each) if key in plan.partial else gradients[key]
+            torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
+
+
+def test_sequence_parallelism_is_refused_where_it_is_not_known() -> None:
+    with pytest.raises(UsageError, match="known for BERT and char-gpt"):
+        sequence(albert(), 2)
 
 
 def collectives(name: str, plan: str) -> tuple[dict[str, int], dict[str, int]]:

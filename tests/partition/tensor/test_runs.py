@@ -74,6 +74,7 @@ GPT = "char-gpt:layers=2,width=16,heads=2,context=12"
     [
         (GPT, "tensor:ways=2", 2),
         (f"{GPT},tied=true", "tensor:ways=2", 2),
+        (GPT, "tensor:ways=2,sequence=true", 2),
         ("digits-mlp:hidden=16", "tensor:ways=3", 3),
         *soaked(
             (GPT, "gpipe:stages=2,micro=2+tensor:ways=2", 4),

@@ -115,8 +115,9 @@ class Block(nn.Module):
 
     def _attended(self, x: Tensor) -> Tensor:
         """The values of all earlier characters and the own one, weighted for each head."""
-        split = (*x.shape[:2], -1, x.shape[2] // self.heads)  # a worker that shares the layer has some of the heads
-        query, key, value = (each.view(split).transpose(1, 2) for each in self.attention(x).chunk(3, dim=2))
+        mixed = self.attention(x)  # a worker that shares the layer has some of the heads, and all positions
+        split = (*mixed.shape[:2], -1, x.shape[2] // self.heads)
+        query, key, value = (each.view(split).transpose(1, 2) for each in mixed.chunk(3, dim=2))
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         return seen.transpose(1, 2).flatten(2)
 

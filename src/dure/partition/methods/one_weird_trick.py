@@ -26,7 +26,7 @@ from torch import nn
 from dure.core.parameter import parameter
 from dure.errors import UsageError
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.tensor.linear import CONVOLUTIONS, Column
+from dure.partition.tensor.linear import CONVOLUTIONS, Column, unchanged
 from dure.partition.tensor.pairs import pairs
 from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.trunk import Junction, Scheme
@@ -60,7 +60,7 @@ class OneWeirdTrick(SharedLayers):
         first = next(name.rpartition(".")[0] for name, _ in _parameters(children[cut:]))
         split = layers.get(first)
         if isinstance(split, Column):
-            layers[first] = replace(split, copies=False)
+            layers[first] = replace(split, reads=unchanged)
         layers[""] = Junction(cut, self.scheme, isinstance(split, Column))
         trunk = children[:cut]
         return SplitPlan(

@@ -20,6 +20,7 @@ from dure.core.parameter import parameter
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.each_layer import columns, rows
 from dure.partition.tensor.found_plans import megatron
+from dure.partition.tensor.sequence import by_positions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,19 @@ class TensorParallel(SharedLayers):
         "split of the layers: Megatron-LM's pairs; or each linear layer alone, by inputs (rows) or outputs (columns)",
     )
 
+    sequence: bool = parameter(
+        False, "between pairs each worker computes some positions of the sequence only (sequence parallelism)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence and self.layers != "pairs":
+            raise ValueError(f"sequence=true is for layers=pairs, got layers={self.layers}: leave one of them out")
+
     def plan(self, job: Job, module: nn.Module) -> SplitPlan:
         if self.layers == "rows":
             return rows(module, self.ways)
-        return columns(module, self.ways) if self.layers == "columns" else megatron(module, self.ways, job.loss)
+        if self.layers == "columns":
+            return columns(module, self.ways)
+        plan = megatron(module, self.ways, job.loss)
+        return by_positions(plan, module) if self.sequence else plan

@@ -29,13 +29,44 @@ from dure.partition.tensor.ways import Ways
 Apply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A layer as a function of inputs, weight and bias."""
 
+Change = Callable[[Ways, Tensor], Tensor]
+"""An operator on a tensor over the workers that share a layer."""
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class ColumnPart(nn.Module):
-    """Outputs of a layer at one worker. Every worker has the whole input, and with `sizes` gets all outputs.
+    """Outputs of a layer at one worker, of the input that `reads` gives. With `sizes` every worker gets all outputs."""
 
-    With `copies=False` the operator before the layer sums the gradients of its inputs.
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        weight: Tensor,
+        bias: Tensor | None,
+        ways: Ways,
+        sizes: Sequence[int] | None,
+        reads: Change,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.ways = ways
+        self.sizes = sizes
+        self.reads = reads
+        self._apply_layer = function_of(layer)
+        self._dim = channels_of(layer)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self._apply_layer(self.reads(self.ways, inputs), self.weight, self.bias)
+        return outputs if self.sizes is None else gathered(self.ways, outputs, self.sizes, self._dim)
+
+
+class RowPart(nn.Module):
+    """A layer at a worker that has some of the inputs, or with `sizes` takes them from the whole input.
+
+    `joins` makes the output of the workers' sums.
     """
 
     bias: nn.Parameter | None
@@ -47,47 +78,21 @@ class ColumnPart(nn.Module):
         bias: Tensor | None,
         ways: Ways,
         sizes: Sequence[int] | None,
-        *,
-        copies: bool = True,
+        joins: Change,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.ways = ways
         self.sizes = sizes
-        self.copies = copies
-        self._apply_layer = function_of(layer)
-        self._dim = channels_of(layer)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        own = copied(self.ways, inputs) if self.copies else inputs
-        outputs = self._apply_layer(own, self.weight, self.bias)
-        return outputs if self.sizes is None else gathered(self.ways, outputs, self.sizes, self._dim)
-
-
-class RowPart(nn.Module):
-    """A layer at a worker that has some of the inputs, or with `sizes` takes them from the whole input.
-
-    Every worker gets the whole output.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, layer: nn.Module, weight: Tensor, bias: Tensor | None, ways: Ways, sizes: Sequence[int] | None
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        self.ways = ways
-        self.sizes = sizes
+        self.joins = joins
         self._apply_layer = function_of(layer)
         self._dim = channels_of(layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.sizes is not None:
             inputs = sliced(self.ways, inputs, self.sizes, self._dim)
-        total = summed(self.ways, self._apply_layer(inputs, self.weight, None))
+        total = self.joins(self.ways, self._apply_layer(inputs, self.weight, None))
         return total if self.bias is None else total + self.bias.view(-1, *[1] * (-1 - self._dim))
 
 
@@ -96,13 +101,13 @@ class Column:
     """A split of a layer by outputs; `unit` outputs stay together, as those of a head do.
 
     `parts`: the outputs consist of so many equal parts that are each split, as queries, keys and values in one layer.
-    `gathers`: the outputs of all workers are gathered. `copies`: as in `ColumnPart`.
+    `gathers`: the outputs of all workers are gathered. `reads`: the operator on the input.
     """
 
     unit: int = 1
     parts: int = 1
     gathers: bool = False
-    copies: bool = True
+    reads: Change = copied
 
     def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
         outputs = layer.get_parameter("weight").shape[0]
@@ -114,18 +119,19 @@ class Column:
     def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
         shards = self.shards(layer, ways.size)
         sizes = [each.index.numel() for each in shards["weight"]] if self.gathers else None
-        return ColumnPart(layer, *_cut(layer, shards, ways.rank), ways, sizes, copies=self.copies)
+        return ColumnPart(layer, *_cut(layer, shards, ways.rank), ways, sizes, self.reads)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A split of a layer by inputs; `unit` inputs stay together.
 
-    `slices`: every worker has the whole input, and takes its own from it.
+    `slices`: every worker has the whole input, and takes its own from it. `joins`: the operator on the output.
     """
 
     unit: int = 1
     slices: bool = False
+    joins: Change = summed
 
     def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
         return {"weight": even_shards(layer.get_parameter("weight").shape[1], size, dim=1, unit=self.unit)}
@@ -133,7 +139,7 @@ class Row:
     def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
         shards = self.shards(layer, ways.size)
         sizes = [each.index.numel() for each in shards["weight"]] if self.slices else None
-        return RowPart(layer, *_cut(layer, shards, ways.rank), ways, sizes)
+        return RowPart(layer, *_cut(layer, shards, ways.rank), ways, sizes, self.joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,11 @@ class ByChannel:
         for name, buffer in layer.named_buffers():
             part._buffers[name] = shards[name][ways.rank].of(buffer) if name in shards else buffer.clone()
         return part
+
+
+def unchanged(ways: Ways, tensor: Tensor) -> Tensor:
+    """The tensor: the operator before the layer sums the gradients of its inputs."""
+    return tensor
 
 
 def is_splittable(layer: nn.Module) -> bool:
