@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dure.job.data.digits import load_digits
@@ -54,3 +56,31 @@ def conv_job() -> Job:
         )
 
     return Job(model, cross_entropy, data.train, data.test, name="convolutions", accuracy=top1)
+
+
+class Failing(nn.Module):
+    """Fails in a forward for training, after as many as `FAILS_AFTER` in the environment says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += torch.is_grad_enabled()
+        if self.forwards > int(os.environ["FAILS_AFTER"]):
+            raise ArithmeticError("between two pairs of layers")
+        return inputs
+
+
+def failing_job() -> Job:
+    """Two pairs of layers, and `Failing` between them."""
+    data = load_digits()
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(
+            *(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 14)),
+            Failing(),
+            *(nn.Linear(14, 12), nn.Tanh(), nn.Linear(12, 10)),
+        )
+
+    return Job(model, cross_entropy, data.train, data.test, name="failing", accuracy=top1)

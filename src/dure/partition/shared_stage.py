@@ -147,6 +147,11 @@ class SharedStage:
             self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
             answer = await self._collectives.carried(call)
 
+    def end(self) -> None:
+        """Give up a computation that waits for a collective, and end its thread."""
+        if self._thread is not None:
+            self._thread.end()
+
     def _continued(self, answer: Any, begins: bool) -> CollectiveCall | None:
         module, thread = self._module, self._thread
         assert module is not None

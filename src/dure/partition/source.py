@@ -100,6 +100,11 @@ class StageSource:
             leave_version(self.stage.requester)
         self._updates = None
 
+    def end(self) -> None:
+        """End the threads of the stage, in a run that is over or has failed."""
+        if self.stage.shared is not None:
+            self.stage.shared.end()
+
     @property
     def figures(self) -> dict[str, Any]:
         """Figures of the stage for the record of a run; bytes are those of memory."""

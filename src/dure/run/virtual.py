@@ -24,6 +24,7 @@ from dure.core.state import State
 from dure.errors import DureError, PeerLost, Quarantined
 from dure.job.evaluation import Evaluator
 from dure.job.gradients import GradientEngine
+from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.run.outcome import Outcome, Totals
 from dure.run.servers import build_server
@@ -111,7 +112,10 @@ class VirtualRun:
     def _run(self, parts: Parts | None) -> Outcome:
         segment = VirtualSegment(self, None) if parts is None else self._resume(parts)
         while True:
-            parts = segment.run()
+            try:
+                parts = segment.run()
+            finally:
+                segment.end()
             if parts is None:
                 return segment.outcome()
             self.callbacks.checkpoint(segment.checkpoint_step, parts)
@@ -373,6 +377,12 @@ class VirtualSegment:
             return self._parts()
         self.rows.add(final=True)
         return None
+
+    def end(self) -> None:
+        """End the threads of workers that share layers."""
+        for worker in self.workers.values():
+            if isinstance(worker.source, StageSource):
+                worker.source.end()
 
     def _all_crashed(self) -> bool:
         return self.roles.keys() <= self.attendance.crashed and not self.attendance.finished

@@ -25,6 +25,7 @@ class Ended(BaseException):
 class PausingThread:
     """A thread that computes one function at a time. `carry_out` pauses it; it is called in the thread.
 
+    The thread runs from the first function to `end`, or until this object is freed.
     `draws`: the functions use PyTorch's random generator, whose state is kept for each function while it pauses.
     """
 
@@ -32,7 +33,8 @@ class PausingThread:
         self._draws = draws
         self._state: torch.Tensor | None = None
         self._paused = False
-        self._begin()
+        self._channel = _Channel()
+        self._finalizer: weakref.finalize[..., PausingThread] | None = None
 
     def _begin(self) -> None:
         self._channel = _Channel()
@@ -47,9 +49,16 @@ class PausingThread:
         """
         self._state = None
         if self._paused:
-            self._finalizer()
+            self.end()
+        if self._finalizer is None:
             self._begin()
         return self._go(function)
+
+    def end(self) -> None:
+        """End the thread; a function that was left at a collective is given up. `start` begins another."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer, self._paused = None, False
 
     def resume(self, answer: Any) -> CollectiveCall | None:
         """Continue behind a collective, whose result is `answer`."""
