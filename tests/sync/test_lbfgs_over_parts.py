@@ -6,13 +6,19 @@ import shutil
 
 import pytest
 import torch
-from support.runs import local, resume_local, virtual
+from support.runs import local, resolved, resume_local, virtual
 from support.soak import soaked
 
 import dure
+from dure.core.node import Call
 from dure.errors import StrategyError
 from dure.job.job import load_job
+from dure.run.callbacks import Callbacks
+from dure.run.virtual import VirtualRun
 from dure.runtime.launch.fork_server import ForkServer
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant
+from dure.topology.parameter_server.joint import joint_fields
 
 JOB = "digits-local:channels=2"
 LBFGS = "lbfgs:batch=210,iterations=4,m=3"
@@ -35,18 +41,57 @@ def whole():
 @pytest.mark.parametrize(
     ("partition", "ways", "copies", "shards", "record"),
     [
-        (UNITS, 2, 3, 1, {}),
+        (UNITS, 2, 3, 1, {"batch_sizes": (15, 40, 20)}),
         ("neurons:ways=3,assignment=cut", 3, 2, 2, {"checkpoint_every": 8}),
         *soaked((UNITS, 2, 1, 1, {"checkpoint_every": 20}), ("neurons:ways=5", 5, 2, 3, {})),
     ],
 )
 def test_it_takes_the_path_of_whole_models(partition, ways, copies, shards, record, whole, tmp_path):
     """Checkpoints between iterations are on the way: vectors of all servers and numbers of the coordinator."""
-    record = record and {**record, "out": tmp_path}
+    record = {**record, "out": tmp_path}
     split = virtual(JOB, f"{LBFGS} ps:shards={shards} {partition}", workers=ways * copies, **record, **OPTIONS)
     torch.testing.assert_close(split.params, whole.params, rtol=0, atol=1e-12)
     assert not torch.allclose(whole.params, whole.setup.model.params, atol=0.1)
     assert split.rows[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-12)
+
+
+def test_a_checkpoint_is_taken_between_iterations(tmp_path):
+    setup, cluster = resolved(
+        JOB, f"{LBFGS} ps {UNITS}", on="virtual", workers=4, checkpoint_every=8, out=tmp_path, **OPTIONS
+    )
+    steps: list[int] = []
+    VirtualRun(setup, cluster, Callbacks(checkpoint=lambda step, parts: steps.append(step))).run()
+    assert len(steps) >= 2
+
+
+def test_a_worker_that_fetches_a_point_too_late_computes_with_its_copy_all_the_same():
+    """Others have finished the evaluation, and the servers have dropped the point before one of two has its part."""
+    compute = Constant(seconds=0.005)
+    far = Machines(count=1, compute=compute, link=Link(latency=0.02))
+    cluster = Cluster(machines=(Machines(count=3, compute=compute), far))
+    run = virtual(JOB, f"{LBFGS} ps:shards=2 {UNITS}", cluster, **OPTIONS)
+    assert run.rows[-1]["loss"] < 0.7
+
+
+def test_a_copy_of_one_worker_takes_the_time_of_a_worker(whole):
+    """Portions of fewer samples take less."""
+    options = OPTIONS | {"workers": 1}
+    alone = virtual(JOB, f"{LBFGS} ps", **options)
+    split = virtual(JOB, f"{LBFGS} ps neurons:ways=1", **options)
+    seconds = [run.outcome.totals.time["compute"] for run in (alone, split)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+    torch.testing.assert_close(split.params, whole.params, rtol=0, atol=1e-12)
+
+
+def test_a_sum_counts_if_all_of_its_parts_are_numbers():
+    reports = [{"evaluation": 1, "run": [0, 2], "seq": 3, "losses": losses} for losses in ([1.0, 2.0], [])]
+    calls = [
+        Call(f"worker {n}", "ask", {"worker": n, "incarnation": 0, "due": n == 3, "report": report}, ())
+        for n, report in zip((2, 3), reports, strict=True)
+    ]
+    right = {"worker": 1, "incarnation": 0, "due": True, "report": {**reports[0], "losses": []}}
+    assert joint_fields(1, calls) == right
+    assert joint_fields(1, calls[:1])["report"] == reports[0]
 
 
 @pytest.mark.parametrize(("copies", "shards"), [(1, 1), *soaked((2, 2))])

@@ -316,7 +316,8 @@ class Worker:
         """
         started = self.node.now()
         gradient = await cast(DataSource, self.source).gradient_at(self, self.params, indices, draw=draw)
-        self.meter.add("compute", started, self.node.now())
+        if self.source.whole:
+            self.meter.add("compute", started, self.node.now())
         self._count(gradient)
         return gradient
 

@@ -14,6 +14,7 @@ from dure.partition.methods.neurons import split_plan
 from dure.partition.neurons.assignment import Assignment, by_layers, even, shuffled
 from dure.partition.neurons.layers import UnitLayer, unit_model
 from dure.partition.neurons.traffic import traffic
+from dure.partition.tensor.recording import Recording
 from dure.partition.tensor.ways import CollectiveCall, Ways
 from tests.support.ways import on_ways
 
@@ -89,6 +90,39 @@ def test_any_assignment_equals_one_machine_and_sends_each_unit_once_to_a_machine
                 torch.testing.assert_close(gradients[parameter], expected, rtol=1e-12, atol=1e-12)
             words = [sum(int(getattr(each, way)[machine].sum()) for each in right) for way in ("forward", "backward")]
             assert sent == [SAMPLES * each for each in words]
+
+
+def test_words_are_counted_at_the_edges_of_the_network() -> None:
+    """An edge is an entry of a layer's Jacobian. Machines without a unit of a layer need no input."""
+    whole, machines = local().double(), 4
+    layers, _ = unit_model(whole)
+    assignment = uneven(list(layers), machines, 5) | by_layers([layers[-1]], 1)
+    found, sizes = traffic(layers, assignment, machines), {"2": whole[0].outputs, "5": (12,)}
+    for before, after, counted in zip(layers, layers[1:], found[1:], strict=False):
+        point = torch.randn(1, *sizes[after.name], dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(whole[int(after.name)], point)
+        edges = jacobian.reshape(after.units, before.units) != 0  # type: ignore[union-attr]
+        owners, readers = assignment[before.name].tolist(), assignment[after.name]
+        pairs = {(unit, e) for e in range(machines) for unit in edges[readers == e].any(0).nonzero().flatten().tolist()}
+        remote = [(owners[unit], e) for unit, e in pairs if owners[unit] != e]
+        assert {(d, e): int(counted.forward[d, e]) for d, e in product(range(machines), repeat=2)} == {
+            (d, e): remote.count((d, e)) for d, e in product(range(machines), repeat=2)
+        }
+
+
+def test_dropout_between_layers_draws_at_each_machine_and_is_the_same_behind_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5), nn.Linear(40, 2), nn.Dropout(0.5))
+    layers, inside = unit_model(model)
+    plan = split_plan(layers, even(layers, 2), inside)
+    masks, states = [], []
+    for rank in range(2):
+        part = plan.apply(deepcopy(model), Ways(rank, 2, Recording().carry_out))
+        part[1].register_forward_hook(lambda layer, inputs, outputs: masks.append(outputs == 0))
+        torch.manual_seed(0)
+        part(torch.ones(1, 3))
+        states.append(torch.get_rng_state())
+    assert not torch.equal(*masks)
+    assert torch.equal(*states)
 
 
 def test_every_parameter_has_one_owner() -> None:
