@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dure.partition.stage import Stage
 
-TIES, NORM = 0, 1
+TIES, NORM, COPIES = 0, 1, 3
 """The numbers of the exchanges; 2 is that of collectives between workers that share layers."""
 
 
@@ -66,6 +66,29 @@ async def sum_ties(stage: Stage, gradient: Tensor) -> None:
         for copy in copies[1:]:
             total += copy
         gradient[tie.start : tie.stop] = total
+
+
+async def share_copies(stage: Stage, gradient: Tensor) -> None:
+    """Replace the gradient of parameters that are whole at all ways by that of the first way, in place.
+
+    A codec may encode it in blocks with other parameters, which are not the same at all ways.
+    """
+    layout = stage.layout
+    copies = [held for held in layout.held[stage.part] if held.shard is None and held.name not in layout.partial]
+    if layout.ways == 1 or not copies:
+        return
+    tag, started = free_tag(layout) + COPIES, stage.node.now()
+    first = stage.part - stage.part % layout.ways
+    values = torch.cat([gradient[held.start : held.stop] for held in copies])
+    if stage.part == first:
+        others = range(first + 1, first + layout.ways)
+        for operation in [stage.node.send(stage.holders[part], values, tag=tag) for part in others]:
+            await operation
+    else:
+        values = await stage.node.recv(stage.holders[first], _like(values), tag=tag)
+        for held, part in zip(copies, torch.split(values, [each.stop - each.start for each in copies]), strict=True):
+            gradient[held.start : held.stop] = part
+    stage.meter.add("wait", started, stage.node.now(), "update")
 
 
 async def limit_norm(stage: Stage, gradient: Tensor, clip: float) -> None:

@@ -166,14 +166,18 @@ class StageLayout:
         """For each worker of a copy of the model, its parameters, in the model's order."""
         return [self._held_by(*divmod(part, self.ways)) for part in self.parts]
 
+    @property
+    def partial(self) -> frozenset[str]:
+        """The names of the parameters whose gradients are summed over the workers that share layers."""
+        return frozenset() if self.plan is None else self.plan.partial
+
     def _held_by(self, rank: int, way: int) -> list[Held]:
-        partial = frozenset[str]() if self.plan is None else self.plan.partial
         place, found = 0, []
         for number in self.layers[rank]:
             layer = self.whole.layers[number]
             shards = self.shards.get(layer.name)
             ranks = [each for each in self.ranks if number in self.layers[each]]
-            ways = range(self.ways) if layer.name in partial else (way,)
+            ways = range(self.ways) if layer.name in self.partial else (way,)
             tied = tuple(each * self.ways + other for each in ranks for other in ways)
             shard = None if shards is None else shards[way]
             numel = layer.numel if shard is None else layer.numel // layer.shape[shard.dim] * shard.index.numel()

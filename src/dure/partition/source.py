@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dure.core.node import StepPortion, StepTime
 from dure.partition.batches import PortionBatches
-from dure.partition.exchange import limit_norm, sum_ties
+from dure.partition.exchange import limit_norm, share_copies, sum_ties
 from dure.partition.own_versions import leave_version, mean_of_versions
 
 if TYPE_CHECKING:
@@ -150,11 +150,13 @@ class StageSource:
             return gradient  # there is one pipeline
         if group.encodes:
             ready = StepPortion(lambda: gradient, StepTime(0.0, 0.0))
-            return await group.mean_gradient(ready, self.share)
+            mean = await group.mean_gradient(ready, self.share)
+            await share_copies(self.stage, mean.values)
+            return mean
         node, started = requester.node, requester.node.now()
-        mean = await group.mean(gradient.values, self.share)
+        values = await group.mean(gradient.values, self.share)
         self.stage.meter.add("communicate", started, node.now(), "all_reduce")
-        return gradient.with_values(mean)
+        return gradient.with_values(values)
 
 
 async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
