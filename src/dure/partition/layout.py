@@ -295,6 +295,19 @@ class StageLayout:
         whole.load_buffers(before)
         return joined
 
+    def part_of_buffers(self, replica: Replica, part: int, buffers: Tensor) -> Tensor:
+        """The buffers of a worker of a copy of the model, whose `replica` has them, from those of the whole model."""
+        whole, before, own = self.whole, self.whole.buffers_flat(), replica.buffers_flat()
+        whole.load_buffers(buffers)
+        named = dict(whole.module.named_buffers())
+        for name, buffer in replica.module.named_buffers():
+            shards = self.shards.get(name)
+            buffer.copy_(named[name] if shards is None else shards[part % self.ways].of(named[name]))
+        found = replica.buffers_flat()
+        replica.load_buffers(own)
+        whole.load_buffers(before)
+        return found
+
 
 def _of_whole(whole: Replica, held: Held, values: Tensor) -> Tensor:
     """The values of a parameter of a worker, flat."""

@@ -38,3 +38,9 @@ def shared_of(partition: object) -> SharedLayers | None:
     if isinstance(partition, Mesh):
         return partition.shared
     return partition if isinstance(partition, SharedLayers) else None
+
+
+def parts_of(partition: object) -> int:
+    """The number of workers that hold one copy of the model together."""
+    pipeline, shared = pipeline_of(partition), shared_of(partition)
+    return (1 if pipeline is None else pipeline.stages) * (1 if shared is None else shared.ways)

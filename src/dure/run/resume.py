@@ -10,9 +10,11 @@ from typing import Any
 from dure.core import user_code
 from dure.core.spec_text import parse_member, value_text
 from dure.errors import StrategyError, UsageError
+from dure.partition.mesh import parts_of
 from dure.report.run import read_run
 from dure.run.config import TrainConfig
-from dure.run.places import is_real
+from dure.run.places import is_real, is_started_outside
+from dure.run.split_again import MAY_DIFFER, can_split_again
 from dure.run.strategy import AXES, DEFAULTS, make, member_text
 from dure.run.trust import check
 from dure.runtime.virtual.cluster import Cluster
@@ -61,16 +63,36 @@ def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
     for name in ("strategy", "resume", "trust"):
         given.pop(name, None)
     if given:
-        _check_given(given, saved, cluster)
+        changes |= _other_split(given, saved, cluster)
     return TrainConfig.of({**saved.plain(), **changes, "trust": config.trust})
 
 
-def _check_given(given: Mapping[str, Any], saved: TrainConfig, cluster: Cluster | None) -> None:
-    """Raise `UsageError` if an option in `given` differs from that of the run with the configuration `saved`."""
+def _other_split(given: Mapping[str, Any], saved: TrainConfig, cluster: Cluster | None) -> dict[str, Any]:
+    """The options of another split of the model, if `given` asks for one; a run may go on with it.
+
+    Raises `UsageError` if another option in `given` differs from that of the run with the configuration `saved`.
+    """
     has = _facts(saved)
     wrong = {name: value for name, value in given.items() if not _agrees(name, value, has, cluster)}
-    if wrong:
+    split = {} if wrong.keys() - set(MAY_DIFFER) else _split_of(given, saved, has)
+    if wrong and not split:
         raise UsageError(_refusal(saved, wrong, has))
+    return split
+
+
+def _split_of(given: Mapping[str, Any], saved: TrainConfig, has: Mapping[str, Any]) -> dict[str, Any]:
+    """The partition in `given` and its number of workers, if a run goes on with them; else nothing."""
+    members = {axis: str(has[axis]) for axis in AXES}
+    if "partition" not in given or not can_split_again(members, given["partition"]) or is_started_outside(saved.on):
+        return {}
+    copies, parts = has["workers"] // parts_of(make(members["partition"])), parts_of(make(given["partition"]))
+    workers = copies * parts
+    asked = given.get("workers", workers)
+    kept, uniform = has["cluster"], Cluster.uniform(has["workers"])
+    described = kept is not None and kept.to_yaml() != uniform.to_yaml()
+    if asked != workers or (described and workers != has["workers"]):
+        return {}
+    return {"partition": given["partition"], "workers": workers}
 
 
 def cluster_of(folder: Path) -> Cluster | None:

@@ -34,6 +34,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, resumed
 from dure.run.setup import Setup
+from dure.run.split_again import is_split_otherwise, split_again
 from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
@@ -104,7 +105,9 @@ def _carry_out(config: TrainConfig, prebuilt: Prebuilt) -> Run:
 def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Outcome] | None) -> Run:
     """Resolve the run and lead it from this process. `launch` starts a real run; None stands for a virtual one."""
     if config.resume is not None and prebuilt.cluster is None:
-        prebuilt = replace(prebuilt, cluster=cluster_of(config.resume))
+        cluster = cluster_of(config.resume)
+        if cluster is not None and cluster.workers == (config.workers or cluster.workers):
+            prebuilt = replace(prebuilt, cluster=cluster)  # another split has another number of workers
     name = config.job or "the job"
     with explain_user_errors(f"{name} raised", only=True):
         setup, cluster = resolve(config, prebuilt)
@@ -202,6 +205,10 @@ def _folder(setup: Setup) -> RunFolder | None:
         damaged = [each for each in newest.passed_over if not each.endswith(": not finished")]
         if damaged:
             log.warning("the run goes on from step %d; damaged checkpoints: %s.", newest.step, "; ".join(damaged))
+        if is_split_otherwise(newest, setup.origin):
+            parts = split_again(newest, setup)
+            _save(config.resume / CHECKPOINTS, newest.step, parts)
+            newest = checkpoint.load(config.resume / CHECKPOINTS)
         checkpoint.check_origin(newest, setup.origin)
         if setup.steps < newest.step:
             raise UsageError(

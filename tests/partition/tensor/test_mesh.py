@@ -61,7 +61,7 @@ def test_two_copies_of_two_stages_of_two_ways_train_as_one_process(job, optimize
     [
         *soaked(*((2, 1, 1, each) for each in WITHIN)),
         *soaked(*((1, 2, 1, each) for each in WITHIN)),
-        *((1, 1, 2, each) for each in WITHIN),
+        *soaked(*((1, 1, 2, each) for each in WITHIN)),
         *soaked(*((2, 2, 1, each) for each in WITHIN)),
         *soaked((2, 1, 2, "float64"), (1, 2, 2, "float64")),
     ],
