@@ -208,7 +208,9 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str]
-    """What to reproduce: sharding, it-signsgd, byzantine or pipelines. Each has some of the flags below."""
+    """What to reproduce: sharding, it-signsgd, byzantine, pipelines, one-weird-trick or bert-albert.
+
+    Each has some of the flags below."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     dataset: str | None = None
@@ -223,10 +225,14 @@ class Reproduce:
     """pipelines: learning rates, with commas between."""
     methods: str | None = None
     """pipelines: methods, with commas between."""
+    reviews: str | None = None
+    """bert-albert: numbers of training reviews, with commas between."""
+    epochs: float | None = None
+    """bert-albert: passes over the reviews."""
     data: Path | None = None
     """it-signsgd, pipelines: folder of data sets; else DURE_DATA, else the user's cache."""
     out: Path | None = None
-    """it-signsgd, pipelines: where to draw the curves, as SVG."""
+    """it-signsgd, pipelines, bert-albert: where to draw the curves, as SVG."""
     json: bool = False
     """Print one JSON object as the last line."""
 

@@ -6,6 +6,7 @@
 | `it-signsgd` | `it_signsgd` | Park and Lee: a weighted vote on the signs of workers with unequal batches     |
 | `byzantine`  | `byzantine`  | Bernstein et al.: a majority vote on signs, some of which are false            |
 | `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
+| `bert-albert` | `bert_albert` | a comparison of data and tensor parallelism for BERT and ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
 
 Each module has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
@@ -28,6 +29,7 @@ NAMES = {
     "byzantine": "dure.cli.reproduce.byzantine",
     "pipelines": "dure.cli.reproduce.pipelines",
     "one-weird-trick": "dure.cli.reproduce.one_weird_trick",
+    "bert-albert": "dure.cli.reproduce.bert_albert",
 }
 
 

@@ -1,0 +1,58 @@
+"""Data against tensor parallelism for BERT and ALBERT: virtual seconds against the closed forms, and the border."""
+
+import json
+
+import pytest
+
+from dure.cli.main import main
+from dure.cli.reproduce import bert_albert
+from dure.job.models import transformers
+
+
+@pytest.fixture
+def two_layers(monkeypatch):
+    """BERT-base with two layers of its twelve, over a slow network: neither latencies nor overlap matter much."""
+    monkeypatch.setitem(transformers.BASE, "layers", 2)
+    for name, value in {"LAYERS": 2, "MODELS": ("bert",), "GBITS": (1.0,)}.items():
+        monkeypatch.setattr(bert_albert, name, value)
+
+
+def test_virtual_seconds_are_near_the_closed_forms(two_layers):
+    for kind in bert_albert.PARALLELISMS:
+        (row,) = bert_albert._virtual("bert", kind, 12, 64)
+        assert row["seconds_per_step"] == pytest.approx(row["closed_form"], rel=0.05)
+
+
+@pytest.mark.soak
+def test_the_border_is_where_the_closed_forms_meet(two_layers, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(transformers.BASE, "layers", 4)
+    monkeypatch.setattr(bert_albert, "LAYERS", 4)
+    monkeypatch.setattr(bert_albert, "SWEPT", (256, 512))
+    monkeypatch.setattr(bert_albert, "REAL_STEPS", 2)
+    picture = tmp_path / "border.svg"
+    assert main(["reproduce", "bert-albert", "--reviews", "480,96", "--out", str(picture), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for row in found["rows"]:
+        assert row["seconds"] == pytest.approx(row["seconds_per_step"] * -(-row["reviews"] // row["batch"]))
+    assert {row["reviews"] for row in found["rows"]} == {480, 96}
+    (border,) = found["border"]
+    assert border["tokens"] == pytest.approx(border["closed_form"], rel=0.1)
+    assert border["smallest_step_won_by"] == "tensor"
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_the_closed_forms_are_those_of_the_specification():
+    """BERT's gradient: 722 MB from each of six workers; tensor parallelism sends more above 1,799 tokens of a step."""
+    sent = bert_albert.step_seconds("bert", "data", 8.0, 6, 16) - bert_albert.step_seconds("bert", "data", 8e9, 6, 16)
+    assert sent == pytest.approx(722e6 / 1e9, rel=2e-3)
+    small, large = (
+        [bert_albert.step_seconds("bert", kind, 1, 6, tokens) for kind in ("data", "tensor")] for tokens in (290, 310)
+    )
+    assert small[1] < small[0]
+    assert large[1] > large[0]
+
+
+@pytest.mark.parametrize("wrong", ["many", "0", "5;6"])
+def test_reviews_that_are_no_numbers_are_refused(wrong, capsys):
+    assert main(["reproduce", "bert-albert", "--reviews", wrong]) != 0
+    assert "positive whole numbers" in capsys.readouterr().err
