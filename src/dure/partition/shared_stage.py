@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from dure.core.meter import Meter
     from dure.core.node import Node
+    from dure.partition.action import Action
     from dure.partition.layout import Held, StageLayout
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.recording import PassCost, Piece
@@ -63,8 +64,8 @@ def _shares(pieces: Sequence[Piece]) -> list[tuple[float, CollectiveCall | None]
 class SharedStage:
     """Computes the passes of the stages of worker `part` of a copy of the model, on `node`; `holders` are its workers.
 
-    `costs` gives the cost of the passes of a chunk for so many samples, which virtual time needs, and `kept` the bytes
-    that a backward of it keeps. `module` is None in a timing-only run.
+    `costs` gives the cost of the passes of a chunk for so many samples, by the kind of backward, which virtual time
+    needs, and `kept` the bytes that a backward of it keeps. `module` is None in a timing-only run.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SharedStage:
         *,
         part: int,
         holders: Sequence[str],
-        costs: Callable[[int, int], PassCost] | None,
+        costs: Callable[[int, int, str], PassCost] | None,
         kept: Callable[[int, int], int],
     ) -> None:
         self._layout = layout
@@ -93,12 +94,12 @@ class SharedStage:
         self.kept = kept
         self.counts = StageCounts()
 
-    def pieces(self, chunk: int, rows: int, forward: float, backward: float) -> list[PieceShare]:
-        """The pieces of a pass of a chunk that takes these shares of the time of the model's at all ways together."""
+    def pieces(self, action: Action, rows: int, forward: float, backward: float) -> list[PieceShare]:
+        """The pieces of an action that takes these shares of the time of the model's at all ways together."""
         if self._costs is None:
             return []
-        cost = self._costs(chunk, rows)
-        fraction = self._layout.fraction(self._part, chunk, cost, rows)
+        cost = self._costs(action.chunk, rows, action.kind if action.kind in ("I", "W") else "B")
+        fraction = self._layout.fraction(self._part, action.chunk, cost, rows)
         return piece_shares(cost, forward * fraction, backward * fraction)
 
     async def sum_over_ways(self, gradient: Tensor, parameters: Sequence[Held]) -> None:

@@ -322,7 +322,7 @@ class Stage:
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
         detail = self._detail(action)
         if self.shared is not None:
-            pieces = self.shared.pieces(action.chunk, self.rows(action.micro), forward, backward)
+            pieces = self.shared.pieces(action, self.rows(action.micro), forward, backward)
             await self.shared.compute(function, time, pieces, detail, lambda: self._place(action, passed))
             return
         started = self.node.now()

@@ -94,7 +94,7 @@ class StageModule:
             self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
-        self._costs: dict[tuple[int, int], PassCost] = {}
+        self._costs: dict[tuple[int, int, str], PassCost] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
@@ -199,25 +199,26 @@ class StageModule:
         ]
         return of_inputs, of_layers
 
-    def cost(self, chunk: int, rows: int) -> PassCost:
+    def cost(self, chunk: int, rows: int, kind: str = "B") -> PassCost:
         """The pieces of a forward and a backward of a chunk for `rows` samples, between collectives.
 
-        It computes a gradient, so that no process may be forked after it where there are accelerators.
+        The backward is that of an action of this `kind`: of inputs and weights (B), of inputs (I) or of weights (W). It
+        computes a gradient, so that no process may be forked after it where there are accelerators.
         """
-        key = chunk, rows
+        key = chunk, rows, kind
         if key not in self._costs:
-            self._costs[key] = self._recorded(chunk, rows, backward=True)
+            self._costs[key] = self._recorded(chunk, rows, kind)
         return self._costs[key]
 
     def kept(self, chunk: int, rows: int) -> int:
         """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
         key = chunk, rows
         if key not in self._kept:
-            known = self._costs.get(key)
-            self._kept[key] = (known or self._recorded(chunk, rows, backward=False)).kept
+            known = self._costs.get((chunk, rows, "B"))
+            self._kept[key] = (known or self._recorded(chunk, rows)).kept
         return self._kept[key]
 
-    def _recorded(self, chunk: int, rows: int, *, backward: bool) -> PassCost:
+    def _recorded(self, chunk: int, rows: int, kind: str | None = None) -> PassCost:
         assert self.ways is not None
         layout, stage, replica = self.layout, self.stages[chunk], self.replica
         border_in = layout.border(stage - 1, rows) if stage else None
@@ -227,14 +228,15 @@ class StageModule:
         before, recording = replica.buffers_flat(), Recording()
         alive: list[Tensor] = []
         self.ways.carry_out = recording.carry_out
+        self.place(chunk, passed)  # parameters, which are not counted
         kept = Kept(replica.module, alive)
         forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in, during=kept))
         passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
 
         def back() -> None:
-            self.backward(chunk, passed, inputs=stage > 0, weights=True)
+            self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
 
-        pieces = recording.pieces(back) if backward else []
+        pieces = [] if kind is None else recording.pieces(back)
         self.ways.carry_out = refused
         if before.numel():
             replica.load_buffers(before)

@@ -16,7 +16,7 @@ from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
 from dure.partition.cut import ANY, Speeds, is_by_profile
-from dure.partition.mesh import pipeline_of, shared_of
+from dure.partition.mesh import parts_of, pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.source import Programmed
@@ -119,7 +119,7 @@ def _parts(strategy: Strategy, workers: int) -> int:
     pipeline, shared = pipeline_of(strategy.partition), shared_of(strategy.partition)
     if pipeline is None:
         return 1
-    parts = pipeline.stages * (1 if shared is None else shared.ways)
+    parts = parts_of(strategy.partition)
     if workers % parts:
         number = "stages" if shared is None else "ways" if isinstance(strategy.partition, SharedLayers) else "parts"
         raise UsageError(

@@ -96,7 +96,9 @@ class Stages:
     @cached_property
     def modules(self) -> list[StageModule]:
         """The parts of the model."""
-        device = "meta" if self.timing_only else self.device  # the model of a timing-only run may have shapes only
+        device = self.device
+        if self.timing_only:  # its model may have shapes only; operations of parts are compared with those of the whole
+            device = "meta" if self.shared is None else str(self.whole.replica.device)
         return [StageModule(self.layout, part, self.seed, device) for part in self.layout.parts]
 
     def place(self, number: int) -> tuple[int, int]:

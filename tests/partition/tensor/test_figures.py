@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.runs import resolved, virtual
 from support.shared_layers import pairs
+from support.soak import soaked
 from support.stage_jobs import job_text
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -54,6 +55,28 @@ def test_a_forward_that_is_computed_again_makes_its_collectives_again():
     assert figures["worker 1"]["collectives"] == {"all_reduce": 3 * 2 * 2}
     assert figures["worker 3"]["collectives"] == {"all_reduce": 3 * 2 * (2 + 1)}
     assert figures["worker 3"]["collective_bytes"] == {"all_reduce": 3 * 8 * ROWS * (2 * 10 + 14)}
+
+
+@pytest.mark.parametrize(
+    ("job", "partition", "workers"),
+    [
+        ("char-gpt:layers=2,width=16,heads=2,context=12", "zero-bubble:stages=2,micro=3+tensor:ways=2", 4),
+        (job_text("plain"), "zero-bubble:stages=1,micro=2+tensor:ways=2", 2),
+        *soaked(
+            ("char-gpt:layers=2,width=16,heads=2,context=12", "gpipe:stages=2,micro=2,remat=true+tensor:ways=2", 4),
+            ("char-gpt:layers=2,width=16,heads=2,context=12", "interleaved:stages=1,chunks=2,micro=2+tensor:ways=2", 2),
+            (job_text("plain"), "features-replay:stages=2+tensor:ways=2", 4),
+            (job_text("plain"), "tensor:ways=3,layers=rows", 3),
+        ),
+    ],
+)
+def test_a_timing_only_run_has_the_seconds_and_figures_of_one_with_gradients(job, partition, workers):
+    """Zero-bubble computes gradients of inputs and of weights apart, with collectives of their own."""
+    given = {"strategy": f"bsp collective {partition}", "workers": workers, **OPTIONS}
+    trained, timed = virtual(job, **given), virtual(job, timing_only=True, **given)
+    assert timed.seconds == pytest.approx(trained.seconds, rel=1e-12)
+    assert timed.summary["pipeline"] == trained.summary["pipeline"]
+    assert timed.summary["bytes_sent"] == trained.summary["bytes_sent"]
 
 
 def test_collectives_are_counted_through_checkpoints(tmp_path):
