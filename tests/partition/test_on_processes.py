@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.real_runs import Trial
+from support.real_runs import Terminate, Trial
 from support.runs import local, virtual
 from support.soak import soaked
 from support.stage_jobs import job_text
@@ -156,19 +155,6 @@ def test_a_pipeline_is_resumed_from_a_checkpoint(partition, fork_server, tmp_pat
     for name in ("samples", "updates_applied"):
         assert resumed.totals.counts[name] == there.outcome.totals.counts[name], name
     assert resumed.totals.staleness.as_dict() == there.outcome.totals.staleness.as_dict()
-
-
-class Terminate:
-    """Sends SIGTERM to this process once all workers have made `after` steps."""
-
-    def __init__(self, after=10):
-        self.after, self.sent = after, False
-
-    def __call__(self, trial):
-        driver = trial.driver
-        if not self.sent and all(driver.steps(name) >= self.after for name in driver.roster.workers):
-            self.sent = True
-            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("partition", ["pipedream:stages=3", *soaked("1f1b:stages=2,micro=2", "dni:stages=3,rate=0.3")])

@@ -116,6 +116,19 @@ class Trial:
         return [self.fork_server._process.pid, *self.fork_server.pids.values()]
 
 
+class Terminate:
+    """Sends SIGTERM to this process once all workers have made `after` steps."""
+
+    def __init__(self, after: int = 10) -> None:
+        self.after, self.sent = after, False
+
+    def __call__(self, trial: Trial) -> None:
+        driver = trial.driver
+        if not self.sent and all(driver.steps(name) >= self.after for name in driver.roster.workers):
+            self.sent = True
+            signal.raise_signal(signal.SIGTERM)
+
+
 class Killer:
     """Kills `count` workers, one after another, at random moments, and starts each again once its death is known."""
 

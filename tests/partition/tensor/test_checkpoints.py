@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.real_runs import Trial
+from support.real_runs import Terminate, Trial
 from support.runs import virtual
 from support.shared_layers import pairs
 from support.soak import soaked
@@ -16,6 +16,7 @@ from support.stage_jobs import job_text
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
 from dure.runtime.launch.fork_server import ForkServer
+from dure.runtime.launch.interruption import Interrupted, Interruption
 
 OPTIONS = {"steps": 8, "eval_every": 3, "checkpoint_every": 3, "seed": 3, "dtype": "float64"}
 MESH = f"gpipe:stages=2,micro=2+{pairs(2)}"
@@ -94,3 +95,18 @@ def test_the_loss_of_one_worker_takes_all_back_to_the_checkpoint(partition, work
     there = virtual(job_text("slow"), f"bsp collective {partition}", **options | {"checkpoint_every": None})
     assert torch.equal(found.params, there.params)
     assert checkpoint.load(tmp_path / "checkpoints").step == 40
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("partition", "workers"), [(pairs(2), 2), (MESH, 4)])
+def test_sigterm_drains_workers_that_share_layers_at_one_step(partition, workers, fork_server, tmp_path):
+    options = {"workers": workers, "steps": 100_000, "seed": 3, "optimizer": "momentum", "eval_every": 10**6}
+    given = config("slow", partition, tmp_path, checkpoint_every=10**6, **options)
+    interruption = Interruption()
+    with pytest.raises(Interrupted), interruption.heard():
+        Trial(given).run(Terminate(), fork_server=fork_server, interruption=interruption)
+    step = checkpoint.load(tmp_path / "checkpoints").step
+    assert 10 <= step < 10_000
+    resumed = Trial(replace(given, resume=tmp_path, steps=step + 5)).run(fork_server=fork_server)
+    whole = virtual(job_text("slow"), f"bsp collective {partition}", **options | {"steps": step + 5})
+    assert torch.equal(resumed.params, whole.params)
