@@ -61,6 +61,7 @@ def test_a_run_goes_on_with_other_splits_as_one_of_whole_models(job, splits, on,
             assert row[name] == pytest.approx(rows[row["step"]][name], abs=1e-9), name
     for name in ("steps", "samples", "updates_applied"):
         assert run.summary()[name] == whole.summary[name], name
+    assert run.summary()["staleness"]["histogram"] == {"0": steps * splits[-1][1]}
 
 
 def test_a_checkpoint_that_is_split_again_holds_the_same_model(tmp_path):

@@ -43,6 +43,15 @@ def test_each_split_has_collectives_of_its_kind():
     assert figures["collective_bytes"] == {"all_gather": 3 * 8 * ROWS * gathered, "all_reduce": 3 * 8 * ROWS * reduced}
 
 
+def test_an_exchange_counts_what_a_worker_sends():
+    run = virtual(job_text("plain"), "bsp collective neurons:ways=2", workers=2, **OPTIONS)
+    for worker, figures in run.summary["pipeline"].items():
+        found = figures["collective_bytes"]
+        assert found.keys() == {"exchange", "all_gather"}
+        own = found["all_gather"] // 2  # five of ten outputs
+        assert found["exchange"] + own == run.summary["per_worker"][worker]["bytes_sent"]
+
+
 def test_workers_without_shared_layers_have_no_collectives_of_layers():
     run = virtual(job_text("plain"), "bsp collective gpipe:stages=2,micro=2", workers=2, **OPTIONS)
     assert not any("collectives" in each for each in run.summary["pipeline"].values())
