@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from support.real_runs import Trial
 from support.runs import local, resolved, resume_local, virtual
 from support.soak import soaked
 
@@ -14,6 +15,7 @@ from dure.core.node import Call
 from dure.errors import StrategyError
 from dure.job.job import load_job
 from dure.run.callbacks import Callbacks
+from dure.run.config import TrainConfig
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
@@ -113,6 +115,31 @@ def test_a_real_run_is_resumed(copies, whole, tmp_path):
         shutil.rmtree(later)
     (tmp_path / "run" / "summary.json").unlink()
     torch.testing.assert_close(resume_local(tmp_path / "run").params, whole.params, rtol=0, atol=1e-12)
+
+
+class KillAfterCheckpoint:
+    """Kills `victim` once the first checkpoint is complete."""
+
+    def __init__(self, victim, folder):
+        self.victim, self.folder, self.killed = victim, folder, False
+
+    def __call__(self, trial):
+        if not self.killed and trial.driver.checkpoints.round is None and list(self.folder.glob("step-*")):
+            self.killed = True
+            trial.kill(self.victim)
+
+
+@pytest.mark.parametrize("victim", [*soaked("worker 1", "worker 2", "server 0", "server 1")])
+def test_a_process_that_fails_takes_all_back_to_the_last_checkpoint(victim, fork_server, tmp_path):
+    options = OPTIONS | {"steps": 900}
+    lbfgs = "lbfgs:batch=210,iterations=14,m=3"
+    whole = virtual(JOB, f"{lbfgs} ps", workers=2, **options)
+    record = {"checkpoint_every": 30, "out": tmp_path}
+    trial = Trial(TrainConfig(job=JOB, strategy=f"{lbfgs} ps {UNITS}", on="local", workers=4, **record, **options))
+    killer = KillAfterCheckpoint(victim, tmp_path / "checkpoints")
+    outcome = trial.run(killer, fork_server=fork_server)
+    assert (killer.killed, len(trial.drivers)) == (True, 2)
+    torch.testing.assert_close(outcome.params, whole.params, rtol=0, atol=1e-12)
 
 
 def test_portions_of_random_layers_do_not_depend_on_the_copy_that_computes_them():

@@ -60,9 +60,15 @@ def test_cuts_send_less_than_even_rows_and_random_units(height: int, width: int,
         }.items()
     }
     assert words["cut"] <= words["even"] < words["random"]
-    assert words["cut"] < words["even"] or machines == 2
-    for each in traffic(layers, by_cut(layers, machines), machines)[:-1]:
-        assert each.idle < 0.2
+    assert (words["cut"] < words["even"]) == (width >= height)
+    assert words_sent(traffic(layers, by_cut(layers, machines, slack=0.1), machines)[:-1])[1] <= words["cut"]
+    assert all(each.idle < 0.1 for each in traffic(layers, by_cut(layers, machines), machines)[:-1])
+
+
+def test_slack_saves_words_where_a_straight_border_is_not_the_shortest() -> None:
+    layers = stack(14, 14, 1, [3, 3])
+    words = [words_sent(traffic(layers, by_cut(layers, 3, slack), 3)[:-1])[1] for slack in (0.0, 0.1)]
+    assert words[1] < words[0]
 
 
 def test_machines_divide_halves_of_the_grid_between_them() -> None:

@@ -41,6 +41,18 @@ class Neurons(SharedLayers):
 
     assignment: str = parameter("even", "machines of the units: even, random, layers, cut, or a JSON file")
     seed: int = parameter(0, "draw of a random assignment", range=">= 0")
+    slack: float = parameter(
+        0.0,
+        "share of a grid on each side of a cut that may change sides, for fewer words and less balance",
+        range=">= 0, <= 0.5",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} draws nothing: write a whole number from 0")
+        if not 0 <= self.slack <= 0.5:
+            raise ValueError(f"slack={self.slack:g} is a share of a grid: write a number from 0 to 0.5, such as 0.05")
 
     def plan(self, job: Job, module: nn.Module) -> SplitPlan:
         layers, inside = unit_model(module)
@@ -50,6 +62,8 @@ class Neurons(SharedLayers):
         """The machine of each unit of each layer."""
         if self.assignment == "random":
             found = shuffled(layers, self.ways, self.seed)
+        elif self.assignment == "cut":
+            found = by_cut(layers, self.ways, self.slack)
         elif self.assignment in CHOICES:
             found = CHOICES[self.assignment](layers, self.ways)
         else:
@@ -58,7 +72,7 @@ class Neurons(SharedLayers):
         return found
 
 
-CHOICES = {"even": even, "layers": by_layers, "cut": by_cut}
+CHOICES = {"even": even, "layers": by_layers}
 
 
 def split_plan(layers: Sequence[UnitLayer], assignment: Assignment, inside: frozenset[str]) -> SplitPlan:

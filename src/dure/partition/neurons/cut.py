@@ -6,7 +6,8 @@ that the cost of all cuts together is the number of words. A minimum cut of nets
 each net has an edge of its own (Lawler, "Cutsets and partitions of hypergraphs", Networks 3, 1973).
 
 A bisection is balanced in each layer: places in order of rows, or of columns, begin on the one side and end on the
-other, and only the places around the border between them, `SLACK` of the layer, may change sides.
+other, and only the places around the border between them, a share `slack` of the layer on each side, may change sides.
+Without slack the border is straight, which on regular grids saves nearly all words that can be saved.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ import torch
 
 from dure.partition.neurons.assignment import Assignment, even
 from dure.partition.neurons.layers import UnitLayer
-
-SLACK = (0.0, 0.05, 0.1)
-"""Shares of a layer's places on each side of the border that may change sides; the least that saves words is taken."""
 
 SOURCE, SINK = -1, -2
 """The two ends of a graph; places and nets have numbers from 0. Whole numbers alone, so every process finds one cut."""
@@ -47,13 +45,13 @@ class Bisection:
     left: frozenset[Place]
 
 
-def by_cut(layers: Sequence[UnitLayer], machines: int) -> Assignment:
+def by_cut(layers: Sequence[UnitLayer], machines: int, slack: float = 0.0) -> Assignment:
     """Grids by minimum cuts. Dense layers are as in `even`, since no cut of them is better than another."""
     grids = {number: layer for number, layer in enumerate(layers) if layer.reads is not None}
     owners = dict(even(layers, machines))
     found: dict[Place, int] = {}
     places = [(number, place) for number, layer in grids.items() for place in range(layer.places)]
-    _divide(places, nets_of(layers), grids, range(machines), found)
+    _divide(places, nets_of(layers), grids, range(machines), slack, found)
     for number, layer in grids.items():
         own = [found[number, place] for place in range(layer.places)]
         owners[layer.name] = torch.tensor(own).repeat(layer.grid[0])
@@ -78,6 +76,7 @@ def _divide(
     nets: Sequence[Net],
     grids: Mapping[int, UnitLayer],
     machines: range,
+    slack: float,
     found: dict[Place, int],
 ) -> None:
     """Divide `places` among `machines`, a half of them to the left and the others to the right."""
@@ -86,11 +85,12 @@ def _divide(
         return
     half = len(machines) // 2
     orders = [_ordered(places, grids, rows=rows) for rows in (True, False)]
-    tries = [_bisected(order, nets, half / len(machines), slack) for slack, order in product(SLACK, orders)]
-    best = min(tries, key=lambda each: each.words)
+    tries = [_bisected(order, nets, half / len(machines), moves) for moves, order in product((0.0, slack), orders)]
+    best = min(tries, key=lambda each: each.words)  # the first of equal ones: a straight border
     for own, part in ((best.left, machines[:half]), (frozenset(places) - best.left, machines[half:])):
         inside = [Net(net.words, net.places & own) for net in nets]
-        _divide([place for place in places if place in own], [net for net in inside if net.places], grids, part, found)
+        held = [place for place in places if place in own]
+        _divide(held, [net for net in inside if net.places], grids, part, slack, found)
 
 
 def _ordered(places: Sequence[Place], grids: Mapping[int, UnitLayer], *, rows: bool) -> list[list[Place]]:
