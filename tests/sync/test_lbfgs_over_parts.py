@@ -57,6 +57,15 @@ def test_it_takes_the_path_of_whole_models(partition, ways, copies, shards, reco
     assert split.rows[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-12)
 
 
+def test_a_portion_that_comes_again_is_evaluated_at_the_new_point():
+    """A batch is one portion, so each evaluation of a line search is of the samples before."""
+    options = OPTIONS | {"steps": 30}
+    lbfgs = "lbfgs:batch=40,iterations=5,search=backtracking"
+    whole = virtual(JOB, f"{lbfgs} ps", workers=1, **options)
+    split = virtual(JOB, f"{lbfgs} ps {UNITS}", workers=2, **options)
+    torch.testing.assert_close(split.params, whole.params, rtol=0, atol=1e-12)
+
+
 def test_a_checkpoint_is_taken_between_iterations(tmp_path):
     setup, cluster = resolved(
         JOB, f"{LBFGS} ps {UNITS}", on="virtual", workers=4, checkpoint_every=8, out=tmp_path, **OPTIONS

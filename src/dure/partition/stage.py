@@ -154,6 +154,7 @@ class Stage:
     def begin(self, batches: range) -> None:
         """Begin with mini-batches of which the first finds nothing in flight."""
         self._batches = batches
+        self._mirrored = -1
         versions = self.pipeline.versions
         if versions > 1:
             begin_versions(self.requester, versions)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, EndOfWork, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
-from dure.errors import DureError, Evicted, Refused
+from dure.errors import DureError, Evicted, PeerLost, Refused
 from dure.topology.fields import REPORT
 from dure.topology.parameter_server.batch.portions import Portions, Run
 from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
@@ -117,6 +117,8 @@ class Coordinator:
             await method(self)
         except EndOfWork:
             pass
+        except PeerLost:
+            return  # a server has failed, and the run goes back to its last checkpoint or ends: no worker is to end it
         except DureError as error:
             final = {"failed": str(error)}
         self._task, self._final = None, final
