@@ -40,9 +40,9 @@ def goes_on(folder, splits, **options):
 @pytest.mark.parametrize(
     ("job", "splits", "on"),
     [
-        ("plain", TWICE, "virtual"),
         ("normed_last", [(pairs(2), 2), ("none", 1), (pairs(4), 4)], "virtual"),  # batch norm, and no dropout
         *soaked(
+            ("plain", TWICE, "virtual"),
             ("plain", TWICE, "local"),
             ("normed_last", [("none", 1), ("gpipe:stages=2,micro=1", 2), (MESH, 4), (pairs(1), 1)], "virtual"),
             ("normed_last", [("none", 1), ("gpipe:stages=2,micro=1", 2), (MESH, 4), (pairs(1), 1)], "local"),
@@ -64,18 +64,25 @@ def test_a_run_goes_on_with_other_splits_as_one_of_whole_models(job, splits, on,
     assert run.summary()["staleness"]["histogram"] == {"0": steps * splits[-1][1]}
 
 
-def test_a_checkpoint_that_is_split_again_holds_the_same_model(tmp_path):
-    """Cut and joined again, all values have the same bits."""
-    started(tmp_path, pairs(2), 2)
+@pytest.mark.parametrize(
+    ("job", "splits"),
+    [
+        ("plain", (pairs(2), pairs(3), pairs(2))),
+        ("normed", ("tensor:ways=2", "tensor:ways=3", "none", "gpipe:stages=2,micro=1", "tensor:ways=2")),
+    ],
+)
+def test_a_checkpoint_that_is_split_again_holds_the_same_model(job, splits, tmp_path):
+    """Cut and joined again, all values have the same bits; buffers of batch norm between the layers of a pair too."""
+    started(tmp_path, splits[0], 2, job)
     there = checkpoint.load(tmp_path / CHECKPOINTS)
-    for partition in (pairs(3), pairs(2)):
+    for partition in splits[1:]:
         dure.train("", resume=tmp_path, partition=partition, steps=4, checkpoint_every=100)
     here = checkpoint.load(tmp_path / CHECKPOINTS)
     assert here.step == there.step == 3
     for name in ("worker-0", "worker-1"):
         tensors, others = there.parts[name].tensors, here.parts[name].tensors
         assert tensors.keys() == others.keys()
-        assert len(tensors) == 3  # parameters, and two moments
+        assert len(tensors) == 3 + (job == "normed")  # parameters, two moments, and buffers
         for key, values in tensors.items():
             assert torch.equal(values, others[key]), key
     assert here.parts.keys() == there.parts.keys()

@@ -43,7 +43,8 @@ def graded(rows):
 
 
 @pytest.mark.parametrize(
-    ("job", "partition", "workers"), [("normed_between", pairs(2), 4), ("plain", MESH, 4), (GPT, "tensor:ways=2", 2)]
+    ("job", "partition", "workers"),
+    [("normed_between", pairs(2), 4), ("plain", MESH, 4), *soaked((GPT, "tensor:ways=2", 2))],
 )
 @pytest.mark.parametrize("optimizer", ["adam:lr=0.01", *soaked("momentum:lr=0.05")])
 def test_checkpoints_change_no_bit(job, partition, workers, optimizer, tmp_path):
