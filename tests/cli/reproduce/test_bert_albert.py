@@ -12,9 +12,12 @@ from dure.job.models import transformers
 @pytest.fixture
 def two_layers(monkeypatch):
     """BERT-base with two layers of its twelve, over a slow network: neither latencies nor overlap matter much."""
+    bert_albert._sizes.cache_clear()
     monkeypatch.setitem(transformers.BASE, "layers", 2)
     for name, value in {"LAYERS": 2, "MODELS": ("bert",), "GBITS": (1.0,)}.items():
         monkeypatch.setattr(bert_albert, name, value)
+    yield
+    bert_albert._sizes.cache_clear()
 
 
 def test_virtual_seconds_are_near_the_closed_forms(two_layers):

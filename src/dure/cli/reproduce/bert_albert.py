@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,11 +97,11 @@ def step_seconds(model: str, parallelism: str, gbits: float, batch: int, tokens:
         tensor:  (4 L + 1) * 2 * 8/6 * 4 b s h / B    all-reduces in two rounds; in each 2 * 4 pairs of workers are on
                                                       different hosts, and send a sixth of a tensor
     """
-    job = _shapes(model, batch, tokens)
-    compute = job.flops_per_sample * batch / WORKERS / SLOWER
+    flops, parameters = _sizes(model, tokens)
+    compute = flops * batch / WORKERS / SLOWER
     second = gbits * 1e9 / 8
     if parallelism == "data":
-        return compute + 2 * 5 / 6 * 4 * sum(each.numel() for each in job.model().parameters()) / second
+        return compute + 2 * 5 / 6 * 4 * parameters / second
     return compute + (4 * LAYERS + 1) * 2 * 8 / 6 * 4 * batch * tokens * WIDTH / second
 
 
@@ -148,6 +149,13 @@ def _shapes(model: str, batch: int, tokens: int) -> Job:
     from dure.job.models.transformers import base_shapes
 
     return base_shapes(model, reviews=max(2 * batch, 64), tokens=tokens, batch_size=batch)
+
+
+@cache
+def _sizes(model: str, tokens: int) -> tuple[float, int]:
+    """The operations of a review, forward and backward, and the number of parameters."""
+    job = _shapes(model, WORKERS, tokens)
+    return job.flops_per_sample, sum(each.numel() for each in job.model().parameters())
 
 
 def _virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]:
@@ -232,7 +240,7 @@ def _border(sweep: Sequence[Row], model: str, gbits: float) -> Row:
         if apart[n - 1] < 0 <= apart[n]:
             part = apart[n - 1] / (apart[n - 1] - apart[n])
             found = math.exp(places[n - 1] + part * (places[n] - places[n - 1]))
-    parameters = sum(each.numel() for each in _shapes(model, WORKERS, 16).model().parameters())
+    _, parameters = _sizes(model, SWEPT[0])
     form = 2 * 5 / 6 * parameters / ((4 * LAYERS + 1) * 2 * 8 / 6 * WIDTH)
     first = "tensor" if apart[0] < 0 else "data"
     return {"model": model, "gbits": gbits, "tokens": found, "closed_form": form, "smallest_step_won_by": first}
