@@ -10,6 +10,7 @@ from support.runs import local, virtual
 from support.soak import soaked
 from support.stage_jobs import job_text
 
+import dure
 from dure.errors import StrategyError, UsageError
 from dure.partition.methods.neurons import Neurons
 from dure.partition.neurons.layers import unit_model
@@ -89,6 +90,18 @@ def test_downpour_trains_replicas_that_are_split_by_units():
     )
     losses = [row["loss"] for row in several.rows]
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_run_goes_on_with_other_machines_for_its_units(tmp_path):
+    options = OPTIONS | {"optimizer": "adam:lr=0.01"}
+    strategy = {"sync": "bsp", "topology": "collective", "checkpoint_every": 2}
+    splits = [("neurons:ways=3,assignment=random", 3), ("neurons:ways=2,assignment=cut", 2), ("none", 1)]
+    dure.train(LOCAL, partition=splits[0][0], workers=3, out=tmp_path, on="virtual", **strategy, **options)
+    for number, (partition, workers) in enumerate(splits[1:], start=1):
+        run = dure.train("", resume=tmp_path, partition=partition, steps=4 + 2 * number)
+        assert run.config["workers"] == workers
+    whole = virtual(LOCAL, "bsp collective", workers=1, **options | {"steps": 8})
+    assert run.history[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-12)
 
 
 def test_an_assignment_is_read_from_a_file(tmp_path):
