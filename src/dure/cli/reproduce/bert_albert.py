@@ -267,12 +267,13 @@ def _draw(path: Path, sweep: Sequence[Row]) -> None:
         for gbits in GBITS:
             data, tensor = (_of(sweep, model, kind, gbits) for kind in PARALLELISMS)
             places = [math.log2(row["batch"] * row["tokens"]) for row in data]
-            ratios = [b["seconds_per_step"] / a["seconds_per_step"] for a, b in zip(data, tensor, strict=True)]
+            pairs = zip(data, tensor, strict=True)
+            ratios = [math.log2(b["seconds_per_step"] / a["seconds_per_step"]) for a, b in pairs]
             bands.append(Band(f"{gbits:g} Gbit/s", places, ratios, [0.0] * len(ratios)))
-        bands.append(Band("equal", [places[0], places[-1]], [1.0, 1.0], [0.0, 0.0]))
+        bands.append(Band("equal", [places[0], places[-1]], [0.0, 0.0], [0.0, 0.0]))
         panels["tensor / data", f"{model.upper()}-base"] = bands
     with replacing(path) as file:
-        file.write(grid(panels, x_label="tokens of a step, log2", y_label="seconds", percent=False))
+        file.write(grid(panels, x_label="tokens of a step, log2", y_label="seconds, log2", percent=False))
 
 
 def _rows_table(result: dict[str, Any]) -> Table:
