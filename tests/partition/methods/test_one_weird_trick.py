@@ -25,9 +25,11 @@ SCHEMES = get_args(Scheme)
 
 
 def network(*dense: int) -> nn.Sequential:
+    """One object is the activation behind several layers."""
     torch.manual_seed(0)
-    trunk = [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten()]
-    head = [layer for inputs, outputs in pairwise((4, *dense)) for layer in (nn.Linear(inputs, outputs), nn.ReLU())]
+    relu = nn.ReLU()
+    trunk = [nn.Conv2d(2, 3, 3, padding=1), relu, nn.MaxPool2d(2), nn.Conv2d(3, 4, 3), relu, nn.Flatten()]
+    head = [layer for inputs, outputs in pairwise((4, *dense)) for layer in (nn.Linear(inputs, outputs), relu)]
     return nn.Sequential(*trunk, *head[:-1]).double()
 
 

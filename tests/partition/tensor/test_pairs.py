@@ -84,3 +84,13 @@ def test_dropout_between_two_layers_of_a_pair_is_inside() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4), nn.Dropout(0.5))
     assert megatron(network, 2).inside == {"1"}
     assert set(megatron(deepcopy(network), 2).layers) == {"0", "2"}
+
+
+def test_a_layer_that_occurs_again_closes_a_pair_each_time() -> None:
+    """A pair across the second softmax would compute another function. Layers that are applied twice stay whole."""
+    mixes, twice, tied = nn.Softmax(-1), nn.Linear(6, 6), nn.Linear(6, 6)
+    tied.weight = twice.weight
+    between = nn.Sequential(nn.Linear(6, 6), mixes, nn.Linear(6, 6), mixes, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    assert {name for name, _ in pairs("", between, 2)} == {"4", "6"}
+    assert list(pairs("", nn.Sequential(nn.Linear(4, 6), twice, nn.Linear(6, 6), twice, nn.Linear(6, 2)), 2)) == []
+    assert list(pairs("", nn.Sequential(nn.Linear(4, 6), twice, nn.ReLU(), tied, nn.Linear(6, 2)), 2)) == []

@@ -27,7 +27,7 @@ from dure.core.parameter import parameter
 from dure.errors import UsageError
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.linear import CONVOLUTIONS, Column, unchanged
-from dure.partition.tensor.pairs import pairs
+from dure.partition.tensor.pairs import layers_of, pairs
 from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.trunk import Junction, Scheme
 
@@ -54,7 +54,7 @@ class OneWeirdTrick(SharedLayers):
                 f"one-weird-trick splits an nn.Sequential of convolutions and dense layers, and this model is a "
                 f"{type(module).__name__}. Use tensor:ways={self.ways}, or a plan of your own."
             )
-        children, cut = list(module.named_children()), _first_dense(module)
+        children, cut = layers_of(module), _first_dense(module)
         found = dict(pairs("", nn.Sequential(OrderedDict(children[cut:])), self.ways))
         layers = {name: split for name, split in found.items() if split is not None}
         first = next(name.rpartition(".")[0] for name, _ in _parameters(children[cut:]))

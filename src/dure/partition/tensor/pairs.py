@@ -7,6 +7,7 @@ elements of a channel together, so a dense layer behind it is split by blocks of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -71,11 +72,16 @@ class _Open:
 def pairs(path: str, sequence: nn.Sequential, ways: int) -> Iterator[tuple[str, LayerSplit | None]]:
     """The splits of the layers of `sequence`, by name; None for dropout between the two layers of a pair.
 
-    A layer with fewer outputs than `ways` stays whole, and so does one without a second.
+    A layer with fewer outputs than `ways` stays whole. So do one without a second, and one that occurs again or has a
+    parameter of another.
     """
     opened: _Open | None = None
-    for place, layer in _flat(path, sequence):
-        if not is_splittable(layer):
+    flat = list(_flat(path, sequence))
+    times = Counter(id(parameter) for _, layer in flat for parameter in layer.parameters())
+    for place, layer in flat:
+        if any(times[id(parameter)] > 1 for parameter in layer.parameters()):
+            opened = None
+        elif not is_splittable(layer):
             opened = opened if opened is not None and opened.passes(place, layer) else None
         elif opened is not None and opened.pairs_with(layer):
             yield opened.first, Column()
@@ -87,9 +93,14 @@ def pairs(path: str, sequence: nn.Sequential, ways: int) -> Iterator[tuple[str, 
             opened = opened if opened.outputs >= ways else None
 
 
+def layers_of(sequence: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers of a sequence with their names; `named_children` leaves out one that occurs again."""
+    return [(name, layer) for name, layer in sequence._modules.items() if layer is not None]
+
+
 def _flat(path: str, sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a sequence, and of sequences in it, in their order."""
-    for name, layer in sequence.named_children():
+    for name, layer in layers_of(sequence):
         place = f"{path}.{name}" if path else name
         if isinstance(layer, nn.Sequential):
             yield from _flat(place, layer)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dure.core.ranges import Ranges, equal_ranges
 from dure.errors import UsageError
 from dure.partition.tensor.operators import collected, gathered, sliced
+from dure.partition.tensor.pairs import layers_of
 from dure.partition.tensor.shard import ParameterShard
 from dure.partition.tensor.ways import Ways
 
@@ -42,7 +43,7 @@ class TrunkAndHead(nn.Sequential):
 
     def __init__(self, whole: nn.Sequential, cut: int, scheme: Scheme, ways: Ways, *, parts: bool) -> None:
         super().__init__()
-        for name, layer in whole.named_children():
+        for name, layer in layers_of(whole):
             self.add_module(name, layer)
         self.cut = cut
         self.scheme = scheme
