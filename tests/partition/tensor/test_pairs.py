@@ -80,6 +80,14 @@ def test_pairs_have_only_layers_of_single_channels_between(layers: list[nn.Modul
     assert {name for name, _ in pairs("", nn.Sequential(*layers), 3)} == split
 
 
+@pytest.mark.parametrize("name", ["0.0.weight", "1.weight", "1.bias", "6.weight"])
+def test_frozen_parameters_stay_frozen(name: str) -> None:
+    whole = network()
+    whole.get_parameter(name).requires_grad_(False)
+    part = on_ways(2, lambda ways: megatron(whole, 2).apply(deepcopy(whole), ways))[1]
+    assert {key for key, each in part.named_parameters() if not each.requires_grad} == {name}
+
+
 def test_dropout_between_two_layers_of_a_pair_is_inside() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4), nn.Dropout(0.5))
     assert megatron(network, 2).inside == {"1"}

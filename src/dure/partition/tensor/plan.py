@@ -61,6 +61,7 @@ class SplitPlan:
         """Replace the layers of a whole model, in place, by their parts at a worker; return the model."""
         ways.draws = any(draws(part) for name in self.inside for part in module.get_submodule(name).modules())
         ties = _ties(module)
+        frozen = [name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad]
         for path, split in self.layers.items():
             part = split.split(module.get_submodule(path), ways)
             owner, _, name = path.rpartition(".")
@@ -71,6 +72,8 @@ class SplitPlan:
         for first, *others in ties:
             for other in others:
                 _tie(module, first, other)
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
         return module
 
 
