@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from copy import deepcopy
 
 import pytest
 import torch
@@ -79,6 +80,34 @@ def test_reviews_are_cut_padded_and_counted(data):
         load_pieces(data, vocabulary=120, reviews=50)
     with pytest.raises(UsageError, match="vocabulary=9 has no room"):
         load_pieces(data, vocabulary=9)
+
+
+def test_alberts_gradient_is_the_sum_over_all_applications_of_its_layer(data):
+    """Against the same network with a copy of the layer for each application."""
+    job = load_job(text("imdb-albert"), data)
+    model, (words, labels) = job.build(0).double(), job.train.batch(torch.arange(6))
+    job.loss(model(words), labels).backward()
+    first, *layers, last = blocks(model)
+    copies = [deepcopy(layer) for layer in layers]
+    value = first(words)
+    for copy in copies:
+        copy.zero_grad()
+        value = copy(*value)
+    job.loss(last(*value), labels).backward()
+    for number, parameter in enumerate(layers[0].parameters()):
+        total = sum(list(copy.parameters())[number].grad for copy in copies)
+        torch.testing.assert_close(parameter.grad, total, rtol=0, atol=1e-13)
+
+
+def test_data_parallelism_sends_alberts_layer_once_however_often_it_is_applied(data):
+    options = {"workers": 2, "steps": 2, "data": data, "batch_size": 8, "timing_only": True}
+    sent = {
+        (name, layers): virtual(text(name, layers=layers), "bsp collective", **options).summary["bytes_sent"]
+        for name in ("imdb-bert", "imdb-albert")
+        for layers in (2, 4)
+    }
+    assert sent["imdb-albert", 2] == sent["imdb-albert", 4]
+    assert sent["imdb-bert", 2] < sent["imdb-bert", 4]
 
 
 @pytest.mark.parametrize("name", ["imdb-bert", "imdb-albert"])
