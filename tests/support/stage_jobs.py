@@ -65,6 +65,18 @@ def normed_between() -> Job:
     return job(model)
 
 
+def frozen() -> Job:
+    """As `plain`, with a weight and a bias that keep their random initial values."""
+
+    def model() -> nn.Sequential:
+        network = _blocks((), 0.0)
+        for name in ("0.0.bias", "2.0.weight"):
+            network.get_parameter(name).requires_grad_(False)
+        return network
+
+    return job(model)
+
+
 def normed() -> Job:
     """Batch norm and dropout in each pair of blocks."""
     return job(partial(_blocks, (0, 1, 2, 3), 0.2))

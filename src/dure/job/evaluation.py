@@ -46,13 +46,14 @@ class Evaluator:
 
     `samples` limits the number of samples; None takes all test data, or SAMPLES of the training data. A limited choice
     is random without repetition, and depends only on the number of samples. So runs of all seeds and strategies, in
-    virtual and in real time, are graded on the same samples.
+    virtual and in real time, are graded on the same samples. The values of frozen parameters are those of a model made
+    under `seed`.
     """
 
-    def __init__(self, job: Job, samples: int | None = None, *, device: str = "cpu") -> None:
+    def __init__(self, job: Job, samples: int | None = None, *, device: str = "cpu", seed: int = 0) -> None:
         self._job = job
         with torch.random.fork_rng(devices=[]):
-            self._replica = Replica(job.model().to(device))
+            self._replica = Replica(job.build(seed).to(device))
         self._replica.module.eval()
         self._data = job.graded
         self._rows = _choice(len(self._data), SAMPLES if samples is None and job.test is None else samples)

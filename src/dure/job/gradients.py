@@ -91,16 +91,18 @@ class _Computed(NamedTuple):
 class GradientEngine:
     """Computes gradients of `job.loss` at any flat parameters, with a module of its own on `device`.
 
+    The values of frozen parameters and of constants are those of a model made under `seed`.
+
     `exact=True` computes one at a time on one thread. With `sparse`, a model with sparse gradients
     (`nn.Embedding(sparse=True)`) gives a flat sparse tensor, coalesced, so that receivers write only its entries. No
     call changes PyTorch's global random state. Random layers draw other numbers on an accelerator than on the CPU.
     """
 
-    def __init__(self, job: _Job, *, exact: bool = False, device: str = "cpu") -> None:
+    def __init__(self, job: _Job, *, exact: bool = False, device: str = "cpu", seed: int = 0) -> None:
         self.job = job
         self.exact = exact
         self.sparse = False
-        self.replica = Replica(self._build(0).to(device))
+        self.replica = Replica(self._build(seed).to(device))
         self._fresh_buffers = self.replica.buffers_flat()
         self._home = self.replica.params
         self._in_place: dict[int, Tensor] = {}

@@ -120,7 +120,7 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
         take(setup.device)
         if setup.stages is None:  # a stage computes its gradients itself
             # One worker per process: its gradients are computed one at a time.
-            gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device)
+            gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device, seed=config.seeded)
             setup.configure(gradient_engine)
         else:
             setup.stages.keep(int(rank) % setup.parts)

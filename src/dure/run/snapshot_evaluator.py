@@ -32,7 +32,7 @@ class SnapshotEvaluator:
     """
 
     def __init__(self, setup: Setup, finished: Callable[[Row], None], callbacks: Callbacks) -> None:
-        self._evaluator = Evaluator(setup.job, setup.config.eval_samples)
+        self._evaluator = Evaluator(setup.job, setup.config.eval_samples, seed=setup.config.seeded)
         self._finished = finished
         self._evaluating = callbacks.evaluating
         self._waiting: deque[Snapshot] = deque()

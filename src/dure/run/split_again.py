@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BUFFERS = "buffers"
 MAY_DIFFER = ("partition", "workers")
-"""What may differ between the run that wrote a checkpoint and one that splits its model anew."""
+"""The fields of a run in which one that splits its model anew may differ."""
 
 
 def can_split_again(members: Mapping[str, str], partition: str) -> bool:

@@ -96,11 +96,17 @@ class VirtualRun:
         self.callbacks = callbacks
         config = setup.config
         self.gradient_engine = (
-            None if config.timing_only else GradientEngine(setup.job, exact=config.exact, device=setup.device)
+            None
+            if config.timing_only
+            else GradientEngine(setup.job, exact=config.exact, device=setup.device, seed=config.seeded)
         )
         if self.gradient_engine is not None:
             setup.configure(self.gradient_engine)
-        self.evaluator = None if config.timing_only else Evaluator(setup.job, config.eval_samples, device=setup.device)
+        self.evaluator = (
+            None
+            if config.timing_only
+            else Evaluator(setup.job, config.eval_samples, device=setup.device, seed=config.seeded)
+        )
         self.history: list[Row] = []
         self.spans: list[Any] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.runs import local, virtual
+from support.runs import local, resolved, virtual
 from support.shared_layers import pairs
 from support.soak import soaked
 from support.stage_jobs import job_text
@@ -101,3 +101,29 @@ def test_the_record_counts_the_collectives_of_a_layer():
         assert stage["collectives"] == {"all_gather": 3, "all_reduce": 3 * (4 * 2 + 2 + 1)}
     sent = 2 * 3 * ((4 * 2 + 2) * hidden + 3 * positions)
     assert run.summary["bytes_sent"] == sent
+
+
+def test_frozen_parameters_have_the_same_values_in_all_runs(fork_server):
+    """Against a plain loop on a model made under the run's seed: unpartitioned, in stages, and shared."""
+    options = {"steps": 5, "seed": 3, "dtype": "float64", "eval_every": 5, "optimizer": "sgd:lr=0.1", "workers": 1}
+    setup, _ = resolved(job_text("frozen"), "bsp collective", on="virtual", **options)
+    own, model = setup.job, setup.job.build(3)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    (sampler,) = own.samplers([own.batch_size], seed=3)
+    for _ in range(5):
+        inputs, targets = own.train.batch(sampler.next())
+        gradients = torch.autograd.grad(own.loss(model(inputs), targets), trained)
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter -= 0.1 * gradient
+    right = torch.cat([each.detach().reshape(-1) for each in trained])
+    inputs, targets = own.test.batch(torch.arange(len(own.test)))
+    loss = float(own.loss(model(inputs), targets).detach())
+    runs = [
+        virtual(job_text("frozen"), f"bsp collective {partition}", **options | {"workers": workers})
+        for partition, workers in [("none", 1), ("gpipe:stages=2,micro=2", 2), (pairs(2), 2)]
+    ]
+    runs.append(local(job_text("frozen"), "bsp collective", fork_server=fork_server, **options))
+    for run in runs:
+        torch.testing.assert_close(run.params, right, rtol=0, atol=1e-13)
+        assert run.rows[-1]["loss"] == pytest.approx(loss, rel=1e-3)
