@@ -21,7 +21,7 @@ from dure.partition.tensor.each_layer import columns, rows
 from dure.partition.tensor.found_plans import megatron
 from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.sequence import by_positions
-from dure.partition.tensor.ways import Ways
+from dure.partition.tensor.ways import CollectiveCall, Ways
 
 WORDS = torch.randint(0, 31, (3, 7), generator=torch.Generator().manual_seed(1))
 LAYERS = 2
@@ -59,6 +59,35 @@ def outputs_of(model: nn.Module) -> Tensor:
 
 
 PLANS: dict[str, Callable[[nn.Module, int], SplitPlan]] = {"pairs": megatron, "rows": rows, "columns": columns}
+
+
+@pytest.mark.parametrize(("plan", "right"), [("pairs", 8), ("rows", 27), ("columns", 23)])
+def test_a_layer_sends_as_many_elements_as_the_papers_say(plan: str, right: int) -> None:
+    """In units of its input, along rings: one more layer of BERT. An all-reduce counts twice."""
+
+    def elements(layers: int) -> int:
+        sizes = {"vocab_size": 31, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 96}
+        whole = BertModel(
+            BertConfig(num_hidden_layers=layers, max_position_embeddings=9, **sizes), add_pooling_layer=False
+        )
+        split = PLANS[plan](whole, 2)
+
+        def at(ways: Ways) -> int:
+            sent, carried = 0, ways.carry_out
+
+            def counted(call: CollectiveCall) -> Any:
+                nonlocal sent
+                sent += sum(shape.numel() for shape in call.receives) * (2 if call.kind == "all_reduce" else 1)
+                return carried(call)
+
+            ways.carry_out = counted
+            part = split.apply(deepcopy(whole), ways)
+            part(input_ids=WORDS, attention_mask=(WORDS > 3).long()).last_hidden_state.square().sum().backward()
+            return sent
+
+        return on_ways(2, at)[0]
+
+    assert elements(3) - elements(2) == right * WORDS.numel() * 24
 
 
 def sequence(module: nn.Module, ways: int) -> SplitPlan:

@@ -5,7 +5,7 @@
 
 The paper divides the weight matrix "by rows" and combines the results; it does not say in which storage. A transformer
 layer has six linear layers. In units of its input, of `batch * sequence * width` elements, ring collectives of `rows`
-send 27 (W - 1) / W for it, where Megatron-LM's pairing sends 8 (W - 1) / W.
+send 27 (W - 1) / W for it and those of `columns` 23 (W - 1) / W, where Megatron-LM's pairing sends 8 (W - 1) / W.
 """
 
 from __future__ import annotations
