@@ -126,6 +126,23 @@ def test_sequence_parallelism_equals_the_whole_model(name: str, ways: int) -> No
             torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
+def test_pairs_outside_of_a_transformer_have_no_positions() -> None:
+    """A perceptron of the mean over all positions, behind a BERT."""
+    torch.manual_seed(0)
+    whole = nn.ModuleDict(
+        {"bert": bert(), "head": nn.Sequential(nn.Linear(24, 6), nn.GELU(), nn.Linear(6, 2))}
+    ).double()
+
+    def outputs(model: nn.Module) -> Tensor:
+        hidden = model.get_submodule("bert")(input_ids=WORDS).last_hidden_state
+        found: Tensor = model.get_submodule("head")(hidden.mean(1))
+        return found.detach()
+
+    plan = sequence(whole, 2)
+    for found in on_ways(2, lambda ways: outputs(plan.apply(deepcopy(whole), ways))):
+        torch.testing.assert_close(found, outputs(whole), rtol=0, atol=1e-12)
+
+
 def test_sequence_parallelism_is_refused_where_it_is_not_known() -> None:
     with pytest.raises(UsageError, match="known for BERT and char-gpt"):
         sequence(albert(), 2)

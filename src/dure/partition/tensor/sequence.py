@@ -22,7 +22,7 @@ from dure.errors import UsageError
 from dure.job.models.char_gpt import Block, Embedding, Head
 from dure.partition.tensor.linear import Column, Row, unchanged
 from dure.partition.tensor.operators import collected, gathered, scattered, sliced
-from dure.partition.tensor.plan import LayerSplit, SplitPlan
+from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.shard import ParameterShard
 from dure.partition.tensor.ways import Ways
 
@@ -92,14 +92,15 @@ def _joined(change: Callable[[Tensor], Tensor], _: nn.Module, given: Any, found:
 def by_positions(plan: SplitPlan, module: nn.Module) -> SplitPlan:
     """A plan of pairs, with sequence parallelism. Raises `UsageError` for layers in which it is not known."""
     positions = Positions()
-    layers: dict[str, LayerSplit] = {
-        name: replace(split, joins=positions.scattered) if isinstance(split, Row) else split
-        for name, split in plan.layers.items()
-    }
+    layers = dict(plan.layers)
     partials: set[str] = set()
     encoder: list[str] = []
     for path, layer in module.named_modules():
         kind, prefix = _kind(layer), f"{path}." if path else ""
+        for name in JOINS.get(kind, ()):
+            row = layers[prefix + name]
+            assert isinstance(row, Row)
+            layers[prefix + name] = replace(row, joins=positions.scattered)
         for name in READS.get(kind, ()):
             split = layers.get(prefix + name)
             own = replace(split, reads=positions.collected) if isinstance(split, Column) else None
@@ -124,6 +125,12 @@ def by_positions(plan: SplitPlan, module: nn.Module) -> SplitPlan:
         layers[encoder[-1]] = Crossing(positions.gathered, "behind")
     return replace(plan, layers=layers, partial=plan.partial | partials, inside=frozenset({""}))
 
+
+JOINS: Mapping[str, Sequence[str]] = {
+    "BertLayer": ("attention.output.dense", "output.dense"),
+    "Block": ("project", "fall"),
+}
+"""Layers that are split by inputs, whose output is divided by positions, by the class that holds them."""
 
 READS: Mapping[str, Sequence[str]] = {"Block": ("attention", "rise"), "Head": ("scores",)}
 """Layers that are split by outputs and read positions of their own, by the class that holds them."""
