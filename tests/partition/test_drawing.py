@@ -14,7 +14,7 @@ from dure.errors import UsageError
 from dure.partition import CATALOGUE
 from dure.partition.drawing import Picture, svg, text
 from dure.partition.pipeline import Pipeline
-from dure.partition.source import Programmed
+from dure.partition.programmed import Programmed
 from dure.run.strategy import make
 
 MORE = [

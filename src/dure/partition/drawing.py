@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dure.core.text_width import text_width
 from dure.errors import UsageError
-from dure.partition.source import Programmed
+from dure.partition.programmed import Programmed
 from dure.partition.ticks import Orders, Timed, Timetable, schedule
 from dure.partition.versions import Read, WeightsRead, weights_read
 

@@ -19,7 +19,7 @@ from dure.core.ranges import equal_ranges
 from dure.job.data.structure import called
 from dure.partition.blocks import first_samples
 from dure.partition.borders import measure
-from dure.partition.source import Programmed
+from dure.partition.programmed import Programmed
 from dure.partition.ticks import Orders, schedule
 from dure.partition.versions import weights_read
 

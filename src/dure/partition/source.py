@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from dure.core.node import StepPortion, StepTime
 from dure.partition.batches import PortionBatches
 from dure.partition.exchange import limit_norm, share_copies, sum_ties
 from dure.partition.own_versions import leave_version, mean_of_versions
+from dure.partition.programmed import Programmed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
 
 AHEAD = 2
 """Actions for whose messages a worker asks ahead. The message of an action then travels during the one before."""
-
-
-@runtime_checkable
-class Programmed(Protocol):
-    """A pipeline method that is no order of forwards and backwards: a program on the primitives of a stage."""
-
-    def run(self, stage: Stage, batches: range) -> AsyncIterator[Gradient]:
-        """Work through `batches` at one worker; give the gradient of each update.
-
-        The program sets `stage.begun`. It ends before `batches` do if `stage.requester.drained_at` says so.
-        """
-        ...
 
 
 class StageSource:

@@ -18,8 +18,8 @@ from dure.job.job import Job, dtype_named, load_job
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
+from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.source import Programmed
 from dure.partition.ticks import Orders, check
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of

@@ -29,8 +29,8 @@ from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters
 from dure.errors import StrategyError, UsageError
 from dure.partition.mesh import Mesh, pipeline_of
 from dure.partition.pipeline import Pipeline
+from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.source import Programmed
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
 from dure.sync.corrected import parts
