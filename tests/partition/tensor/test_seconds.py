@@ -1,9 +1,9 @@
 """Virtual seconds and bytes of BERT's and ALBERT's base sizes on two and four GPUs against closed forms.
 
-| strategy                        | a step, paced by the slowest workers                                               |
-|---------------------------------|------------------------------------------------------------------------------------|
-| data, all-reduce along a ring   | compute of a sixth of the samples; slices of the gradient in turn, behind it |
-| `tensor:ways=6`                 | compute of a sixth of most operations; 4 all-reduces a layer, 1 of embedded words  |
+| strategy                      | a step, paced by the slowest workers                                              |
+|-------------------------------|-----------------------------------------------------------------------------------|
+| data, all-reduce along a ring | compute of a sixth of the samples; slices of the gradient in turn, behind it      |
+| `tensor:ways=6`               | compute of a sixth of most operations; 4 all-reduces a layer, 1 of embedded words |
 
 An all-reduce of n bytes among the ways is two exchanges of messages of n / 6. In each, 2 * 4 messages cross the card of
 either host in each direction, and a message leaves once its receiver has asked for it.

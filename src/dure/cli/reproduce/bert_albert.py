@@ -112,10 +112,12 @@ def hosts(gbits: float) -> Cluster:
 
     def host(workers: int, flops: float, inside: str) -> Machines:
         link = InsideLink(bandwidth=inside, latency="10 us")
-        return Machines(count=1, workers=workers, compute=Constant(flops_per_second=flops), inside=link)
+        compute = Constant(flops_per_second=flops)
+        return Machines(count=1, workers=workers, cores=16, compute=compute, inside=link)
 
     machines = (host(2, SLOWER, "12 GB/s"), host(4, FASTER, "24 GB/s"))
-    return Cluster(machines=machines, link=Link(bandwidth=f"{gbits:g} Gbit/s", latency="0.1 ms"))
+    network = Link(bandwidth=f"{gbits:g} Gbit/s", latency="0.1 ms")
+    return Cluster(machines=machines, link=network, beta=0.0, gamma=0.0)  # GPUs copy and add in little time
 
 
 def small_bert() -> Job:
