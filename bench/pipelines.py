@@ -112,6 +112,19 @@ class Torch:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.module.parameters()])
 
 
+def connected(config: TrainConfig, job: Job, rank: int) -> Stage:
+    """The worker of this process in a run of two, which knows the port of the other."""
+    setup, _ = resolve(config, Prebuilt(job=job))
+    setup.prepare()
+    ports = [0, 0]
+    made = Stage(setup, rank, ports)
+    gathered: list[list[int]] = [[0, 0], [0, 0]]
+    torch.distributed.all_gather_object(gathered, ports)
+    for other in (0, 1):
+        made.node.directory[f"worker {other}"] = ("127.0.0.1", gathered[other][other])
+    return made
+
+
 def measure(rank: int, given: argparse.Namespace) -> Measured:
     """One of the processes."""
     job = make_job(given)
@@ -126,15 +139,7 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
             workers=2,
             steps=10**9,
         )
-        setup, _ = resolve(config, Prebuilt(job=job))
-        setup.prepare()
-        ports = [0, 0]
-        made = Stage(setup, rank, ports)
-        gathered: list[list[int]] = [[0, 0], [0, 0]]
-        torch.distributed.all_gather_object(gathered, ports)
-        for other in (0, 1):
-            made.node.directory[f"worker {other}"] = ("127.0.0.1", gathered[other][other])
-        return made
+        return connected(config, job, rank)
 
     arms = {
         "gpipe": stage(f"gpipe:stages=2,micro={given.micro}"),

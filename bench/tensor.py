@@ -26,7 +26,7 @@ from _side_by_side import (
     told,
     warm_up,
 )
-from pipelines import CLASSES, LR, Stage, setup_of
+from pipelines import CLASSES, LR, connected, setup_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -37,8 +37,6 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
-from dure.run.resolve import resolve
 from dure.run.setup import Setup
 
 PAIRS = [("dure", "dtensor")]
@@ -97,15 +95,7 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
         workers=2,
         steps=10**9,
     )
-    setup, _ = resolve(config, Prebuilt(job=job))
-    setup.prepare()
-    ports = [0, 0]
-    ours = Stage(setup, rank, ports)
-    gathered: list[list[int]] = [[0, 0], [0, 0]]
-    torch.distributed.all_gather_object(gathered, ports)
-    for other in (0, 1):
-        ours.node.directory[f"worker {other}"] = ("127.0.0.1", gathered[other][other])
-    arms = {"dure": ours, "dtensor": Script(setup_of(job), rank)}
+    arms = {"dure": connected(config, job, rank), "dtensor": Script(setup_of(job), rank)}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
     must_agree(arms, "dure", "dtensor", atol=1e-3)

@@ -208,7 +208,7 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str]
-    """What to reproduce: sharding, it-signsgd, byzantine, pipelines, one-weird-trick or bert-albert.
+    """Name of the result: sharding, it-signsgd, byzantine, pipelines, one-weird-trick or bert-albert.
 
     Each has some of the flags below."""
     on: str | None = None

@@ -14,15 +14,12 @@ import torch
 
 from dure.core.node import Ghost
 from dure.job.optimizer import clip_factor
-from dure.partition.messages import free_tag
+from dure.partition.messages import COPIES, NORM, TIES, free_tag
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.partition.stage import Stage
-
-TIES, NORM, COPIES = 0, 1, 3
-"""The numbers of the exchanges; 2 is that of collectives between workers that share layers."""
 
 
 async def exchanged(stage: Stage, values: Mapping[int, Tensor], number: int) -> dict[int, Tensor]:

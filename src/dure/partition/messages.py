@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TAGS = 1000
 """The first tag of messages between stages, above those of groups."""
 
+TIES, NORM, WAYS, COPIES = range(4)
+"""Numbers from `free_tag` on: of the exchanges at an update, and of collectives between workers that share layers."""
+
 
 class StageMessages:
     """Sends and receives the tensors of borders for worker `rank` of a pipeline, whose workers are `peers` by rank.

@@ -10,7 +10,7 @@ import torch
 
 from dure.core.node import Ghost, StepPortion, StepTime, nothing
 from dure.partition.counts import StageCounts
-from dure.partition.messages import free_tag
+from dure.partition.messages import WAYS, free_tag
 from dure.partition.tensor.collectives import WayCollectives
 from dure.partition.tensor.computation import PausingThread
 from dure.partition.tensor.ways import CollectiveCall
@@ -33,9 +33,6 @@ class PieceShare(NamedTuple):
     backward: float
     call: CollectiveCall | None
 
-
-WAYS = 2
-"""The tag of messages between workers that share layers, above those of `exchange.py`."""
 
 END = PieceShare(0.0, 0.0, None)
 
@@ -112,8 +109,7 @@ class SharedStage:
             gradient.new_empty(numel) if timed else torch.cat([gradient[each.start : each.stop] for each in parameters])
         )
         call = CollectiveCall("all_reduce", [own], [torch.Size([numel])])
-        self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
-        total = await self._collectives.carried(call)
+        total = await self._counted(call)
         if not timed:
             sizes = [each.stop - each.start for each in parameters]
             for each, part in zip(parameters, torch.split(total, sizes), strict=True):
@@ -145,8 +141,11 @@ class SharedStage:
             call = share.call if self._thread is None else call
             if call is None:
                 return
-            self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
-            answer = await self._collectives.carried(call)
+            answer = await self._counted(call)
+
+    async def _counted(self, call: CollectiveCall) -> Any:
+        self.counts.count_collective(call.kind, self._collectives.payload_nbytes(call))
+        return await self._collectives.carried(call)
 
     def end(self) -> None:
         """Give up a computation that waits for a collective, and end its thread."""

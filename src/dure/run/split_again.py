@@ -94,7 +94,7 @@ def _joined(old: Setup, states: Sequence[State]) -> dict[str, torch.Tensor]:
 
 
 def _cut(new: Setup, whole: Mapping[str, torch.Tensor], states: Sequence[State]) -> list[State]:
-    """The states of the workers of one copy of the model. What a run counts is with the first of them."""
+    """The states of the workers of one copy of the model. The first of them has the counts of the run."""
     base, stages = states[0].plain, new.stages
     found: list[State] = []
     sampler = base["source"].get("sampler", base["source"])

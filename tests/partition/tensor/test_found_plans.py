@@ -58,6 +58,24 @@ def outputs_of(model: nn.Module) -> Tensor:
     return found
 
 
+Passes = tuple[Tensor, dict[str, Any], Counter[str], Counter[str]]
+"""At one worker: outputs, gradients, and the collectives of the forward and of both passes."""
+
+
+def passes(whole: nn.Module, plan: SplitPlan, ways: int) -> list[Passes]:
+    """A forward and a backward of a split model, at each worker."""
+
+    def at(own: Ways) -> Passes:
+        part = plan.apply(deepcopy(whole), own)
+        part.zero_grad()
+        found = outputs_of(part)
+        forward = Counter(own.counts)
+        found.square().sum().backward()
+        return found.detach(), {key: each.grad for key, each in part.named_parameters()}, forward, own.counts
+
+    return on_ways(ways, at)
+
+
 PLANS: dict[str, Callable[[nn.Module, int], SplitPlan]] = {"pairs": megatron, "rows": rows, "columns": columns}
 
 
@@ -104,15 +122,7 @@ def test_sequence_parallelism_equals_the_whole_model(name: str, ways: int) -> No
     outputs.square().sum().backward()
     plan = sequence(whole, ways)
 
-    def at(own: Ways) -> tuple[Tensor, dict[str, Any], Counter[str], Counter[str]]:
-        part = plan.apply(deepcopy(whole), own)
-        part.zero_grad()
-        found = outputs_of(part)
-        forward = Counter(own.counts)
-        found.square().sum().backward()
-        return found.detach(), {key: each.grad for key, each in part.named_parameters()}, forward, own.counts
-
-    each, shards = on_ways(ways, at), plan.shards(whole, ways)
+    each, shards = passes(whole, plan, ways), plan.shards(whole, ways)
     for rank, (found, gradients, forward, both) in enumerate(each):
         torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-12)
         assert dict(forward) == {"all_reduce": 1, "all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS}
@@ -175,16 +185,8 @@ def test_a_split_model_equals_the_whole_one(name: str, plan: str, ways: int) -> 
     outputs.square().sum().backward()
     splits = PLANS[plan](whole, ways)
 
-    def at(own: Ways) -> tuple[Tensor, dict[str, Any], Counter[str], Counter[str]]:
-        part = splits.apply(deepcopy(whole), own)
-        part.zero_grad()
-        found = outputs_of(part)
-        forward = Counter(own.counts)
-        found.square().sum().backward()
-        return found.detach(), {key: each.grad for key, each in part.named_parameters()}, forward, own.counts
-
     shards = splits.shards(whole, ways)
-    for rank, (found, gradients, *counts) in enumerate(on_ways(ways, at)):
+    for rank, (found, gradients, *counts) in enumerate(passes(whole, splits, ways)):
         torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-12)
         assert tuple(map(dict, counts)) == collectives(name, plan)
         for key, each in whole.named_parameters():

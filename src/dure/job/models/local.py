@@ -11,13 +11,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, unfold
+from torch.nn.functional import unfold
 
 from dure.errors import UsageError
-from dure.job.data.digits import load_digits
 from dure.job.job import Job
-from dure.job.models.mlp import top1
-from dure.job.optimizer import OptimizerSpec
+from dure.job.models.digits import digits_job
 
 
 class LocallyConnected2d(nn.Module):
@@ -69,16 +67,4 @@ def local_network(side: int, channels: int, kernel: int, depth: int, classes: in
 
 def digits_local(channels: int = 4, kernel: int = 3, depth: int = 2) -> Job:
     """A job with 8 x 8 pixels, `depth` layers of `kernel` x `kernel` patches, and 10 classes."""
-    data = load_digits()
-    return Job(
-        name="digits-local",
-        model=partial(local_network, 8, channels, kernel, depth, 10),
-        loss=cross_entropy,
-        train=data.train,
-        test=data.test,
-        batch_size=32,
-        optimizer=OptimizerSpec(lr=0.1),
-        steps=300,
-        accuracy=top1,
-        source=data.source,
-    )
+    return digits_job("digits-local", partial(local_network, 8, channels, kernel, depth, 10))

@@ -8,10 +8,12 @@ Krizhevsky, "One weird trick for parallelizing convolutional neural networks", a
     backward:     gradients of features return to the workers of their samples
     gradients of convolutions are summed over the workers; those of dense layers stay where they are
 
-A mini-batch of the run is that of all W workers together. Data parallelism sends 2 (W - 1) / W P elements from each
-worker for P parameters. Here a worker sends as much for the parameters of the convolutions alone, and for its T samples
-of F features (W - 1) F forward, and (W - 1) F for each of the others' backward; for each pair of dense layers the
-all-reduces of its output, and of its input unless it is the first.
+A mini-batch of the run is that of all W workers together. Data parallelism sends 2 (W - 1) P / W elements from each
+worker for P parameters. One weird trick sends from each worker
+
+    2 (W - 1) C / W      for the C parameters of convolutions
+    2 (W - 1) T F        for features: its own T samples forward, and gradients for the samples of the others backward
+    2 (W - 1) T n        for each pair of dense layers with n outputs, and as much for its inputs unless it is the first
 """
 
 from __future__ import annotations

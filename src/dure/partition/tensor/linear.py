@@ -35,8 +35,8 @@ Change = Callable[[Ways, Tensor], Tensor]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class ColumnPart(nn.Module):
-    """Outputs of a layer at one worker, of the input that `reads` gives. With `sizes` every worker gets all outputs."""
+class LayerPart(nn.Module):
+    """A part of a linear layer or a convolution at one worker. `change` is its operator over the workers."""
 
     bias: nn.Parameter | None
 
@@ -47,52 +47,36 @@ class ColumnPart(nn.Module):
         bias: Tensor | None,
         ways: Ways,
         sizes: Sequence[int] | None,
-        reads: Change,
+        change: Change,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.ways = ways
         self.sizes = sizes
-        self.reads = reads
+        self.change = change
         self._apply_layer = function_of(layer)
         self._dim = channels_of(layer)
 
+
+class ColumnPart(LayerPart):
+    """Outputs of a layer, of the input that `change` gives. With `sizes` every worker gets all outputs."""
+
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs = self._apply_layer(self.reads(self.ways, inputs), self.weight, self.bias)
+        outputs = self._apply_layer(self.change(self.ways, inputs), self.weight, self.bias)
         return outputs if self.sizes is None else gathered(self.ways, outputs, self.sizes, self._dim)
 
 
-class RowPart(nn.Module):
-    """A layer at a worker that has some of the inputs, or with `sizes` takes them from the whole input.
+class RowPart(LayerPart):
+    """A layer on some of the inputs, which with `sizes` it takes from the whole input.
 
-    `joins` makes the output of the workers' sums.
+    `change` makes the output of the workers' sums.
     """
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        weight: Tensor,
-        bias: Tensor | None,
-        ways: Ways,
-        sizes: Sequence[int] | None,
-        joins: Change,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        self.ways = ways
-        self.sizes = sizes
-        self.joins = joins
-        self._apply_layer = function_of(layer)
-        self._dim = channels_of(layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.sizes is not None:
             inputs = sliced(self.ways, inputs, self.sizes, self._dim)
-        total = self.joins(self.ways, self._apply_layer(inputs, self.weight, None))
+        total = self.change(self.ways, self._apply_layer(inputs, self.weight, None))
         return total if self.bias is None else total + self.bias.view(-1, *[1] * (-1 - self._dim))
 
 

@@ -15,7 +15,7 @@ Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dure.partition.tensor.ways import Ways
+
+OnSlices = Callable[[Ways, Tensor, Sequence[int], int], Tensor]
+"""A function of the ways, a tensor, and the sizes of the slices of a dimension."""
 
 
 class _Copied(Function):
@@ -46,48 +49,19 @@ class _Summed(Function):
         return None, gradients[0]
 
 
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
-        return _all(ways, tensor, sizes, dim)
+class _Across(Function):
+    """An operator on slices of one dimension: `there` is its forward, `back` its backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, _own(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
-
-
-class _Sliced(Function):
-    @staticmethod
-    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
-        return _own(ways, tensor, sizes, dim)
+    def forward(
+        ctx: Any, there: OnSlices, back: OnSlices, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int
+    ) -> Tensor:
+        ctx.back, ctx.ways, ctx.sizes, ctx.dim = back, ways, sizes, dim
+        return there(ways, tensor, sizes, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, _all(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
-
-
-class _Collected(Function):
-    @staticmethod
-    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
-        return _all(ways, tensor, sizes, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, _sum(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
-
-
-class _Scattered(Function):
-    @staticmethod
-    def forward(ctx: Any, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        ctx.ways, ctx.sizes, ctx.dim = ways, sizes, dim
-        return _sum(ways, tensor, sizes, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, _all(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+        return None, None, None, ctx.back(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
 
 
 def _own(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -130,13 +104,13 @@ def summed(ways: Ways, tensor: Tensor) -> Tensor:
 def gathered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     """The workers' slices joined, for operations that all workers repeat."""
     ways.leave()
-    found: Tensor = _Gathered.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    found: Tensor = _Across.apply(_all, _own, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def sliced(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     """This worker's slice of a tensor that all workers have."""
-    found: Tensor = _Sliced.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    found: Tensor = _Across.apply(_own, _all, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
     ways.enter()
     return found
 
@@ -144,7 +118,7 @@ def sliced(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor
 def collected(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     """The workers' slices joined, for operations of which each worker computes a part."""
     ways.leave()
-    found: Tensor = _Collected.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    found: Tensor = _Across.apply(_all, _sum, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
     ways.enter()
     return found
 
@@ -152,6 +126,6 @@ def collected(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Ten
 def scattered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     """This worker's slice of the sum of the workers' tensors."""
     ways.leave()
-    found: Tensor = _Scattered.apply(ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    found: Tensor = _Across.apply(_sum, _all, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
     ways.enter()
     return found
