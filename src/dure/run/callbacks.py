@@ -15,10 +15,14 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Callbacks:
-    """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out."""
+    """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out.
+
+    `stepped` receives a worker's number and the seconds at which its gradient was complete (virtual runs).
+    """
 
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
+    stepped: Callable[[int, float], None] = lambda worker, seconds: None
     evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
     checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None

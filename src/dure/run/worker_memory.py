@@ -22,7 +22,7 @@ def check_worker_memory(setup: Setup, cluster: Cluster) -> None:
         if limit is None:
             continue
         key = setup.batch_sizes[setup.replica_of(worker)], worker % setup.parts
-        use = found[key] = found.get(key) or _use(setup, *key)
+        use = found[key] = found.get(key) or memory_use(setup, key[1], key[0])
         if use.total > limit:
             raise UsageError(
                 f"worker {worker} needs {use.total:,} bytes of memory or more ({use}), and machine "
@@ -41,7 +41,7 @@ def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
         nbytes = setup.replica.params.nbytes
         use = MemoryUse(nbytes, nbytes, _vectors(setup) * nbytes, 0, 0)
     else:
-        use = _use(setup, setup.batch_sizes[setup.replica_of(worker)], worker % setup.parts)
+        use = memory_use(setup, worker % setup.parts, setup.batch_sizes[setup.replica_of(worker)])
     backward = use.weights  # the gradients of all layers, before they are in the flat gradient
     if use.total + backward > limit:
         raise UsageError(
@@ -55,11 +55,13 @@ def _vectors(setup: Setup) -> int:
     return len(FlatOptimizer(setup.job.optimizer, numel=1).vectors)
 
 
-def _use(setup: Setup, batch_size: int, part: int) -> MemoryUse:
+def memory_use(setup: Setup, part: int, batch_size: int | None = None) -> MemoryUse:
+    """The memory of a worker with `part` of the model, for mini-batches of `batch_size`, those of copy 0 if None."""
+    size = setup.batch_sizes[0] if batch_size is None else batch_size
     if setup.stages is None:
-        return of_model(setup.job, setup.replica, batch_size, _vectors(setup))
+        return of_model(setup.job, setup.replica, size, _vectors(setup))
     activations = None if setup.stages.shared is None else setup.stages.modules[part].kept
-    return of_part(setup.stages.layout, part, batch_size, _vectors(setup), activations)
+    return of_part(setup.stages.layout, part, size, _vectors(setup), activations)
 
 
 def _advice(setup: Setup) -> str:

@@ -1,0 +1,167 @@
+"""Candidates of a plan: strategies that are sensible for a number of workers, from the catalogues of all axes.
+
+    step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
+    step 2    the best partitions of step 1 with the best methods and codecs of step 1 (`crossed`)
+
+The candidates come in the order of their simplicity. Every member of a catalogue has a row here or a reason in
+`LEFT_OUT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dure.planner.scene import Scene
+
+PLAIN = "bsp"
+"""Plain data parallelism, as PyTorch's DistributedDataParallel."""
+
+LEFT_OUT: Mapping[str, str] = {
+    "one-shot": "it has no common model before the end",
+    "eamsgd": "its seconds are those of easgd",
+    "k-batch-sync": "its seconds are those of k-sync with the restarts of k-batch-async",
+    "asysvrg": "a pass over all data belongs to each of its epochs, so its steps are no steps of the others",
+    "lbfgs": "its steps are line searches over large batches",
+    "gpipe": "1f1b has its seconds and needs less memory",
+    "petrowski": "its gradients mix versions of the weights; dure compare shows the effect",
+    "chen": "its gradients mix versions of the weights; dure compare shows the effect",
+    "spectrain": "its seconds are those of pipedream, with momentum",
+    "multi-version": "it trains one version of the model per mini-batch in flight; dure compare shows the effect",
+    "ddg": "its seconds are those of pipedream",
+    "features-replay": "its gradients come from replayed inputs; dure compare shows the effect",
+    "dni": "its gradients are predictions; dure compare shows the effect",
+    "neurons": "its messages are single units, for machines without matrix libraries",
+    "bf16": "its bytes are those of fp16",
+    "ternary": "its vote needs a rate of its own",
+    "it-sign": "its vote needs a rate of its own",
+    "sign": "its vote needs a rate of its own",
+    "fp32": "the default",
+    "none": "the default",
+}
+"""Members that a plan does not propose, with the reason."""
+
+PERIODS = (4, 8, 16, 32)
+MOST_WAYS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a scene on which candidates depend. `per_machine`: workers of a machine."""
+
+    workers: int
+    per_machine: int
+    one_host: bool
+    blocks: int
+    batch: int
+    has_rows: bool
+
+
+def shape_of(scene: Scene) -> Shape:
+    """The shape of `scene`."""
+    from dure.partition.blocks import blocks_of
+
+    cluster, job = scene.cluster, scene.job
+    try:
+        blocks = sum(
+            any(each.requires_grad for each in block.parameters()) for block in blocks_of(job, scene.model.replica.module)
+        )
+    except Exception:  # noqa: BLE001  (a model that cannot be cut has one block)
+        blocks = 1
+    per_machine = min(kind.workers for kind in cluster.machines)
+    return Shape(
+        scene.workers, per_machine, cluster.host is not None, blocks, scene.batch, has_rows=job.rows is not None
+    )
+
+
+def single(shape: Shape) -> Iterator[str]:
+    """The candidates of step 1, the simplest first."""
+    yield PLAIN
+    if shape.workers == 1:
+        return
+    yield from _topologies(shape)
+    yield from _codecs()
+    yield from _methods(shape)
+    yield from _partitions(shape)
+
+
+def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[str]) -> Iterator[str]:
+    """The candidates of step 2: each partition with each method, each method with each codec."""
+    for partition in partitions:
+        for method in methods:
+            yield f"{method} {partition.removeprefix(PLAIN).strip()}"
+    for method in methods:
+        for codec in codecs:
+            yield f"{method} {codec.removeprefix(PLAIN).strip()}"
+
+
+def _topologies(shape: Shape) -> Iterator[str]:
+    for algorithm in ("halving-doubling", "tree"):
+        yield f"{PLAIN} collective:algorithm={algorithm}"
+    if 1 < shape.per_machine < shape.workers:
+        for algorithm in ("hierarchical", "torus"):
+            yield f"{PLAIN} collective:algorithm={algorithm}"
+    for servers in _servers(shape):
+        yield f"{PLAIN} {servers}"
+    if shape.has_rows:
+        yield f"{PLAIN} hybrid"
+
+
+def _servers(shape: Shape) -> Iterator[str]:
+    yield "ps"
+    if shape.workers >= 4:
+        yield f"ps:shards={shape.workers // 2}"
+    if not shape.one_host:
+        yield f"ps:shards={shape.workers},colocated=true"
+
+
+def _codecs() -> Iterator[str]:
+    for codec in ("fp16", "int8", "1bit", "top-k", "strom"):
+        yield f"{PLAIN} {codec}"
+
+
+def _methods(shape: Shape) -> Iterator[str]:
+    for period in PERIODS:
+        yield f"averaging:period={period}"
+    yield "bmuf:period=16"
+    for period in (30, 100):
+        yield f"diloco:period={period}"
+    for servers in _servers(shape):
+        yield f"backup {servers}"
+        yield f"k-sync {servers}"
+        yield f"ssp:bound=3 {servers}"
+        yield f"k-async:k={max(1, shape.workers // 2)} {servers}"
+        yield f"k-batch-async:k={max(1, shape.workers // 2)} {servers}"
+        yield f"downpour {servers}"
+        yield f"easgd:period=8 {servers}"
+    yield "ad-psgd"
+    if shape.one_host:
+        yield "hogwild"
+
+
+def _partitions(shape: Shape) -> Iterator[str]:
+    for stages in _divisors(shape.workers, shape.blocks):
+        copy = shape.batch * stages // shape.workers
+        for micro in (stages, 2 * stages, 4 * stages):
+            if micro <= copy:
+                yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile"
+        if 2 * stages <= copy:
+            yield f"{PLAIN} zero-bubble:stages={stages},micro={2 * stages},cuts=profile"
+            if shape.blocks >= 2 * stages:
+                yield f"{PLAIN} interleaved:stages={stages},micro={2 * stages},cuts=profile"
+            yield f"{PLAIN} pipedream-2bw:stages={stages},micro={2 * stages},cuts=profile"
+        yield f"{PLAIN} pipedream:stages={stages},cuts=profile"
+    for ways in _divisors(shape.workers, MOST_WAYS):
+        yield f"{PLAIN} tensor:ways={ways}"
+        for stages in _divisors(shape.workers // ways, shape.blocks):
+            micro = 2 * stages
+            if micro <= shape.batch * stages * ways // shape.workers:
+                yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile+tensor:ways={ways}"
+    yield f"{PLAIN} one-weird-trick:ways={shape.workers}"
+
+
+def _divisors(number: int, most: int) -> Iterator[int]:
+    """The divisors of `number` from 2 to `most`."""
+    return (each for each in range(2, min(number, most) + 1) if number % each == 0)

@@ -1,0 +1,93 @@
+"""Ranking of timed strategies: by the seconds that they need for equal learning.
+
+    score  =  samples per second / factor * (machines of workers) / (all machines)
+
+Servers with machines of their own use machines that could be workers. `factor` is the number of samples that a strategy needs for the learning of one sample of synchronous SGD. Until it is
+measured (`learning.py`), it is *assumed*:
+
+    | property                                 | assumed factor                    | reason                              |
+    |------------------------------------------|-----------------------------------|-------------------------------------|
+    | the updates of synchronous SGD           | 1                                 | equal results (tests/oracles)       |
+    | stale gradients, s batches of all workers | 1 + 0.25 s                       | a lower rate is needed              |
+    | an average every p steps                 | 1 + 0.04 log2 p                   | replicas drift apart in between     |
+    | gossip of K workers                      | 1 + 0.1 log2 K, and as an average | replicas differ; an exchange with   |
+    |                                          | in each exchange                  | one neighbor is no average of all   |
+    | 8-bit codecs; 1bit with feedback         | 1.01; 1.05                        | rounding is fed back, or small      |
+    | top-k, strom                             | 1.1                               | most of a gradient waits            |
+
+A strategy that is simpler than the one of the highest score is the answer if its score is at least NEAR of it. Plain
+data parallelism is the simplest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dure.planner.candidates import PLAIN
+from dure.planner.timing import Timing
+from dure.run.strategy import Strategy, name_of
+
+NEAR = 0.95
+
+STALE, DRIFT = 0.25, 0.04
+CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}
+GOSSIP = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A timed strategy, and its assumed `factor`. `seconds_to_target` is measured, if it is known."""
+
+    strategy: str
+    timing: Timing
+    factor: float
+    seconds_to_target: float | None = None
+
+    @property
+    def score(self) -> float:
+        """Samples of synchronous SGD per second, for as many machines as those of the workers."""
+        timing = self.timing
+        machines = timing.worker_machines / (timing.worker_machines + timing.server_machines)
+        return timing.samples_per_second / self.factor * machines
+
+
+def ranked(strategy: str, timing: Timing, batch: int) -> Ranked:
+    """`strategy` with its factor for a batch of all workers."""
+    return Ranked(strategy, timing, assumed_factor(Strategy.parse(strategy), timing, batch))
+
+
+def assumed_factor(strategy: Strategy, timing: Timing, batch: int) -> float:
+    """The factor of the table above."""
+    factor = 1 + STALE * timing.staleness * timing.batch_size / batch
+    factor *= CODECS.get(name_of("codec", strategy.codec), 1.0)
+    period = getattr(strategy.sync, "period", 1)
+    if name_of("topology", strategy.topology) == "gossip":
+        factor *= 1 + GOSSIP * math.log2(timing.copies)
+        period = max(1.0, timing.memory.weights / max(timing.bytes_per_step, 1.0))  # steps of an exchange
+    return factor * (1 + DRIFT * math.log2(period))
+
+
+def in_order(found: Sequence[Ranked]) -> list[Ranked]:
+    """The strategies, given in the order of simplicity, in the order of their rank."""
+    ordered = sorted(found, key=lambda each: -each.score)
+    known = [each for each in ordered if each.seconds_to_target is not None]
+    if known:
+        known.sort(key=lambda each: each.seconds_to_target or math.inf)
+        unknown = [each for each in ordered if each.seconds_to_target is None]
+        best = known[0].seconds_to_target or math.inf
+        simplest = next(each for each in found if each in known and best >= NEAR * (each.seconds_to_target or math.inf))
+        return [simplest, *(each for each in (*known, *unknown) if each is not simplest)]
+    simplest = next((each for each in found if each.score >= NEAR * ordered[0].score), None)
+    return [] if simplest is None else [simplest, *(each for each in ordered if each is not simplest)]
+
+
+def with_target(each: Ranked, seconds: float | None) -> Ranked:
+    """`each` with the measured seconds to the target."""
+    return replace(each, seconds_to_target=seconds)
+
+
+def is_plain(strategy: str) -> bool:
+    """Whether a strategy is plain data parallelism."""
+    return strategy == PLAIN

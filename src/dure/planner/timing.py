@@ -1,0 +1,178 @@
+"""Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, no formula.
+
+The speed is the sum of the workers' speeds in the steady state. The speed of a worker is its number of steps between
+two of its steps, over the seconds between them: after the pipeline is full, over whole periods of the method, and
+before the first worker has done its last step, since the others would no longer meet it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dure.core.deployment import SERVER, WORKER
+from dure.partition.memory import MemoryUse
+from dure.run.callbacks import Callbacks
+from dure.run.config import TrainConfig
+from dure.run.outcome import Totals
+from dure.run.prebuilt import Prebuilt
+from dure.run.resolve import resolve
+from dure.run.strategy import Strategy
+from dure.run.virtual import VirtualRun
+from dure.run.worker_memory import memory_use
+from dure.partition.mesh import parts_of, pipeline_of
+from dure.runtime.virtual.compute import Constant
+from dure.sync.base import Periodic, traits_of
+from dure.topology.collective.choice import Collective
+
+if TYPE_CHECKING:
+    from dure.core.meter import Span
+    from dure.planner.scene import Scene
+    from dure.run.setup import Setup
+    from dure.runtime.virtual.cluster import Cluster
+
+TOGETHER, APART, RANDOM = 2, 12, 60
+"""Measured steps of each worker at least: of workers in lockstep, of others, and of durations drawn at random."""
+
+PERIODS = 2
+"""Measured periods of a method, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A strategy in a scene, in virtual time. `seconds` are those of a step of all workers.
+
+    `samples_per_second` counts the samples whose gradients are applied. `bytes_per_step` are the payload bytes that a
+    worker sends in such a step, `staleness` is the mean of the applied updates, `memory` that of the largest worker.
+    `shares` are shares of the workers' time: compute, communicate, wait. `machines` counts those of workers and of
+    servers with machines of their own.
+    """
+
+    seconds: float
+    samples_per_second: float
+    bytes_per_step: float
+    staleness: float
+    shares: dict[str, float]
+    memory: MemoryUse
+    batch_size: int
+    copies: int
+    worker_machines: int
+    server_machines: int
+    spans: tuple[Span, ...] = ()
+
+
+def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
+    """Time `strategy` in `scene`. Raises `UsageError` where the strategy does not work there or does not fit."""
+    setup = setup_in(scene, strategy, trace=trace)
+    memory = largest_memory(setup)
+    stepped: dict[int, list[float]] = {}
+    callbacks = Callbacks(stepped=lambda worker, now: stepped.setdefault(worker, []).append(now))
+    outcome = VirtualRun(setup, scene.cluster, callbacks).run()
+    warm, period = _warm(setup), _period(setup)
+    end = min(times[-1] for times in stepped.values())
+    sizes = setup.batch_sizes
+    speed = sum(
+        sizes[setup.replica_of(worker)] * _speed([each for each in times if each <= end], warm, period)
+        for worker, times in stepped.items()
+    )
+    applied = speed * _applied(outcome.totals)
+    step = scene.batch / applied
+    run_steps = outcome.totals.counts["samples"] / scene.batch
+    return Timing(
+        seconds=step,
+        samples_per_second=applied,
+        bytes_per_step=outcome.totals.counts["bytes_sent"] / setup.workers / run_steps,
+        staleness=outcome.totals.staleness.mean,
+        shares=_shares(outcome.totals),
+        memory=memory,
+        batch_size=sizes[0],
+        copies=setup.workers // setup.parts,
+        worker_machines=len(set(setup.machines)),
+        server_machines=server_machines(setup, scene.cluster),
+        spans=tuple(outcome.spans),
+    )
+
+
+def setup_in(scene: Scene, strategy: str, *, trace: bool = False) -> Setup:
+    """The set-up of a timing-only run of `strategy` in `scene`."""
+    config = config_of(scene, strategy)
+    chosen = config.chosen()
+    steps = _steps(chosen, scene.cluster)
+    given = {**config.plain(), "steps": steps, "eval_every": steps, "timing_only": True}
+    setup, _ = resolve(TrainConfig.of(given), Prebuilt(scene.job, scene.cluster, chosen))
+    setup.__dict__["model"] = scene.model
+    object.__setattr__(setup.config, "trace", trace)
+    if setup.stages is not None:
+        setup.stages.measure()
+    return setup
+
+
+def config_of(scene: Scene, strategy: str) -> TrainConfig:
+    """The configuration of a run of `strategy` in `scene`: each copy of the model has its share of the batch."""
+    config = TrainConfig(job=scene.job.name or "job", strategy=strategy, on="virtual", workers=scene.workers)
+    copies = scene.workers // parts_of(config.chosen().partition) or 1
+    return TrainConfig.of({**config.plain(), "batch_size": max(1, scene.batch // copies)})
+
+
+def largest_memory(setup: Setup) -> MemoryUse:
+    """The memory of the worker that needs most."""
+    return max((memory_use(setup, part) for part in range(setup.parts)), key=lambda use: use.total)
+
+
+def server_machines(setup: Setup, cluster: Cluster) -> int:
+    """The machines that servers have for themselves."""
+    if cluster.host is not None:
+        return 0
+    places = setup.deployment.places()
+    workers = {place for name, place in places.items() if name.startswith(WORKER)}
+    return len({place for name, place in places.items() if name.startswith(SERVER)} - workers)
+
+
+def _steps(strategy: Strategy, cluster: Cluster) -> int:
+    constant = all(isinstance(kind.compute, Constant) for kind in cluster.machines)
+    together = traits_of(strategy.sync).lockstep or isinstance(strategy.topology, Collective)
+    least, period = (TOGETHER if together else APART) if constant else RANDOM, _period_of(strategy)
+    return _warm_of(strategy) + period * max(PERIODS, math.ceil(least / period)) + 1
+
+
+def _period_of(strategy: Strategy) -> int:
+    return strategy.sync.period if isinstance(strategy.sync, Periodic) else 1
+
+
+def _warm_of(strategy: Strategy) -> int:
+    """The steps until a pipeline is full, or until fast workers lead by the bound of a method with bounded staleness."""
+    pipeline = pipeline_of(strategy.partition)
+    lead = getattr(strategy.sync, "bound", 0.0)
+    return 1 + (int(lead) if math.isfinite(lead) else 0) + (
+        0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages
+    )
+
+
+def _period(setup: Setup) -> int:
+    return _period_of(setup.strategy)
+
+
+def _warm(setup: Setup) -> int:
+    return _warm_of(setup.strategy)
+
+
+def _speed(times: Sequence[float], warm: int, period: int) -> float:
+    """Steps per second, from `warm` steps on, over whole periods; of a slow worker with few steps, over all of them."""
+    first = min(warm, max(0, len(times) - 1 - period))
+    count = (len(times) - 1 - first) // period * period or len(times) - 1 - first
+    if count < 1:
+        return 1 / times[-1] if times else 0.0
+    return count / (times[first + count] - times[first])
+
+
+def _applied(totals: Totals) -> float:
+    """The share of gradients that are applied: methods with backup workers drop the others."""
+    applied, refused = totals.counts["updates_applied"], totals.counts["updates_refused"]
+    return applied / (applied + refused) if applied else 1.0
+
+
+def _shares(totals: Totals) -> dict[str, float]:
+    spent = sum(totals.time.values())
+    return {kind: seconds / spent if spent else 0.0 for kind, seconds in totals.time.items()}
