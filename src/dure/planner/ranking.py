@@ -70,17 +70,29 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int) -> float:
 
 
 def in_order(found: Sequence[Ranked]) -> list[Ranked]:
-    """The strategies, given in the order of simplicity, in the order of their rank."""
-    ordered = sorted(found, key=lambda each: -each.score)
-    known = [each for each in ordered if each.seconds_to_target is not None]
-    if known:
-        known.sort(key=lambda each: each.seconds_to_target or math.inf)
-        unknown = [each for each in ordered if each.seconds_to_target is None]
-        best = known[0].seconds_to_target or math.inf
-        simplest = next(each for each in found if each in known and best >= NEAR * (each.seconds_to_target or math.inf))
-        return [simplest, *(each for each in (*known, *unknown) if each is not simplest)]
-    simplest = next((each for each in found if each.score >= NEAR * ordered[0].score), None)
-    return [] if simplest is None else [simplest, *(each for each in ordered if each is not simplest)]
+    """The strategies, given in the order of simplicity, in the order of their rank.
+
+    Strategies whose seconds to the target are known come first.
+    """
+    if not found:
+        return []
+    known = [each for each in found if each.seconds_to_target is not None]
+    ordered = sorted(known, key=_to_target) + sorted(
+        (each for each in found if each not in known), key=lambda each: -each.score
+    )
+    best = ordered[0]
+    simplest = next(each for each in known or found if _is_near(each, best))
+    return [simplest, *(each for each in ordered if each is not simplest)]
+
+
+def _to_target(each: Ranked) -> float:
+    return math.inf if each.seconds_to_target is None else each.seconds_to_target
+
+
+def _is_near(each: Ranked, best: Ranked) -> bool:
+    if best.seconds_to_target is not None:
+        return NEAR * _to_target(each) <= best.seconds_to_target
+    return each.score >= NEAR * best.score
 
 
 def with_target(each: Ranked, seconds: float | None) -> Ranked:

@@ -22,8 +22,8 @@ class Callbacks:
 
     row: Callable[[Row], None] = lambda row: None
     progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
-    stepped: Callable[[int, float], None] = lambda worker, seconds: None
     evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
     checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None
     notice: Callable[[str], None] = lambda text: None
+    stepped: Callable[[int, float], None] = lambda worker, seconds: None

@@ -1,0 +1,118 @@
+"""Explanation of a plan: the bottleneck of a strategy, the reasons for the winner, and what would change the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dure.core import units
+from dure.errors import DureError
+from dure.partition.mesh import pipeline_of
+from dure.planner.candidates import PLAIN
+from dure.planner.ranking import Ranked
+from dure.planner.scene import Scene
+from dure.planner.sweeps import Sweep
+from dure.planner.timing import timed
+from dure.planner.variants import with_equal_workers, with_free_network, with_stragglers
+from dure.run.strategy import Strategy
+
+LARGE = 0.15
+"""Share of a step from which on a cause is a bottleneck."""
+
+
+def bottleneck(scene: Scene, row: Ranked) -> str:
+    """The cause of the largest part of a step: the network, unequal workers, bubbles of a pipeline, or computation.
+
+    The network's part is the time that a free network would save. Unequal workers likewise.
+    """
+    seconds = row.timing.seconds
+    network = 1 - _seconds(scene, with_free_network(scene.cluster), row) / seconds
+    unequal = 1 - _seconds(scene, with_equal_workers(scene.cluster), row) / seconds
+    if max(network, unequal) >= LARGE:
+        return f"network {network:.0%}" if network >= unequal else f"unequal workers {unequal:.0%}"
+    if pipeline_of(Strategy.parse(row.strategy).partition) is not None and row.timing.shares["wait"] >= LARGE:
+        return f"bubbles {row.timing.shares['wait']:.0%}"
+    return "computation"
+
+
+def _seconds(scene: Scene, cluster: object, row: Ranked) -> float:
+    try:
+        return timed(scene.on(cluster), row.strategy).seconds  # type: ignore[arg-type]
+    except DureError:
+        return row.timing.seconds
+
+
+def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str]) -> list[str]:
+    """Sentences with the reasons for the winner, the first of `rows`."""
+    winner = rows[0]
+    plain = next((row for row in rows if row.strategy == PLAIN), None)
+    found = []
+    if winner is plain:
+        faster = [row for row in rows[1:] if row.score > winner.score]
+        found.append("Plain data parallelism is the simplest strategy, and no other is more than 5 % better.")
+        if faster:
+            found.append(f"{faster[0].strategy} is {faster[0].score / winner.score - 1:.1%} better.")
+    elif plain is not None:
+        ratio = plain.timing.seconds / winner.timing.seconds
+        compared = f"{ratio:.2f} times as many" if ratio >= 1 else f"only {ratio:.2f} times as many"
+        found.append(
+            f"{winner.strategy} applies {compared} samples per second as plain data parallelism, whose bottleneck is: "
+            f"{bottlenecks.get(PLAIN, 'unknown')}."
+        )
+        if winner.factor != plain.factor and winner.seconds_to_target is None:
+            found.append(
+                f"It is assumed to need {winner.factor:.2f} times as many samples for equal learning; --target-loss "
+                "measures that."
+            )
+    else:
+        found.append("Plain data parallelism does not work here.")
+    second = next((row for row in rows[1:] if row is not plain), None)
+    if second is not None and winner.seconds_to_target is None:
+        found.append(f"The next is {second.strategy}, at {second.score / winner.score:.0%} of its speed for learning.")
+    return found
+
+
+def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep]) -> list[str]:
+    """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins."""
+    found = []
+    winner = rows[0].strategy
+    for name, sweep in swept.items():
+        for value, other in _others(sweep, winner):
+            text = units.as_rate(value) if name == "bandwidth" else f"{value:g} {sweep.unit}"
+            side = "less" if value < sweep.now else "more"
+            found.append(f"At {text} or {side}: {other}.")
+    jittered = scene.on(with_stragglers(scene.cluster))
+    again = [row for row in rows[: len(rows)] if row.strategy]
+    best = _winner_on(jittered, [row.strategy for row in again[:BEST]], scene.batch)
+    if best is not None and best != winner:
+        found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
+    return found
+
+
+BEST = 6
+"""Strategies that are timed again with varying durations of steps."""
+
+
+def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
+    """The nearest value below and above at which another strategy wins, and that strategy."""
+    found = []
+    pairs = list(zip(sweep.at, sweep.winners(), strict=True))
+    below = [(value, other) for value, other in reversed(pairs) if value < sweep.now]
+    above = [(value, other) for value, other in pairs if value > sweep.now]
+    for side in (below, above):
+        change = next(((value, other) for value, other in side if other not in (winner, None)), None)
+        if change is not None and change[1] is not None:
+            found.append((change[0], change[1]))
+    return found
+
+
+def _winner_on(scene: Scene, strategies: Sequence[str], batch: int) -> str | None:
+    from dure.planner.ranking import in_order, ranked
+
+    found = []
+    for strategy in strategies:
+        try:
+            found.append(ranked(strategy, timed(scene, strategy), batch))
+        except DureError:
+            continue
+    ordered = in_order(found)
+    return ordered[0].strategy if ordered else None
