@@ -27,6 +27,7 @@ from dure import __version__
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
+from dure.planner.options import PlanOptions
 from dure.run.config import CompareConfig, Options, TrainConfig, checked, goal
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
@@ -303,7 +304,31 @@ class Probe:
         return CommandResult(values, [table(cluster, found)], f"cluster: {self.out}")
 
 
-Command = Methods | Train | Compare | Report | Reproduce | Probe
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanOptions):
+    """The strategies that suit a job on a cluster, the best first, with reasons. Seconds are predicted."""
+
+    example: ClassVar[str] = "dure plan mnist-cnn --on examples/lab.yaml"
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: `execute` does."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Plan; return the strategies and their table."""
+        from dure.cli.plan import planned
+
+        values, shown, said = planned(
+            PlanOptions(**{each.name: getattr(self, each.name) for each in fields(PlanOptions)})
+        )
+        return CommandResult(values, shown, said)
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 
@@ -409,6 +434,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
         | Annotated[Probe, tyro.conf.subcommand("probe")]
+        | Annotated[Plan, tyro.conf.subcommand("plan")]
     )
     style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."

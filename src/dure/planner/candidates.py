@@ -66,7 +66,8 @@ def shape_of(scene: Scene) -> Shape:
     cluster, job = scene.cluster, scene.job
     try:
         blocks = sum(
-            any(each.requires_grad for each in block.parameters()) for block in blocks_of(job, scene.model.replica.module)
+            any(each.requires_grad for each in block.parameters())
+            for block in blocks_of(job, scene.model.replica.module)
         )
     except Exception:  # noqa: BLE001  (a model that cannot be cut has one block)
         blocks = 1

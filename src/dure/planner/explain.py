@@ -1,4 +1,4 @@
-"""Explanation of a plan: the bottleneck of a strategy, the reasons for the winner, and what would change the ranking."""
+"""Explanation of a plan: bottlenecks, the reasons for the winner, and changes that would change the ranking."""
 
 from __future__ import annotations
 

@@ -2,18 +2,16 @@
 
     score  =  samples per second / factor * (machines of workers) / (all machines)
 
-Servers with machines of their own use machines that could be workers. `factor` is the number of samples that a strategy needs for the learning of one sample of synchronous SGD. Until it is
-measured (`learning.py`), it is *assumed*:
+Servers with machines of their own use machines that could be workers. `factor` is the number of samples that a strategy
+needs for the learning of one sample of synchronous SGD. Until it is measured (`learning.py`), it is *assumed*:
 
-    | property                                 | assumed factor                    | reason                              |
-    |------------------------------------------|-----------------------------------|-------------------------------------|
-    | the updates of synchronous SGD           | 1                                 | equal results (tests/oracles)       |
-    | stale gradients, s batches of all workers | 1 + 0.25 s                       | a lower rate is needed              |
-    | an average every p steps                 | 1 + 0.04 log2 p                   | replicas drift apart in between     |
-    | gossip of K workers                      | 1 + 0.1 log2 K, and as an average | replicas differ; an exchange with   |
-    |                                          | in each exchange                  | one neighbor is no average of all   |
-    | 8-bit codecs; 1bit with feedback         | 1.01; 1.05                        | rounding is fed back, or small      |
-    | top-k, strom                             | 1.1                               | most of a gradient waits            |
+    | property                             | assumed factor               | reason                                     |
+    |--------------------------------------|------------------------------|--------------------------------------------|
+    | the updates of synchronous SGD       | 1                            | equal results (tests/oracles)              |
+    | gradients stale by s common batches  | 1 + 0.25 s                   | a lower rate is needed                     |
+    | an average every p steps             | 1 + 0.04 log2 p              | replicas drift apart in between            |
+    | gossip of K workers                  | that, times 1 + 0.1 log2 K   | an exchange with one neighbor is no average |
+    | int8; 1bit; top-k and strom          | 1.01; 1.05; 1.1              | rounding; most of a gradient waits         |
 
 A strategy that is simpler than the one of the highest score is the answer if its score is at least NEAR of it. Plain
 data parallelism is the simplest.
@@ -25,7 +23,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dure.planner.candidates import PLAIN
 from dure.planner.timing import Timing
 from dure.run.strategy import Strategy, name_of
 
@@ -98,8 +95,3 @@ def _is_near(each: Ranked, best: Ranked) -> bool:
 def with_target(each: Ranked, seconds: float | None) -> Ranked:
     """`each` with the measured seconds to the target."""
     return replace(each, seconds_to_target=seconds)
-
-
-def is_plain(strategy: str) -> bool:
-    """Whether a strategy is plain data parallelism."""
-    return strategy == PLAIN

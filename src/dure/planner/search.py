@@ -26,10 +26,11 @@ AXES = ("partition", "sync", "codec")
 class Found:
     """The result of a search: the timed strategies in the order of rank, the refused ones with the reason.
 
-    `left` are candidates that were not timed, as the seconds were over.
+    `order` has the candidates, the simplest first. `left` are those that were not timed, as the seconds were over.
     """
 
     rows: list[Ranked] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
@@ -48,6 +49,7 @@ def search(scene: Scene, seconds: float, notify: Notify = lambda done, of, strat
 
 def _time(scene: Scene, strategies: Iterable[str], end: float, found: Found, notify: Notify) -> None:
     strategies = list(dict.fromkeys(strategies))
+    found.order += strategies
     for number, strategy in enumerate(strategies):
         if time.monotonic() > end and strategy != PLAIN:
             found.left.append(strategy)
@@ -60,7 +62,7 @@ def _time(scene: Scene, strategies: Iterable[str], end: float, found: Found, not
 
 
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
-    """The best partitions, methods and codecs of step 1; each of them differs from plain data parallelism on one axis."""
+    """The best partitions, methods and codecs of step 1, each of which differs from plain data parallelism on one axis."""
     best: Mapping[str, list[str]] = {axis: [] for axis in AXES}
     for row in in_order(found.rows):
         members = by_axis(row.strategy)

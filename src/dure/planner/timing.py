@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
+from dure.partition.mesh import parts_of, pipeline_of
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Totals
@@ -22,7 +23,6 @@ from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun
 from dure.run.worker_memory import memory_use
-from dure.partition.mesh import parts_of, pipeline_of
 from dure.runtime.virtual.compute import Constant
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective
@@ -142,11 +142,13 @@ def _period_of(strategy: Strategy) -> int:
 
 
 def _warm_of(strategy: Strategy) -> int:
-    """The steps until a pipeline is full, or until fast workers lead by the bound of a method with bounded staleness."""
+    """The steps until a pipeline is full, or until fast workers lead by the bound of the method."""
     pipeline = pipeline_of(strategy.partition)
     lead = getattr(strategy.sync, "bound", 0.0)
-    return 1 + (int(lead) if math.isfinite(lead) else 0) + (
-        0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages
+    return (
+        1
+        + (int(lead) if math.isfinite(lead) else 0)
+        + (0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages)
     )
 
 

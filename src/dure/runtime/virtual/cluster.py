@@ -45,6 +45,7 @@ from dure.runtime.virtual.compute import Compute, Constant, Durations, Speed
 Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _COMPUTE_STREAM = 1  # separates these random streams from others of the same (seed, worker)
 
@@ -74,7 +75,8 @@ class Machines(Validated):
 
     The defaults of `link` and `inside` are those of the cluster. `speed` divides the duration of every step: a number,
     one number for each worker, or a distribution from which each worker draws once (`lognormal` with sigma, `uniform`
-    from low to high). `memory`: bytes of memory of each worker; None: without limit.
+    from low to high). `memory`: bytes of memory of each worker; None: without limit. `price`: of an hour of a machine,
+    in any currency; a plan then shows costs.
     """
 
     count: int = Field(default=1, ge=1)
@@ -83,6 +85,7 @@ class Machines(Validated):
     speed: Speed = 1.0
     cores: int = Field(default=4, ge=1)
     memory: Size | None = None
+    price: Price | None = None
     link: Link | None = None
     inside: InsideLink | None = None
 
@@ -96,9 +99,13 @@ class Machines(Validated):
 
 
 class ServerMachines(Validated):
-    """Machines of parameter servers that are not beside workers. The default of `link` is the link of the cluster."""
+    """Machines of parameter servers that are not beside workers. The default of `link` is the link of the cluster.
+
+    `price`: of an hour of a machine.
+    """
 
     cores: int = Field(default=4, ge=1)
+    price: Price | None = None
     link: Link | None = None
 
 

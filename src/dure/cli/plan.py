@@ -1,0 +1,111 @@
+"""The table and the text of `dure plan`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dure.report.comparison import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from dure.planner.options import PlanOptions
+    from dure.planner.plan import Say
+
+SHOWN = 15
+"""Strategies in the table."""
+
+
+def planned(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
+    """Plan; return the values, the text and table for people, and a line about the page."""
+    from dure.planner.plan import plan
+
+    with _progress() as say:
+        values = plan(options, say=say).values()
+    return values, [answer(values), table(values), ending(values)], ""
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    """A line on standard error, drawn again and again on a terminal and every few seconds elsewhere."""
+    terminal, every = sys.stderr.isatty(), 5.0
+    last = time.monotonic()
+
+    def say(part: str, done: int, of: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        text = part if of is None else f"{done + 1} of {of}: {part}"
+        if terminal:
+            sys.stderr.write(f"\r\x1b[K{text[:79]}")
+            sys.stderr.flush()
+        elif now - last > every:
+            last = now
+            sys.stderr.write(f"{text}\n")
+
+    yield say
+    if terminal:
+        sys.stderr.write("\r\x1b[K")
+
+
+def answer(values: dict[str, Any]) -> str:
+    """The answer in sentences."""
+    found = values["answer"]
+    head = (
+        "Plain data parallelism (DDP) is the best choice here."
+        if found["plain_ddp"]
+        else f"The best choice here: {found['strategy']}"
+    )
+    lines = [head, *found["why"], "", f"  {found['command']}", ""]
+    return "\n".join(lines) + "\n"
+
+
+def table(values: dict[str, Any]) -> Any:
+    """The strategies, the best first."""
+    from rich.table import Table
+
+    rows = values["rows"]
+    priced, timed = (any(row[key] is not None for row in rows) for key in ("cost_per_hour", "seconds_to_target"))
+    shown = Table(box=None, pad_edge=False)
+    heads = ["", "strategy", "batch", "step", "samples/s", "x samples", "memory", "sent/step", "bottleneck"]
+    heads += ["to target"] * timed + ["cost/h"] * priced
+    for head in heads:
+        shown.add_column(
+            head, justify="left" if head in ("strategy", "bottleneck") else "right", no_wrap=head != "strategy"
+        )
+    for row in rows[:SHOWN]:
+        cells = [
+            str(row["rank"]),
+            row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
+            str(row["batch"]),
+            seconds_text(row["seconds_per_step"]),
+            count_text(row["samples_per_second"]),
+            f"{row['factor']:.2f}",
+            bytes_text(sum(row["memory"].values())),
+            bytes_text(row["bytes_per_step"]),
+            row["bottleneck"],
+        ]
+        cells += [seconds_text(row["seconds_to_target"])] * timed
+        cells += ["" if row["cost_per_hour"] is None else f"{row['cost_per_hour']:.2f}"] * priced
+        shown.add_row(*cells)
+    return shown
+
+
+def ending(values: dict[str, Any]) -> str:
+    """What would change the ranking, and what was not timed."""
+    lines = [""]
+    rest = len(values["rows"]) - SHOWN
+    if rest > 0:
+        lines.append(f"{rest} more strategies were timed, and {len(values['refused'])} do not work here: --json.")
+    if values["left"]:
+        lines.append(f"{len(values['left'])} strategies were not timed, as the seconds were over: --within.")
+    if values["answer"]["would_change"]:
+        lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
+    lines.append(
+        f"Seconds are predicted, in virtual time, for {values['workers']} workers and {values['batch']} samples in a "
+        "step of all workers. `x samples` is the assumed number of samples for equal learning."
+    )
+    if values["answer"]["ddp_script"]:
+        lines += ["", values["answer"]["ddp_script"].rstrip()]
+    return "\n".join(lines) + "\n"

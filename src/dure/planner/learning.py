@@ -1,0 +1,95 @@
+"""Learning of strategies: runs of a job with real gradients in virtual time, up to a target.
+
+A method whose update is a mean of all workers gets the job's learning rate and K times that rate (`--scale-lr`); the
+better one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dure.core.target import Target
+from dure.errors import DivergedError
+from dure.planner.timing import config_of
+from dure.run.config import TrainConfig
+from dure.run.prebuilt import Prebuilt
+from dure.run.train import run
+from dure.sync.base import server_rule_of
+
+if TYPE_CHECKING:
+    from dure.planner.scene import Scene
+
+EVALUATIONS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The course of a run at its evaluations, and the virtual seconds to the target (None: not reached)."""
+
+    seconds: list[float]
+    loss: list[float]
+    accuracy: list[float | None]
+    seconds_to_target: float | None
+    scaled: bool
+
+
+def learned(
+    scene: Scene, strategies: Sequence[str], target: Target, steps: int | None, say: Callable[[str, int, int], None]
+) -> dict[str, Curve]:
+    """Run each of `strategies` with real gradients in virtual time; returns their curves."""
+    found = {}
+    for number, strategy in enumerate(strategies):
+        say(f"training {strategy}", number, len(strategies))
+        tried = [_curve(scene, strategy, target, steps, scaled=scaled) for scaled in _scalings(scene, strategy)]
+        curves = [curve for curve in tried if curve is not None]
+        if curves:
+            found[strategy] = min(curves, key=_order)
+    return found
+
+
+def _scalings(scene: Scene, strategy: str) -> tuple[bool, ...]:
+    averaged = server_rule_of(config_of(scene, strategy).chosen().sync).averaged(scene.workers)
+    return (False, True) if averaged > 1 else (False,)
+
+
+def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, scaled: bool) -> Curve | None:
+    options = config_of(scene, strategy).plain()
+    wanted = steps or scene.job.steps
+    options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "scale_lr": scaled}
+    try:
+        made = run(TrainConfig.of(options), Prebuilt(scene.job, scene.cluster, told=True))
+    except DivergedError:
+        return None
+    history = made.history
+    return Curve(
+        seconds=[row["seconds"] for row in history],
+        loss=[row["loss"] for row in history],
+        accuracy=[row.get("accuracy") for row in history],
+        seconds_to_target=crossed(history, target),
+        scaled=scaled,
+    )
+
+
+def crossed(history: Sequence[Mapping[str, Any]], target: Target) -> float | None:
+    """The seconds at which a curve crosses `target`, on the line between two evaluations; None if it never does."""
+    sign = 1.0 if target.measure == "accuracy" else -1.0
+    before: Mapping[str, Any] | None = None
+    for row in history:
+        value = row.get(target.measure)
+        if value is None:
+            continue
+        if sign * (value - target.value) >= 0:
+            if before is None:
+                return float(row["seconds"])
+            share = (target.value - before[target.measure]) / (value - before[target.measure])
+            return float(before["seconds"] + share * (row["seconds"] - before["seconds"]))
+        before = row
+    return None
+
+
+def _order(curve: Curve) -> tuple[bool, float, float]:
+    """Curves that reach the target first, then those of the lowest last loss."""
+    reached = curve.seconds_to_target
+    return reached is None, reached or 0.0, curve.loss[-1] if curve.loss else 0.0

@@ -1,0 +1,95 @@
+"""A plan as plain values: the JSON of `dure plan`, and the input of its page (`report/plan_page.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dure import __version__
+from dure.planner.candidates import PLAIN
+from dure.planner.commands import ddp_script
+from dure.planner.price import cost_per_hour
+
+if TYPE_CHECKING:
+    from dure.planner.plan import Plan
+    from dure.planner.ranking import Ranked
+
+SPANS = ("compute", "communicate", "wait")
+STEPS_SHOWN = 4
+"""Steps of the winner in the timeline."""
+
+
+def values_of(plan: Plan) -> dict[str, Any]:
+    """The values of `plan`. Seconds are virtual."""
+    best, scene = plan.best, plan.scene
+    return {
+        "job": scene.job.name,
+        "cluster": plan.on,
+        "workers": scene.workers,
+        "parameters": scene.model.replica.numel,
+        "batch": scene.batch,
+        "time": "virtual",
+        "version": __version__,
+        "target": None if plan.target is None else plan.target.value,
+        "answer": {
+            "strategy": best.strategy,
+            "command": plan.command,
+            "why": list(plan.why),
+            "would_change": list(plan.would_change),
+            "plain_ddp": best.strategy == PLAIN,
+            "ddp_script": ddp_script(scene) if best.strategy == PLAIN else None,
+        },
+        "rows": [_row(plan, rank, row) for rank, row in enumerate(plan.rows, start=1)],
+        "refused": [{"strategy": name, "reason": reason} for name, reason in plan.found.refused.items()],
+        "left": list(plan.found.left),
+        "sweeps": {name: sweep.values() for name, sweep in plan.sweeps.items() if len(sweep.at) > 1},
+        "timeline": _timeline(plan),
+        "curves": [
+            {"strategy": name, "seconds": curve.seconds, "loss": curve.loss, "scale_lr": curve.scaled}
+            for name, curve in plan.curves.items()
+        ],
+    }
+
+
+def _row(plan: Plan, rank: int, row: Ranked) -> dict[str, Any]:
+    timing, scene = row.timing, plan.scene
+    limits = [limit for limit in map(scene.cluster.memory_of, range(scene.workers)) if limit is not None]
+    return {
+        "rank": rank,
+        "strategy": row.strategy,
+        "batch": timing.batch_size,
+        "seconds_per_step": timing.seconds,
+        "samples_per_second": timing.samples_per_second,
+        "factor": row.factor,
+        "seconds_to_target": row.seconds_to_target,
+        "memory": timing.memory._asdict(),
+        "memory_limit": min(limits, default=None),
+        "bytes_per_step": timing.bytes_per_step,
+        "staleness": timing.staleness,
+        "servers": timing.server_machines,
+        "cost_per_hour": cost_per_hour(scene.cluster, timing.server_machines),
+        "bottleneck": plan.bottlenecks.get(row.strategy, ""),
+        "closed_form": None,
+        "command": plan.commands[row.strategy].line,
+    }
+
+
+def _timeline(plan: Plan) -> dict[str, Any]:
+    """The spans of the winner in its last steps."""
+    spans = [span for span in plan.spans if span.kind in SPANS]
+    end = max((span.end for span in spans), default=0.0)
+    start = max(0.0, end - STEPS_SHOWN * plan.best.timing.seconds)
+    return {
+        "strategy": plan.best.strategy,
+        "seconds": end - start,
+        "spans": [
+            {
+                "worker": span.rank_name,
+                "kind": span.kind,
+                "start": max(span.start - start, 0.0),
+                "end": span.end - start,
+                "name": span.detail,
+            }
+            for span in spans
+            if span.end > start
+        ],
+    }
