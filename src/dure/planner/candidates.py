@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dure.errors import DureError
+
 if TYPE_CHECKING:
     from dure.planner.scene import Scene
 
@@ -69,7 +71,7 @@ def shape_of(scene: Scene) -> Shape:
             any(each.requires_grad for each in block.parameters())
             for block in blocks_of(job, scene.model.replica.module)
         )
-    except Exception:  # noqa: BLE001  (a model that cannot be cut has one block)
+    except DureError:  # a model that cannot be cut
         blocks = 1
     per_machine = min(kind.workers for kind in cluster.machines)
     return Shape(

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.planner.answer import Ranking
 from dure.planner.candidates import PLAIN
-from dure.planner.commands import Command, command_of
+from dure.planner.commands import command_of
 from dure.planner.explain import bottleneck, why, would_change
 from dure.planner.fitting import smallest_change
 from dure.planner.learning import Curve, learned
@@ -30,7 +29,7 @@ from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
 from dure.planner.scene import Scene
 from dure.planner.search import Found, search
-from dure.planner.sweeps import Sweep, sweeps
+from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
 from dure.runtime.virtual.cluster import Cluster
 
@@ -44,52 +43,9 @@ Say = Callable[[str, int, int | None], None]
 """Receives the part of the planning, and how much of it is done, of how much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer of a plan: strategies in the order of their rank, with reasons. All seconds are virtual."""
-
-    scene: Scene
-    on: str
-    found: Found
-    bottlenecks: Mapping[str, str]
-    why: Sequence[str]
-    would_change: Sequence[str]
-    sweeps: Mapping[str, Sweep]
-    curves: Mapping[str, Curve]
-    commands: Mapping[str, Command]
-    target: Target | None = None
-    spans: Sequence[Any] = field(default_factory=tuple)
-
-    @property
-    def rows(self) -> Sequence[Ranked]:
-        """The timed strategies, the best first."""
-        return self.found.rows
-
-    @property
-    def best(self) -> Ranked:
-        """The strategy of the first rank."""
-        return self.found.rows[0]
-
-    @property
-    def strategy(self) -> str:
-        """The text of the best strategy."""
-        return self.best.strategy
-
-    @property
-    def command(self) -> str:
-        """The command that runs the best strategy."""
-        return self.commands[self.best.strategy].line
-
-    def values(self) -> dict[str, Any]:
-        """The plan as values of JSON."""
-        from dure.planner.values import values_of
-
-        return values_of(self)
-
-
 def plan(
     config: PlanOptions, job: Job | None = None, cluster: Cluster | None = None, say: Say = lambda *_: None
-) -> Plan:
+) -> Ranking:
     """Plan `config`; `job` and `cluster` are objects in place of its names.
 
     Raises `UsageError` if no strategy fits.
@@ -112,7 +68,7 @@ def plan(
     say("sweeping bandwidths, workers and batches", 0, None)
     swept = sweeps(scene, ordered, time.monotonic() + config.within / 2)
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
-    return Plan(
+    return Ranking(
         scene=scene,
         on=config.on or "this machine",
         found=found,

@@ -10,7 +10,7 @@ needs for the learning of one sample of synchronous SGD. Until it is measured (`
     | the updates of synchronous SGD       | 1                            | equal results (tests/oracles)              |
     | gradients stale by s common batches  | 1 + 0.25 s                   | a lower rate is needed                     |
     | an average every p steps             | 1 + 0.04 log2 p              | replicas drift apart in between            |
-    | gossip of K workers                  | that, times 1 + 0.1 log2 K   | an exchange with one neighbor is no average |
+    | gossip of K workers                  | that, times 1 + 0.1 log2 K   | an exchange has two workers only           |
     | int8; 1bit; top-k and strom          | 1.01; 1.05; 1.1              | rounding; most of a gradient waits         |
 
 A strategy that is simpler than the one of the highest score is the answer if its score is at least NEAR of it. Plain

@@ -62,7 +62,7 @@ def _time(scene: Scene, strategies: Iterable[str], end: float, found: Found, not
 
 
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
-    """The best partitions, methods and codecs of step 1, each of which differs from plain data parallelism on one axis."""
+    """The best partitions, methods and codecs of step 1, which differ from plain data parallelism on one axis."""
     best: Mapping[str, list[str]] = {axis: [] for axis in AXES}
     for row in in_order(found.rows):
         members = by_axis(row.strategy)

@@ -1,25 +1,69 @@
-"""A plan as plain values: the JSON of `dure plan`, and the input of its page (`report/plan_page.py`)."""
+"""The answer of a plan: a ranking of strategies with reasons, as an object and as plain values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from dure import __version__
+from dure.core.target import Target
 from dure.planner.candidates import PLAIN
-from dure.planner.commands import ddp_script
+from dure.planner.commands import Command, ddp_script
+from dure.planner.learning import Curve
 from dure.planner.price import cost_per_hour
-
-if TYPE_CHECKING:
-    from dure.planner.plan import Plan
-    from dure.planner.ranking import Ranked
+from dure.planner.ranking import Ranked
+from dure.planner.scene import Scene
+from dure.planner.search import Found
+from dure.planner.sweeps import Sweep
 
 SPANS = ("compute", "communicate", "wait")
 STEPS_SHOWN = 4
 """Steps of the winner in the timeline."""
 
 
-def values_of(plan: Plan) -> dict[str, Any]:
-    """The values of `plan`. Seconds are virtual."""
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The answer of a plan: strategies in the order of their rank, with reasons. All seconds are virtual."""
+
+    scene: Scene
+    on: str
+    found: Found
+    bottlenecks: Mapping[str, str]
+    why: Sequence[str]
+    would_change: Sequence[str]
+    sweeps: Mapping[str, Sweep]
+    curves: Mapping[str, Curve]
+    commands: Mapping[str, Command]
+    target: Target | None = None
+    spans: Sequence[Any] = field(default_factory=tuple)
+
+    @property
+    def rows(self) -> Sequence[Ranked]:
+        """The timed strategies, the best first."""
+        return self.found.rows
+
+    @property
+    def best(self) -> Ranked:
+        """The strategy of the first rank."""
+        return self.found.rows[0]
+
+    @property
+    def strategy(self) -> str:
+        """The text of the best strategy."""
+        return self.best.strategy
+
+    @property
+    def command(self) -> str:
+        """The command that runs the best strategy."""
+        return self.commands[self.best.strategy].line
+
+    def values(self) -> dict[str, Any]:
+        """The plan as values of JSON, which the page of a plan reads."""
+        return _values(self)
+
+
+def _values(plan: Ranking) -> dict[str, Any]:
     best, scene = plan.best, plan.scene
     return {
         "job": scene.job.name,
@@ -50,7 +94,7 @@ def values_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, rank: int, row: Ranked) -> dict[str, Any]:
+def _row(plan: Ranking, rank: int, row: Ranked) -> dict[str, Any]:
     timing, scene = row.timing, plan.scene
     limits = [limit for limit in map(scene.cluster.memory_of, range(scene.workers)) if limit is not None]
     return {
@@ -73,7 +117,7 @@ def _row(plan: Plan, rank: int, row: Ranked) -> dict[str, Any]:
     }
 
 
-def _timeline(plan: Plan) -> dict[str, Any]:
+def _timeline(plan: Ranking) -> dict[str, Any]:
     """The spans of the winner in its last steps."""
     spans = [span for span in plan.spans if span.kind in SPANS]
     end = max((span.end for span in spans), default=0.0)
