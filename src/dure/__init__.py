@@ -31,6 +31,8 @@ _OTHERS = (
     "dure.job.optimizer:OptimizerSpec",
     "dure.partition.mesh:Mesh",
     "dure.partition.shared_layers:SharedLayers",
+    "dure.planner.answer:Ranking",
+    "dure.planner.plan:plan",
     "dure.run.compare:compare",
     "dure.run.strategy:Strategy",
     "dure.run.train:train",

@@ -41,6 +41,8 @@ from dure.partition.methods.tensor import TensorParallel as TensorParallel
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
 from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
+from dure.planner.answer import Ranking as Ranking
+from dure.planner.plan import plan as plan
 from dure.run.compare import compare as compare
 from dure.run.strategy import Strategy as Strategy
 from dure.run.train import train as train

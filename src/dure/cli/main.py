@@ -320,9 +320,9 @@ class Plan(PlanOptions):
 
     def execute(self, interruption: Interruption) -> CommandResult:
         """Plan; return the strategies and their table."""
-        from dure.cli.plan import planned
+        from dure.cli.plan import advice
 
-        values, shown, said = planned(
+        values, shown, said = advice(
             PlanOptions(**{each.name: getattr(self, each.name) for each in fields(PlanOptions)})
         )
         return CommandResult(values, shown, said)

@@ -4,49 +4,55 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.report.comparison import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from dure.planner.options import PlanOptions
-    from dure.planner.plan import Say
 
 SHOWN = 15
 """Strategies in the table."""
 
 
-def planned(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
+def advice(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
     """Plan; return the values, the text and table for people, and a line about the page."""
-    from dure.planner.plan import plan
+    from dure.planner.plan import planned
 
-    with _progress() as say:
-        values = plan(options, say=say).values()
+    progress = _Progress()
+    try:
+        values = planned(options, say=progress).values()
+    finally:
+        progress.end()
     return values, [answer(values), table(values), ending(values)], ""
 
 
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """A line on standard error, drawn again and again on a terminal and every few seconds elsewhere."""
-    terminal, every = sys.stderr.isatty(), 5.0
-    last = time.monotonic()
+EVERY = 5.0
+"""Seconds between two lines of progress without a terminal."""
 
-    def say(part: str, done: int, of: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
+
+class _Progress:
+    """The part of the planning that is under way, on standard error: one line on a terminal, lines elsewhere."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = clock() + EVERY
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, part: str, done: int, of: int | None) -> None:
         text = part if of is None else f"{done + 1} of {of}: {part}"
-        if terminal:
+        if self._terminal:
             sys.stderr.write(f"\r\x1b[K{text[:79]}")
             sys.stderr.flush()
-        elif now - last > every:
-            last = now
+        elif self._clock() > self._next:
+            self._next = self._clock() + EVERY
             sys.stderr.write(f"{text}\n")
 
-    yield say
-    if terminal:
-        sys.stderr.write("\r\x1b[K")
+    def end(self) -> None:
+        """Remove the line from a terminal."""
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K")
 
 
 def answer(values: dict[str, Any]) -> str:

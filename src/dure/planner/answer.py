@@ -10,7 +10,7 @@ from dure import __version__
 from dure.core.target import Target
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import Command, ddp_script
-from dure.planner.learning import Curve
+from dure.planner.learning import LearningCurve
 from dure.planner.price import cost_per_hour
 from dure.planner.ranking import Ranked
 from dure.planner.scene import Scene
@@ -33,7 +33,7 @@ class Ranking:
     why: Sequence[str]
     would_change: Sequence[str]
     sweeps: Mapping[str, Sweep]
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, LearningCurve]
     commands: Mapping[str, Command]
     target: Target | None = None
     spans: Sequence[Any] = field(default_factory=tuple)

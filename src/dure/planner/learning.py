@@ -25,7 +25,7 @@ EVALUATIONS = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class LearningCurve:
     """The course of a run at its evaluations, and the virtual seconds to the target (None: not reached)."""
 
     seconds: list[float]
@@ -37,7 +37,7 @@ class Curve:
 
 def learned(
     scene: Scene, strategies: Sequence[str], target: Target, steps: int | None, say: Callable[[str, int, int], None]
-) -> dict[str, Curve]:
+) -> dict[str, LearningCurve]:
     """Run each of `strategies` with real gradients in virtual time; returns their curves."""
     found = {}
     for number, strategy in enumerate(strategies):
@@ -54,7 +54,7 @@ def _scalings(scene: Scene, strategy: str) -> tuple[bool, ...]:
     return (False, True) if averaged > 1 else (False,)
 
 
-def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, scaled: bool) -> Curve | None:
+def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, scaled: bool) -> LearningCurve | None:
     options = config_of(scene, strategy).plain()
     wanted = steps or scene.job.steps
     options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "scale_lr": scaled}
@@ -63,7 +63,7 @@ def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, sc
     except DivergedError:
         return None
     history = made.history
-    return Curve(
+    return LearningCurve(
         seconds=[row["seconds"] for row in history],
         loss=[row["loss"] for row in history],
         accuracy=[row.get("accuracy") for row in history],
@@ -89,7 +89,7 @@ def crossed(history: Sequence[Mapping[str, Any]], target: Target) -> float | Non
     return None
 
 
-def _order(curve: Curve) -> tuple[bool, float, float]:
+def _order(curve: LearningCurve) -> tuple[bool, float, float]:
     """Curves that reach the target first, then those of the lowest last loss."""
     reached = curve.seconds_to_target
     return reached is None, reached or 0.0, curve.loss[-1] if curve.loss else 0.0

@@ -12,19 +12,19 @@ All seconds are virtual: predictions by the model of the cluster.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.answer import Ranking
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import command_of
+from dure.planner.deadline import Deadline
 from dure.planner.explain import bottleneck, why, would_change
 from dure.planner.fitting import smallest_change
-from dure.planner.learning import Curve, learned
+from dure.planner.learning import LearningCurve, learned
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
 from dure.planner.scene import Scene
@@ -43,13 +43,24 @@ Say = Callable[[str, int, int | None], None]
 """Receives the part of the planning, and how much of it is done, of how much."""
 
 
-def plan(
+def plan(job: str | Job, *, on: str | Cluster = "", **options: Any) -> Ranking:
+    """Rank the strategies for `job` on a cluster. Seconds are predicted, in virtual time.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job`. `on` is a cluster file, a `Cluster`, or "virtual" (a
+    uniform cluster); if it is left out, this machine is measured. `options` are those of `options.PlanOptions`.
+
+    Raises:
+        UsageError: an option is wrong, or no strategy fits; the message has the smallest change with which one fits.
+    """
+    name, given = (job, None) if isinstance(job, str) else (job.name or "job", job)
+    place, cluster = (on, None) if isinstance(on, str) else ("", on)
+    return planned(PlanOptions(job=name, on=place, **options), given, cluster)
+
+
+def planned(
     config: PlanOptions, job: Job | None = None, cluster: Cluster | None = None, say: Say = lambda *_: None
 ) -> Ranking:
-    """Plan `config`; `job` and `cluster` are objects in place of its names.
-
-    Raises `UsageError` if no strategy fits.
-    """
+    """Rank the strategies that `config` asks for; `job` and `cluster` are objects in place of its names."""
     scene = scene_of(config, job, cluster, say)
     found = search(scene, config.within, lambda done, of, strategy: say(f"timing {strategy}", done, of))
     if not found.rows:
@@ -66,7 +77,7 @@ def plan(
         bottlenecks[row.strategy] = bottleneck(scene, row)
     ordered = sorted((row.strategy for row in shown[:SHOWN]), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
-    swept = sweeps(scene, ordered, time.monotonic() + config.within / 2)
+    swept = sweeps(scene, ordered, Deadline(config.within / 2))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
     return Ranking(
         scene=scene,
@@ -130,7 +141,7 @@ def _to_learn(rows: Sequence[Ranked], count: int) -> list[Ranked]:
     return best
 
 
-def _with_targets(found: Found, curves: Mapping[str, Curve]) -> list[Ranked]:
+def _with_targets(found: Found, curves: Mapping[str, LearningCurve]) -> list[Ranked]:
     from dure.planner.ranking import with_target
 
     rows = [

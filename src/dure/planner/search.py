@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dure.errors import DureError
 from dure.planner.candidates import PLAIN, crossed, shape_of, single
+from dure.planner.deadline import Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
 from dure.planner.timing import timed
@@ -37,21 +37,21 @@ class Found:
 
 def search(scene: Scene, seconds: float, notify: Notify = lambda done, of, strategy: None) -> Found:
     """Time the candidates of `scene`; plain data parallelism always, others while fewer than `seconds` have passed."""
-    end = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     found = Found()
     first = list(single(shape_of(scene)))
-    _time(scene, first, end, found, notify)
+    _time(scene, first, deadline, found, notify)
     second = [each for each in crossed(*_best(found)) if each not in first]
-    _time(scene, second, end, found, notify)
+    _time(scene, second, deadline, found, notify)
     found.rows = in_order(found.rows)
     return found
 
 
-def _time(scene: Scene, strategies: Iterable[str], end: float, found: Found, notify: Notify) -> None:
+def _time(scene: Scene, strategies: Iterable[str], deadline: Deadline, found: Found, notify: Notify) -> None:
     strategies = list(dict.fromkeys(strategies))
     found.order += strategies
     for number, strategy in enumerate(strategies):
-        if time.monotonic() > end and strategy != PLAIN:
+        if deadline.over and strategy != PLAIN:
             found.left.append(strategy)
             continue
         notify(number, len(strategies), strategy)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dure.errors import DureError
+from dure.planner.deadline import Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
 from dure.planner.timing import timed
@@ -60,8 +60,8 @@ class Sweep:
         return found
 
 
-def sweeps(scene: Scene, strategies: Sequence[str], end: float) -> dict[str, Sweep]:
-    """Sweeps of bandwidth, workers and batch around `scene`, until `end` on the monotonic clock."""
+def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[str, Sweep]:
+    """Sweeps of bandwidth, workers and batch around `scene`, until the deadline."""
     bandwidth = scene.cluster.link.bandwidth
     at: Mapping[str, tuple[str, float, Sequence[tuple[float, Scene | None]]]] = {
         "bandwidth": (
@@ -76,7 +76,7 @@ def sweeps(scene: Scene, strategies: Sequence[str], end: float) -> dict[str, Swe
             [(factor * scene.batch, scene.of(round(factor * scene.batch))) for factor in BATCHES],
         ),
     }
-    return {name: _swept(unit, now, points, strategies, end) for name, (unit, now, points) in at.items()}
+    return {name: _swept(unit, now, points, strategies, deadline) for name, (unit, now, points) in at.items()}
 
 
 def _of_workers(scene: Scene, factor: float) -> tuple[float, Scene | None]:
@@ -86,11 +86,11 @@ def _of_workers(scene: Scene, factor: float) -> tuple[float, Scene | None]:
 
 
 def _swept(
-    unit: str, now: float, points: Sequence[tuple[float, Scene | None]], strategies: Sequence[str], end: float
+    unit: str, now: float, points: Sequence[tuple[float, Scene | None]], strategies: Sequence[str], deadline: Deadline
 ) -> Sweep:
     sweep = Sweep(unit, now)
     for value, scene in points:
-        if scene is not None and (time.monotonic() < end or value == now):
+        if scene is not None and (value == now or not deadline.over):
             sweep.at.append(value)
             sweep.rows.append([_timed(scene, strategy) for strategy in strategies])
     return sweep

@@ -111,7 +111,7 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """What goes where.
 
     Servers hold `tables` in rows, and of the flat parameters the ranges `whole` whole; all workers reduce `ring`.
@@ -151,7 +151,7 @@ class ServerPart(NamedTuple):
 
     number: int
     whole: tuple[int, int]
-    plan: Plan
+    plan: Placement
 
     @property
     def head(self) -> int:
@@ -244,7 +244,7 @@ def _use(layer: Slice, rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> U
     return Use(layer, sum(counts) / len(counts), sum(unions) / len(unions))
 
 
-def decide(topology: Hybrid, uses: Sequence[Use], place: ClusterShape) -> Plan:
+def decide(topology: Hybrid, uses: Sequence[Use], place: ClusterShape) -> Placement:
     """Who holds what. Raises `StrategyError` for a name that is no parameter's."""
     held = [index for index, use in enumerate(uses) if _is_held(topology.servers, use, place)]
     known = [use.layer.name for use in uses]
@@ -259,7 +259,7 @@ def decide(topology: Hybrid, uses: Sequence[Use], place: ClusterShape) -> Plan:
     }
     whole, ring = ([_range(uses[index].layer) for index in parts[part]] for part in ("whole", "ring"))
     shards = place.shards if held else 0
-    return Plan(shards, [table_of(uses[i].layer) for i in tables], whole, ring, parts, uses, place)
+    return Placement(shards, [table_of(uses[i].layer) for i in tables], whole, ring, parts, uses, place)
 
 
 def _is_held(servers: Sequence[str], use: Use, place: ClusterShape) -> bool:

@@ -26,7 +26,7 @@ from dure.core.state import State, with_prefix
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import ServerGradient
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, RowOptimizer, leaves_alone, restrict
-from dure.topology.hybrid.placement import Plan, Rows, ServerPart, Table, rows_read, scatter
+from dure.topology.hybrid.placement import Placement, Rows, ServerPart, Table, rows_read, scatter
 
 if TYPE_CHECKING:
     from dure.job.data.structure import Batch
@@ -274,7 +274,7 @@ class RowClient:
     the batch: then the worker's parameters are the model.
     """
 
-    def __init__(self, node: Node, rank: int, plan: Plan, rows: Rows | None, servers: Sequence[Address]) -> None:
+    def __init__(self, node: Node, rank: int, plan: Placement, rows: Rows | None, servers: Sequence[Address]) -> None:
         self.node = node
         self.rank = rank
         self.plan = plan

@@ -11,7 +11,7 @@ from dure.core.node import Address
 from dure.errors import UsageError
 from dure.job.optimizer import RangesOptimizer
 from dure.topology.base import RunPlan, Topology, TopologyWorker
-from dure.topology.hybrid.placement import MEASURED, ClusterShape, Plan, decide, measure
+from dure.topology.hybrid.placement import MEASURED, ClusterShape, Placement, decide, measure
 from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
 from dure.topology.hybrid.session import RowSession
 
@@ -43,7 +43,7 @@ class HybridTopology(Topology):
         _ = self.rows
 
     @cached_property
-    def rows(self) -> Plan:
+    def rows(self) -> Placement:
         """What goes through servers: the same in every process, as batches are drawn from the seed.
 
         Raises `StrategyError` where an optimizer or a name does not suit, `UsageError` for a run without data.
