@@ -16,6 +16,7 @@
 | `trace`      | the activities of all nodes over time, for Perfetto              |
 | `unwritten`  | files of a record that could not be written                      |
 | `values`     | a run's record as a value                                        |
+| `winners`    | the best strategy along a sweep, and the borders in between      |
 
 Nothing here reads a clock, and nothing imports a runtime or a method.
 """
