@@ -79,7 +79,7 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["svg"] = Markup
-    environment.filters["breakable"] = _breakable
+    environment.filters["breakable"] = breakable
     environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
     template = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     found = comparison.entries(runs, target=target)
@@ -252,7 +252,7 @@ def _shares(entry: Entry) -> dict[str, float]:
     return {part: 100 * (entry.figure("time_share", part) or 0.0) for part in figures.SHARES}
 
 
-def _breakable(text: str) -> Markup:
+def breakable(text: str) -> Markup:
     """Escapes `text`, and lets a browser break a long strategy after commas."""
     from markupsafe import Markup, escape
 
