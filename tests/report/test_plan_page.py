@@ -132,6 +132,13 @@ def test_closed_forms_stand_beside_the_predictions():
     )
 
 
+def test_batches_are_named_where_a_strategy_has_several():
+    plan = plan_values()
+    assert 'class="note">batch' not in render_plan(plan)
+    plan["rows"][1]["strategy"] = plan["rows"][0]["strategy"]
+    assert render_plan(plan).count('<span class="note">batch 64</span>') == 10
+
+
 def test_long_rankings_are_folded():
     plan = plan_values()
     rows = [plan["rows"][0] | {"strategy": f"s{rank}", "rank": rank} for rank in range(1, 31)]

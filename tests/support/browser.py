@@ -63,9 +63,8 @@ class Tab:
     def open(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         """Open a file in a window of a size, and wait until it is complete."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        calm = {"name": "prefers-reduced-motion", "value": "reduce"}
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[scheme, calm])
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
         self.call("Page.navigate", url=path.absolute().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):

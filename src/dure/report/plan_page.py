@@ -72,6 +72,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         columns=_columns(rows, plan),
         by_speed=_by_speed(rows),
         looks=looks,
+        lines={name: look for name, look in looks.items() if any(name in found.speeds for found in sweeps.values())},
         swept=[plan_figures.swept(axis, found, looks) for axis, found in sweeps.items()],
         slider=plan_figures.slider(sweeps["bandwidth"]) if "bandwidth" in sweeps else None,
         curves=plan_figures.curves(plan, looks),
@@ -110,11 +111,15 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _columns(rows: Sequence[PlanRow], plan: Plan) -> set[str]:
-    """Columns of the ranking that not every plan has."""
+    """Columns that not every plan has; "batch" if a strategy has several."""
     shown = {
         column for column in ("target", "memory", "share", "cost") for row in rows if getattr(row, column) != NOTHING
     }
-    return shown | ({"factor"} if any(factor != 1 for factor in plan_values.factors(plan).values()) else set())
+    if any(factor != 1 for factor in plan_values.factors(plan).values()):
+        shown.add("factor")
+    if len({row.strategy for row in rows}) < len(rows):
+        shown.add("batch")
+    return shown
 
 
 def _by_speed(rows: Sequence[PlanRow]) -> bool:

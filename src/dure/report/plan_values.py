@@ -154,7 +154,7 @@ def best(plan: Plan, found: Sequence[PlanRow]) -> PlanRow | None:
 def looks(plan: Plan) -> dict[str, str]:
     """CSS classes of each strategy's line: a color and a dash for the first, "other" for the rest.
 
-    The first are the first ranks, then winners of sweeps, the other ranks, and strategies without a rank.
+    The first are the first ranks, then winners of sweeps, those with a curve, the other ranks, and the rest.
     """
     found: dict[str, str] = {}
     for place, name in enumerate(_names(plan)):
@@ -282,7 +282,7 @@ def _names(plan: Plan) -> list[str]:
     first = [win.strategy for found in sweeps for win in winners(found.at, found.speeds)]
     curves = [str(curve["strategy"]) for curve in plan.get("curves") or []]
     swept = [name for found in sweeps for name in (*found.speeds, *found.seconds)]
-    return list(dict.fromkeys([*ranked[:_COLORED_ROWS], *first, *ranked, *curves, *swept]))
+    return list(dict.fromkeys([*ranked[:_COLORED_ROWS], *first, *curves, *ranked, *swept]))
 
 
 def _total(given: Mapping[str, Any]) -> float:
