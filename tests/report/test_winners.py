@@ -31,6 +31,17 @@ def test_several_borders_between_two_places():
     assert [win.start for win in found[1:]] == pytest.approx([4, 16])
 
 
+def test_of_strategies_that_cross_the_winner_at_one_place_the_fastest_rising_wins():
+    found = winners([1, 100], {"a": [1, 1], "b": [1 / 10, 10], "c": [1 / 100, 100]})
+    assert [win.strategy for win in found] == ["a", "c"]
+
+
+def test_a_winner_over_many_places_is_one_whatever_the_rounding():
+    at = [0.1 * step for step in range(1, 60)]
+    assert any(low * (high / low) != high for low, high in pairwise(at))
+    assert winners(at, {"a": at}) == [Win("a", at[0], at[-1])]
+
+
 def test_of_equal_strategies_the_first_wins():
     assert winners([1, 2], {"a": [1, 1], "b": [1, 1]}) == [Win("a", 1, 2)]
 
