@@ -5,6 +5,7 @@ from support.chains import chain, split
 from support.runs import virtual
 
 from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.compute import Constant
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -24,4 +25,6 @@ def test_all_time_of_a_worker_is_in_the_record():
 
 
 def _latency(workers):
-    return Cluster.uniform(workers, link=Link(bandwidth=1e18, latency=1.0), alpha=0.0, beta=0.0)
+    return Cluster.uniform(
+        workers, link=Link(bandwidth=1e18, latency=1.0), alpha=0.0, beta=0.0, compute=Constant(call=0.0)
+    )

@@ -21,6 +21,7 @@ from dure.partition.stage import Stage
 from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.compute import Constant
 
 CUTS = {1: "", 2: "cuts=4", 3: "cuts=2/4", 4: "cuts=2/4/6", 6: "cuts=1/2/3/4/5"}
 """The text that splits the chain into so many stages."""
@@ -176,7 +177,8 @@ def split(strategy: str, stages: int, depth: int | None = None) -> str:
 
 
 def free_network(workers: int, **rest: Any) -> Cluster:
-    """A cluster whose messages take no time, and whose forward takes as long as its backward."""
+    """A cluster whose messages and calls take no time, and whose forward takes as long as its backward."""
+    rest = {"compute": Constant(call=0.0)} | rest
     return Cluster.uniform(
         workers, link=Link(bandwidth=1e18, latency=0.0), alpha=0.0, beta=0.0, backward=0.5, **rest
     )  # fmt: skip

@@ -27,6 +27,7 @@ from torch import nn
 
 from dure.core.spec_text import nearest
 from dure.errors import StrategyError, UsageError
+from dure.partition.block_times import BlockTimes
 from dure.partition.blocks import block_name
 from dure.partition.plan import Level, plan
 from dure.partition.profile import Profile
@@ -37,10 +38,16 @@ PROFILES = (".json", ".yaml")
 
 
 class Speeds(NamedTuple):
-    """Seconds of a mini-batch of the whole model at one worker, and bytes per second of the links between stages."""
+    """Seconds of a mini-batch of the whole model at one worker, and bytes per second of the links between stages.
+
+    `call` is the share of the seconds that does not depend on the number of samples. `times` are those of the model's
+    blocks, if they have been measured.
+    """
 
     seconds: float = 1.0
     bandwidth: float = math.inf
+    call: float = 0.0
+    times: BlockTimes | None = None
 
 
 ANY = Speeds()

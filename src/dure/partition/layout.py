@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dure.core.ranges import equal_ranges
+from dure.partition.block_times import Share, share
 from dure.partition.blocks import (
     blocks_of,
     call_of,
@@ -89,6 +90,7 @@ class StageLayout:
             self._whole_borders() if self.depth > 1 else None,
         )
         self.bounds = (0, *cuts, len(self.blocks))
+        self._speeds = speeds
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
         self._measured: dict[int, tuple[dict[int, Border], list[BlockCost]]] = {}
@@ -225,6 +227,21 @@ class StageLayout:
     def shares(self) -> list[float]:
         """The share of each stage in the operations of the model; where none are counted, in its parameters."""
         return [total / sum(self._totals) for total in self._totals]
+
+    def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[Share, Share]:
+        """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch."""
+        times, blocks = self._speeds.times, self.blocks_in(stage)
+        if times is not None and len(times.forward) == len(self.blocks):
+            return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)
+        call = self._speeds.call
+        both = Share(call * self._call_shares[stage], (1 - call) * (self.shares[stage] * rows / batch))
+        return both, both
+
+    @cached_property
+    def _call_shares(self) -> list[float]:
+        """The share of each stage in the modules without children, which stand for calls of the machine's kernels."""
+        counts = [sum(1 for each in block.modules() if next(each.children(), None) is None) for block in self.blocks]
+        return [sum(counts[number] for number in self.blocks_in(stage)) / sum(counts) for stage in range(self.depth)]
 
     def fraction(self, part: int, chunk: int, cost: PassCost, rows: int) -> float:
         """The part of a worker in the operations of a stage; where none are counted, in its parameters."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.partition.action import Action
+    from dure.partition.block_times import Share
     from dure.partition.layout import Held, StageLayout
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.recording import PassCost, Piece
@@ -91,13 +92,19 @@ class SharedStage:
         self.kept = kept
         self.counts = StageCounts()
 
-    def pieces(self, action: Action, rows: int, forward: float, backward: float) -> list[PieceShare]:
-        """The pieces of an action that takes these shares of the time of the model's at all ways together."""
+    def pieces(
+        self, action: Action, rows: int, forward: float, backward: float, shares: tuple[Share, Share]
+    ) -> list[PieceShare]:
+        """The pieces of an action that takes these shares of the time of the model's at all ways together.
+
+        `shares` are those of the whole stage's forward and backward. Each way makes all calls.
+        """
         if self._costs is None:
             return []
         cost = self._costs(action.chunk, rows, action.kind if action.kind in ("I", "W") else "B")
         fraction = self._layout.fraction(self._part, action.chunk, cost, rows)
-        return piece_shares(cost, forward * fraction, backward * fraction)
+        ahead, back = (each.split(fraction) for each in shares)
+        return piece_shares(cost, forward * ahead, backward * back)
 
     async def sum_over_ways(self, gradient: Tensor, parameters: Sequence[Held]) -> None:
         """Replace the gradients of some parameters by their sums over the workers that share the layers, in place."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dure.job.optimizer import FlatOptimizer
     from dure.partition.action import Action
     from dure.partition.batches import StageBatches
+    from dure.partition.block_times import Share
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout
     from dure.partition.shared_stage import SharedStage
@@ -213,8 +214,8 @@ class Stage:
         self._versions.setdefault(action.batch, self._updates(action.batch))
         weights = self.pipeline.forward_reads(self, action.batch)
         passed = None if self.module is None else self._begun(stage, action, inputs, weights)
-        share = self._share(stage, action)
-        await self.compute(action, lambda: self._forward(action, stage, passed), forward=share, passed=passed)
+        share, _ = self._pass_shares(stage, action)
+        await self.compute(action, lambda: self._forward(action, stage, passed), forward=share.total, passed=passed)
         self._passed[action.batch, action.micro, action.chunk] = passed
         if self.pipeline.overwrites:
             self._passed = dict.fromkeys(self._passed, passed)
@@ -259,8 +260,9 @@ class Stage:
                     passed.gradients = predict([each.detach() for each in passed.outputs if each.requires_grad])
                 found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
 
-        part = self._share(stage, action) * (HALF * inputs + HALF * weights)
-        again = self._share(stage, action) if self.pipeline.remat and inputs else 0.0
+        ahead, back = self._pass_shares(stage, action)
+        part = back.total * (HALF * inputs + HALF * weights)
+        again = ahead.total if self.pipeline.remat and inputs else 0.0
         await self.compute(action, function, forward=again + forward, backward=part, passed=passed)
         if inputs:
             self.messages.send_gradients(action, [each.contiguous() for each in found])
@@ -323,7 +325,8 @@ class Stage:
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
         detail = self._detail(action)
         if self.shared is not None:
-            pieces = self.shared.pieces(action, self.rows(action.micro), forward, backward)
+            shares = self._pass_shares(self.pipeline.stage_of(self.rank, action.chunk), action)
+            pieces = self.shared.pieces(action, self.rows(action.micro), forward, backward, shares)
             await self.shared.compute(function, time, pieces, detail, lambda: self._place(action, passed))
             return
         started = self.node.now()
@@ -343,8 +346,8 @@ class Stage:
 
     # ---- computing
 
-    def _share(self, stage: int, action: Action) -> float:
-        return self.layout.shares[stage] * self.rows(action.micro) / self.batches.batch_size
+    def _pass_shares(self, stage: int, action: Action) -> tuple[Share, Share]:
+        return self.layout.pass_shares(stage, self.rows(action.micro), self.batches.batch_size)
 
     def _begun(self, stage: int, action: Action, received: Sequence[Tensor], weights: Tensor) -> Passed:
         """A forward before its computation."""

@@ -10,16 +10,21 @@ from dure.job.initial_model import InitialModel
 
 if TYPE_CHECKING:
     from dure.job.job import Job
+    from dure.partition.block_times import BlockTimes
     from dure.runtime.virtual.cluster import Cluster
 
 
 @dataclass(frozen=True)
 class Scene:
-    """`batch` samples of `job` in each step of all workers of `cluster`."""
+    """`batch` samples of `job` in each step of all workers of `cluster`.
+
+    `times` are the seconds of the model's blocks at a worker of speed 1, if they have been measured.
+    """
 
     job: Job
     cluster: Cluster
     batch: int
+    times: BlockTimes | None = None
 
     @property
     def workers(self) -> int:

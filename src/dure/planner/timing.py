@@ -101,8 +101,9 @@ def setup_in(scene: Scene, strategy: str, *, trace: bool = False) -> Setup:
     chosen = config.chosen()
     steps = _steps(chosen, scene.cluster)
     given = {**config.plain(), "steps": steps, "eval_every": steps, "timing_only": True}
-    setup, _ = resolve(TrainConfig.of(given), Prebuilt(scene.job, scene.cluster, chosen))
-    setup.__dict__["model"] = scene.model
+    setup, _ = resolve(
+        TrainConfig.of(given), Prebuilt(scene.job, scene.cluster, chosen, model=scene.model, times=scene.times)
+    )
     object.__setattr__(setup.config, "trace", trace)
     if setup.stages is not None:
         setup.stages.measure()

@@ -15,6 +15,7 @@ from typing import Any
 from dure.errors import UsageError
 from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
+from dure.partition.block_times import BlockTimes
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
@@ -66,8 +67,10 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     asked = CPU if config.device is None or (config.timing_only and config.device == AUTO) else config.device
     devices = devices_of(asked, workers, virtual=config.virtual, local_rank=local_rank)
     device = devices[0] if config.virtual else CPU
-    speeds = _speeds(cluster, job, strategy.partition, machines, sizes)
+    speeds = _speeds(cluster, job, strategy.partition, machines, sizes, prebuilt.times)
     setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds)
+    if prebuilt.model is not None:
+        setup.__dict__["model"] = prebuilt.model
     _check(setup, cluster)
     return setup, cluster
 
@@ -138,11 +141,23 @@ def _machines(workers: int, cluster: Cluster | None, here: RankEnvironment | Non
     return tuple(rank // local for rank in range(workers))
 
 
-def _speeds(cluster: Cluster | None, job: Job, partition: Any, machines: Sequence[int], sizes: Sequence[int]) -> Speeds:
-    """The speeds for cuts by a profile: worker 0 and the slowest link between two stages of a cluster."""
+def _speeds(
+    cluster: Cluster | None,
+    job: Job,
+    partition: Any,
+    machines: Sequence[int],
+    sizes: Sequence[int],
+    times: BlockTimes | None,
+) -> Speeds:
+    """The speeds of worker 0, and for cuts by a profile of the slowest link between two stages of a cluster."""
     pipeline, shared = pipeline_of(partition), shared_of(partition)
-    if cluster is None or pipeline is None or not is_by_profile(pipeline.cuts):
+    if cluster is None or pipeline is None:
         return ANY
+    compute = cluster.machines[0].compute
+    seconds = compute.mean(job.flops_per_sample * sizes[0])
+    call = compute.of_call / seconds
+    if not is_by_profile(pipeline.cuts):
+        return Speeds(seconds, call=call, times=times)
     line = machines[:: 1 if shared is None else shared.ways]
     borders = [(here, there) for n, (here, there) in enumerate(pairwise(line)) if (n + 1) % pipeline.stages]
     bandwidths = [
@@ -151,8 +166,7 @@ def _speeds(cluster: Cluster | None, job: Job, partition: Any, machines: Sequenc
         else min(cluster.link_of(here).bandwidth, cluster.link_of(there).bandwidth)
         for here, there in borders
     ]
-    seconds = cluster.machines[0].compute.mean(job.flops_per_sample * sizes[0])
-    return Speeds(seconds, min(bandwidths, default=math.inf))
+    return Speeds(seconds, min(bandwidths, default=math.inf), call, times)
 
 
 def _batch_sizes(config: TrainConfig, job: Job, workers: int, parts: int) -> tuple[int, ...]:

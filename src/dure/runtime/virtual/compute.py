@@ -5,7 +5,9 @@ A step takes
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
     seconds * factor / speed
 
-`factor` is drawn for each step and has mean one. `speed` is constant for each worker.
+`factor` is drawn for each step and has mean one. `speed` is constant for each worker. `call` is the part of a step that
+a call of the model takes whatever the number of samples; a pipeline pays it for each micro-batch, each stage its part.
+If left out, it is the overhead, or with `seconds` nothing.
 
     distribution         factor                                            parameters
     constant             1
@@ -22,7 +24,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from dure.core import units
 from dure.core.units import Flops, PositiveSeconds, Seconds
-from dure.core.validated import Validated
+from dure.core.validated import FieldError, Validated
 
 Factors = NDArray[np.float64]
 
@@ -44,6 +46,25 @@ class _Compute(Validated):
     seconds: PositiveSeconds | None = None
     flops_per_second: Flops = 20e9
     overhead: Seconds = 0.2e-3
+    call: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _call_within_step(self) -> Self:
+        limit = self.overhead if self.seconds is None else self.seconds
+        if self.call is not None and self.call > limit:
+            whole = "overhead" if self.seconds is None else "seconds"
+            problem = (
+                f"{units.as_seconds(self.call)} is a part of `{whole}`, {units.as_seconds(limit)}: write at most that"
+            )
+            raise FieldError(("call",), problem)
+        return self
+
+    @property
+    def of_call(self) -> float:
+        """Seconds of a call of the model, whatever the number of samples: a pipeline pays them for each micro-batch."""
+        if self.call is not None:
+            return self.call
+        return self.overhead if self.seconds is None else 0.0
 
     def mean(self, flops: float) -> float:
         """Mean seconds of a step of `flops` operations on a machine of speed 1."""
