@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import dure
-from dure.partition.block_times import BlockTimes, PassTime, Share, share
+from dure.partition.block_times import BlockTimes, PassShare, PassTime, share
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Constant
 
@@ -44,5 +44,5 @@ def test_the_shares_of_all_blocks_and_samples_are_one():
 
 
 def test_a_way_makes_all_calls():
-    assert Share(call=0.2, work=0.6).split(0.5) == pytest.approx(0.5 / 0.8)
-    assert Share(call=0.0, work=0.6).split(0.5) == 0.5
+    assert PassShare(call=0.2, work=0.6).split(0.5) == pytest.approx(0.5 / 0.8)
+    assert PassShare(call=0.0, work=0.6).split(0.5) == 0.5

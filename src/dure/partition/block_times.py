@@ -25,7 +25,7 @@ class BlockTimes(NamedTuple):
     backward: Sequence[PassTime]
 
 
-class Share(NamedTuple):
+class PassShare(NamedTuple):
     """The share of a stage in the time of the model's pass: of calls, and of work that grows with the samples."""
 
     call: float
@@ -41,12 +41,12 @@ class Share(NamedTuple):
         return (self.call + self.work * fraction) / self.total if self.total else fraction
 
 
-def share(times: Sequence[PassTime], blocks: Iterable[int], rows: int, batch: int) -> Share:
+def share(times: Sequence[PassTime], blocks: Iterable[int], rows: int, batch: int) -> PassShare:
     """The share of a pass of `rows` samples through some `blocks` in a pass of `batch` samples through all.
 
     >>> share([PassTime(1.0, 0.5), PassTime(1.0, 1.0)], [0], rows=2, batch=4)
-    Share(call=0.125, work=0.125)
+    PassShare(call=0.125, work=0.125)
     """
     own = [times[number] for number in blocks]
     whole = sum(each.call + batch * each.sample for each in times)
-    return Share(sum(each.call for each in own) / whole, sum(rows * each.sample for each in own) / whole)
+    return PassShare(sum(each.call for each in own) / whole, sum(rows * each.sample for each in own) / whole)

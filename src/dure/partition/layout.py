@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dure.core.ranges import equal_ranges
-from dure.partition.block_times import Share, share
+from dure.partition.block_times import PassShare, share
 from dure.partition.blocks import (
     blocks_of,
     call_of,
@@ -228,13 +228,13 @@ class StageLayout:
         """The share of each stage in the operations of the model; where none are counted, in its parameters."""
         return [total / sum(self._totals) for total in self._totals]
 
-    def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[Share, Share]:
+    def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
         """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch."""
         times, blocks = self._speeds.times, self.blocks_in(stage)
         if times is not None and len(times.forward) == len(self.blocks):
             return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)
         call = self._speeds.call
-        both = Share(call * self._call_shares[stage], (1 - call) * (self.shares[stage] * rows / batch))
+        both = PassShare(call * self._call_shares[stage], (1 - call) * (self.shares[stage] * rows / batch))
         return both, both
 
     @cached_property

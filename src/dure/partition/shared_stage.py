@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.partition.action import Action
-    from dure.partition.block_times import Share
+    from dure.partition.block_times import PassShare
     from dure.partition.layout import Held, StageLayout
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.recording import PassCost, Piece
@@ -93,7 +93,7 @@ class SharedStage:
         self.counts = StageCounts()
 
     def pieces(
-        self, action: Action, rows: int, forward: float, backward: float, shares: tuple[Share, Share]
+        self, action: Action, rows: int, forward: float, backward: float, shares: tuple[PassShare, PassShare]
     ) -> list[PieceShare]:
         """The pieces of an action that takes these shares of the time of the model's at all ways together.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dure.job.optimizer import FlatOptimizer
     from dure.partition.action import Action
     from dure.partition.batches import StageBatches
-    from dure.partition.block_times import Share
+    from dure.partition.block_times import PassShare
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout
     from dure.partition.shared_stage import SharedStage
@@ -346,7 +346,7 @@ class Stage:
 
     # ---- computing
 
-    def _pass_shares(self, stage: int, action: Action) -> tuple[Share, Share]:
+    def _pass_shares(self, stage: int, action: Action) -> tuple[PassShare, PassShare]:
         return self.layout.pass_shares(stage, self.rows(action.micro), self.batches.batch_size)
 
     def _begun(self, stage: int, action: Action, received: Sequence[Tensor], weights: Tensor) -> Passed:
