@@ -7,7 +7,7 @@ import re
 import pytest
 from support.browser import ABSENT, browser, chromium
 from support.outline import Outline
-from support.plan_values import plan_values
+from support.plan_values import plan_values, with_scores
 
 from dure.report import plan_values as values
 from dure.report.plan_figures import slider, swept
@@ -89,9 +89,11 @@ def test_columns_without_values_are_left_out():
     plan = plan_values()
     rows = [row | {"cost_per_hour": None, "seconds_to_target": None, "memory_limit": None} for row in plan["rows"]]
     text = Outline(render_plan(plan | {"rows": rows})).text
-    assert not [column for column in ("Cost/h", "To target", "of limit", "Factor") if column in text]
+    assert not [
+        column for column in ("Cost/h", "To target", "of limit", "\N{MULTIPLICATION SIGN} samples") if column in text
+    ]
     rows[0]["factor"] = 1.12
-    assert "Factor" in Outline(render_plan(plan | {"rows": rows})).text
+    assert "\N{MULTIPLICATION SIGN} samples" in Outline(render_plan(plan | {"rows": rows})).text
 
 
 def test_ranks_in_another_order_than_speed_are_pointed_out():
@@ -137,6 +139,11 @@ def test_batches_are_named_where_a_strategy_has_several():
     assert 'class="note">batch' not in render_plan(plan)
     plan["rows"][1]["strategy"] = plan["rows"][0]["strategy"]
     assert render_plan(plan).count('<span class="note">batch 64</span>') == 10
+
+
+def test_strategies_that_were_not_timed_are_listed():
+    text = Outline(render_plan(plan_values() | {"left": ["gossip:graph=torus"]})).text
+    assert "1 not timed, as the time of the plan was over gossip:graph=torus" in text
 
 
 def test_long_rankings_are_folded():
@@ -279,10 +286,11 @@ def slide(tab, step):
 
 
 @browsed
-def test_the_slider_ranks_as_the_writer_does(tab, tmp_path):
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_slider_ranks_as_the_writer_does(tab, tmp_path, scores):
     """At every place the script's interpolation, texts and order are those of Python."""
-    plan = plan_values()
-    for measure in ("samples_per_second", "seconds_per_step"):
+    plan = with_scores(plan_values()) if scores else plan_values()
+    for measure in plan["sweeps"]["bandwidth"].keys() - {"unit", "at", "now"}:
         plan["sweeps"]["bandwidth"][measure]["bsp ring 1bit"][4] = None
     plan["sweeps"]["bandwidth"]["seconds_per_step"]["gossip:graph=ring"][7] = None
     found = values.sweep(plan, "bandwidth")
@@ -295,7 +303,7 @@ def test_the_slider_ranks_as_the_writer_does(tab, tmp_path):
         rows = shown(tab)
         assert [name for name, *_ in rows] == [each.strategy for each in expected]
         for (_, speed, milliseconds, part), each in zip(rows, expected, strict=True):
-            assert speed == f"{values.digits(each.speed)}/s"
+            assert speed == f"{values.digits(each.value)}/s"
             assert milliseconds == f"{values.digits(each.seconds and 1e3 * each.seconds)} ms"
             assert float(part) == pytest.approx(each.fraction)
         moved = slider(found._replace(now=place))
@@ -303,7 +311,7 @@ def test_the_slider_ranks_as_the_writer_does(tab, tmp_path):
         assert tab.run("document.getElementById('bandwidth-text').textContent") == moved.text
         assert tab.run("document.querySelector('.place').style.left") == f"{step / 4:g}%"
         seen.add(rows[0][0])
-    assert len(seen) == 3
+    assert len(seen) == 3 + scores
     assert tab.errors() == []
 
 
@@ -332,6 +340,22 @@ def test_the_switch_shows_the_other_measure(explored):
     explored.run("document.getElementById('speed').focus()")
     explored.press("ArrowRight")
     assert explored.run(visible) == ["step", "step", "step", None]
+
+
+@browsed
+def test_scores_are_a_third_measure_and_shown_first(tab, tmp_path):
+    tab.open(write_plan_page(tmp_path / "plan.html", with_scores(plan_values())))
+    plots = "[...document.querySelectorAll('.plot')].filter(plot => plot.offsetHeight)"
+    visible = f"{plots}.map(plot => plot.parentElement.dataset.measure)"
+    assert tab.run(visible) == ["score", "score", "score", None]
+    tab.run("document.querySelector('[data-axis=workers] .plot').focus()")
+    tab.press("End")
+    said = tab.run("document.getElementById('said').textContent")
+    assert said.startswith("64: averaging:period=8 ring 30,265/s, bsp ring 1bit 22,697/s")
+    tab.run("document.getElementById('score').focus()")
+    tab.press("ArrowRight")
+    assert tab.run(visible) == ["speed", "speed", "speed", None]
+    assert tab.errors() == []
 
 
 @browsed

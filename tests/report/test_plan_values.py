@@ -63,7 +63,7 @@ def test_a_sweep_has_ascending_places_and_positive_values():
         "bandwidth",
     )
     assert found.at == [1, 100]
-    assert found.speeds == {"a": [1, 9]}
+    assert found.ranked == {"a": [1, 9]}
 
 
 @pytest.mark.parametrize("given", [{"at": []}, {"at": [1.0]}, {"samples_per_second": {}}])
@@ -81,16 +81,23 @@ def test_the_ranking_moves_with_the_place():
     assert [each.strategy for each in values.ranking(found, 20.0)] == ["a", "b"]
 
 
-def test_a_factor_divides_the_speeds_of_a_sweep():
-    given = swept() | {"rows": [row("a", 1, factor=4.0), row("b", 2)]}
-    assert values.sweep(given, "bandwidth").speeds == {"a": [0.25, 25.0], "b": [10, 10]}
+def test_strategies_rank_by_the_score_if_there_is_one():
+    found = values.sweep(swept(), "bandwidth")
+    assert (found.by, [each.strategy for each in values.ranking(found, 1.0)]) == ("speed", ["b", "a"])
+    found = values.sweep(swept(score={"a": [9, 9], "b": [3, 3]}), "bandwidth")
+    assert (found.by, [each.strategy for each in values.ranking(found, 1.0)]) == ("score", ["a", "b"])
+
+
+def test_machines_of_servers_are_named():
+    found = values.rows({"rows": [row("a", 1, servers=2), row("b", 2, servers=1), row("c", 3, servers=0)]})
+    assert [each.servers for each in found] == ["+2 machines", "+1 machine", ""]
 
 
 def test_the_ranking_at_the_plan_s_bandwidth_is_that_of_its_rows():
     given = plan_values()
     found = values.ranking(values.sweep(given, "bandwidth"), RATE)
     assert [each.strategy for each in found] == [each["strategy"] for each in given["rows"]]
-    assert [each.speed for each in found] == pytest.approx([each["samples_per_second"] for each in given["rows"]])
+    assert [each.value for each in found] == pytest.approx([each["samples_per_second"] for each in given["rows"]])
     assert all(first.fraction >= second.fraction for first, second in pairwise(found))
 
 

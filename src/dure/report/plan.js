@@ -94,9 +94,9 @@
       const found = sweep.lines
         .map((line) => [line, line[measure][index]])
         .filter(([, value]) => typeof value === "number")
-        .sort(([, first], [, second]) => (measure === "speed" ? second - first : first - second))
+        .sort(([, first], [, second]) => (measure === "step" ? first - second : second - first))
         .slice(0, MOST_READ)
-        .map(([line, value]) => [line, measure === "speed" ? `${digits(value)}/s` : `${digits(1e3 * value)} ms`]);
+        .map(([line, value]) => [line, measure === "step" ? `${digits(1e3 * value)} ms` : `${digits(value)}/s`]);
       readout.replaceChildren(made("p", "", sweep.texts[index]));
       for (const [line, text] of found) {
         const row = made("div", line.look, "");
@@ -142,7 +142,7 @@
   const items = new Map(all("li", list).map((item) => [item.dataset.strategy, item]));
 
   const between = (line, bandwidth) => {
-    const below = sweep.at.findLastIndex((place) => place <= bandwidth);
+    const below = !line ? -1 : sweep.at.findLastIndex((place) => place <= bandwidth);
     if (below < 0 || typeof line[below] !== "number") return null;
     if (sweep.at[below] === bandwidth) return line[below];
     if (typeof line[below + 1] !== "number") return null;
@@ -151,9 +151,9 @@
   };
   const ranked = (bandwidth) =>
     sweep.lines
-      .map((line) => ({ ...line, speed: between(line.speed, bandwidth), step: between(line.step, bandwidth) }))
-      .filter((line) => line.speed !== null)
-      .sort((first, second) => second.speed - first.speed);
+      .map((line) => ({ ...line, value: between(line[sweep.by], bandwidth), step: between(line.step, bandwidth) }))
+      .filter((line) => line.value !== null)
+      .sort((first, second) => second.value - first.value);
   const item = (line) => {
     const made_ = made("li", line.look, "");
     made_.dataset.strategy = line.strategy;
@@ -177,16 +177,16 @@
   };
   const lead = (lines, where) => {
     if (!lines.length) return `At ${where} no strategy has a known speed.`;
-    const first = `At ${where}, ${lines[0].strategy} has the most samples per second: ${digits(lines[0].speed)}`;
+    const first = `At ${where}, ${lines[0].strategy} ${sweep.most}: ${digits(lines[0].value)}`;
     if (lines.length === 1) return `${first}.`;
-    return `${first}, ${(100 * (lines[0].speed / lines[1].speed - 1)).toFixed(1)} % more than ${lines[1].strategy}.`;
+    return `${first}, ${(100 * (lines[0].value / lines[1].value - 1)).toFixed(1)} % more than ${lines[1].strategy}.`;
   };
   const show = (bandwidth, place) => {
     const lines = ranked(bandwidth);
     const shown = lines.slice(0, most).map((line) => {
       const element = items.get(line.strategy) ?? item(line);
-      element.querySelector("i").style.setProperty("--part", line.speed / lines[0].speed);
-      element.querySelector(".speed").replaceChildren(digits(line.speed), made("small", "", "/s"));
+      element.querySelector("i").style.setProperty("--part", line.value / lines[0].value);
+      element.querySelector(".speed").replaceChildren(digits(line.value), made("small", "", "/s"));
       element.querySelector(".step").replaceChildren(`${digits(line.step === null ? null : 1e3 * line.step)} `, made("small", "", "ms"));
       return element;
     });

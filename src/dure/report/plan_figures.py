@@ -11,17 +11,16 @@ from dure.report.plan_chart import Axis, Chart, Tick, WinnerBand, around, bands,
 from dure.report.plan_values import Placed, Plan, SweptValues, Timeline, digits, number
 from dure.report.winners import Win, winners
 
-MEASURES = {"speed": "Samples per second", "step": "Milliseconds per step"}
-"""The two values of a sweep."""
+MEASURES = {"score": "Speed for learning", "speed": "Samples per second", "step": "Milliseconds per step"}
+"""The names of the values of a sweep."""
+
+MOST = {"score": "has the highest speed for learning", "speed": "has the most samples per second"}
+"""The verb of a winner, by the measure of the ranking."""
 
 _MOST_RANKED = 12
 _MOST_POINTS = 300
 _MOST_PLACES = 8
-_X_LABELS = {
-    "bandwidth": "bandwidth of a link (bit/s)",
-    "workers": "workers",
-    "batch": "samples in the batch of a copy",
-}
+_HEADS = {"score": "Highest speed for learning", "speed": "Most samples per second"}
 _LONG = ((3600.0, "h"), (60.0, "min"))
 
 
@@ -50,21 +49,21 @@ class Slider:
 def swept(axis: str, found: SweptValues, looks: Mapping[str, str]) -> SweepFigure:
     """The figure of the sweep over `axis`."""
     x, text = Axis(found.at[0], found.at[-1]), place_text(axis)
-    wins = winners(found.at, found.speeds)
-    steps = {name: [value and 1e3 * value for value in line] for name, line in found.seconds.items()}
+    wins = winners(found.at, found.ranked)
+    label = "bandwidth of a link (bit/s)" if axis == "bandwidth" else found.unit
     charts = {}
-    for measure, lines in (("speed", found.speeds), ("step", steps)):
-        values = [value for line in lines.values() for value in line if value is not None]
-        if values:
-            y = around(values)
-            shown = drawn(found.at, lines, x, y, looks)
-            charts[measure] = Chart(_X_LABELS[axis], _x_ticks(axis, found), y.ticks(compact), shown)
+    for measure, lines in found.measures.items():
+        scale = 1e3 if measure == "step" else 1.0
+        scaled = {name: [value and scale * value for value in lines[name]] for name in looks if name in lines}
+        y = around([value for line in scaled.values() for value in line if value is not None])
+        shown = drawn(found.at, scaled, x, y, looks)
+        charts[measure] = Chart(label, _x_ticks(axis, found), y.ticks(compact), shown)
     now = found.now if found.now is not None and found.at[0] <= found.now <= found.at[-1] else None
     return SweepFigure(
         key=axis,
         charts=charts,
         bands=bands(wins, x, looks, text),
-        sentence=_winners_sentence(wins, text),
+        sentence=_winners_sentence(_HEADS[found.by], wins, text),
         now=None if now is None else x.place(now),
         now_text="" if now is None else text(now),
     )
@@ -79,7 +78,8 @@ def slider(found: SweptValues) -> Slider:
     """The ranking at the plan's bandwidth, or at the nearest one of the sweep."""
     place = min(max(found.now or found.at[-1], found.at[0]), found.at[-1])
     placed, text = plan_values.ranking(found, place), rate_text(place)
-    return Slider(placed[:_MOST_RANKED], Axis(found.at[0], found.at[-1]).place(place), text, _lead(placed, text))
+    start = Axis(found.at[0], found.at[-1]).place(place)
+    return Slider(placed[:_MOST_RANKED], start, text, _lead(placed, text, MOST[found.by]))
 
 
 def curves(plan: Plan, looks: Mapping[str, str]) -> Chart | None:
@@ -125,21 +125,21 @@ def _x_ticks(axis: str, found: SweptValues) -> list[Tick]:
     return [Tick(x.place(place), f"{place:.4g}") for place in found.at[:: -(-len(found.at) // _MOST_PLACES)]]
 
 
-def _winners_sentence(wins: Sequence[Win], text: Callable[[float], str]) -> str:
+def _winners_sentence(head: str, wins: Sequence[Win], text: Callable[[float], str]) -> str:
     """The winners along an axis in one sentence."""
     wide = [win for win in wins if win.end > win.start]
     parts = [f"{win.strategy} up to {text(win.end)}" for win in wide[:-1]]
     if wide:
         parts.append(f"then {wide[-1].strategy}" if parts else f"{wide[-1].strategy} everywhere")
     parts += [f"{win.strategy} at {text(win.start)} alone" for win in wins if win.end == win.start]
-    return f"Most samples per second: {', '.join(parts)}." if parts else ""
+    return f"{head}: {', '.join(parts)}." if parts else ""
 
 
-def _lead(placed: Sequence[Placed], where: str) -> str:
+def _lead(placed: Sequence[Placed], where: str, most: str) -> str:
     """The fastest strategy in one sentence; the script of the page writes the same one."""
     if not placed:
         return f"At {where} no strategy has a known speed."
-    first = f"At {where}, {placed[0].strategy} has the most samples per second: {digits(placed[0].speed)}"
+    first = f"At {where}, {placed[0].strategy} {most}: {digits(placed[0].value)}"
     if len(placed) == 1:
         return f"{first}."
-    return f"{first}, {100 * (placed[0].speed / placed[1].speed - 1):.1f} % more than {placed[1].strategy}."
+    return f"{first}, {100 * (placed[0].value / placed[1].value - 1):.1f} % more than {placed[1].strategy}."

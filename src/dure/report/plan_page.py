@@ -9,10 +9,11 @@ and copies commands. A policy in the page (CSP) lets a browser run that script a
     answer      strategy, command, why, would_change, plain_ddp, ddp_script
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, closed_form (name, seconds),
-                command; optional: factor, by which samples per second are divided in the sweeps
+                command; optional: factor (samples for equal learning), servers (machines besides the workers')
     refused     strategy, reason
-    sweeps      of bandwidth (bytes per second), workers, batch: at, now, and by strategy a value (or None) for each
-                place: samples_per_second, seconds_per_step
+    left        strategies that were not timed
+    sweeps      of bandwidth (bytes per second), workers, batch: unit, at, now, and by strategy a value (or None) for
+                each place: samples_per_second, seconds_per_step; optional: score, by which strategies rank
     timeline    strategy, seconds, spans: worker, kind ("compute", "communicate" or "wait"), start, end, name
     curves      strategy, seconds, loss
 """
@@ -56,7 +57,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = lambda value: f"{value:.2f}%"
     environment.filters["breakable"] = breakable
-    environment.globals.update(digits=digits, NOTHING=NOTHING, measures=plan_figures.MEASURES, parts=plan_values.PARTS)
+    environment.globals.update(digits=digits, NOTHING=NOTHING, parts=plan_values.PARTS, names=plan_figures.MEASURES)
     script, rows, looks = _resource("plan.js"), plan_values.rows(plan), plan_values.looks(plan)
     sweeps = {axis: found for axis in plan_values.AXES if (found := plan_values.sweep(plan, axis)) is not None}
     timeline = plan_values.timeline(plan)
@@ -69,10 +70,12 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         answer={**_NO_ANSWER, **(plan.get("answer") or {})},
         best=plan_values.best(plan, rows),
         rows=rows,
-        columns=_columns(rows, plan),
+        columns=_columns(rows),
         by_speed=_by_speed(rows),
         looks=looks,
-        lines={name: look for name, look in looks.items() if any(name in found.speeds for found in sweeps.values())},
+        lines={name: look for name, look in looks.items() if any(name in found.ranked for found in sweeps.values())},
+        measures=[name for name in plan_figures.MEASURES if any(name in found.measures for found in sweeps.values())],
+        by=next((found.by for found in sweeps.values()), None),
         swept=[plan_figures.swept(axis, found, looks) for axis, found in sweeps.items()],
         slider=plan_figures.slider(sweeps["bandwidth"]) if "bandwidth" in sweeps else None,
         curves=plan_figures.curves(plan, looks),
@@ -81,6 +84,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         time_ticks=plan_figures.time_ticks(timeline) if timeline else [],
         forms=plan_values.forms(plan),
         refused=plan.get("refused") or [],
+        left=plan.get("left") or [],
         style=Markup(_resource("plan.css")),  # noqa: S704  (our own file)
         script=Markup(script),  # noqa: S704  (our own file)
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -110,12 +114,12 @@ def _facts(plan: Plan) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _columns(rows: Sequence[PlanRow], plan: Plan) -> set[str]:
+def _columns(rows: Sequence[PlanRow]) -> set[str]:
     """Columns that not every plan has; "batch" if a strategy has several."""
     shown = {
         column for column in ("target", "memory", "share", "cost") for row in rows if getattr(row, column) != NOTHING
     }
-    if any(factor != 1 for factor in plan_values.factors(plan).values()):
+    if any(row.factor not in (NOTHING, digits(1.0)) for row in rows):
         shown.add("factor")
     if len({row.strategy for row in rows}) < len(rows):
         shown.add("batch")
@@ -134,11 +138,15 @@ def _data(sweeps: Mapping[str, SweptValues], looks: Mapping[str, str]) -> Markup
     values = {
         axis: {
             "at": found.at,
+            "by": found.by,
+            "most": plan_figures.MOST[found.by],
             "places": [Axis(found.at[0], found.at[-1]).place(place) for place in found.at],
             "texts": [plan_figures.place_text(axis)(place) for place in found.at],
             "lines": [
-                {"strategy": name, "look": looks[name], "speed": speeds, "step": found.seconds.get(name, [])}
-                for name, speeds in found.speeds.items()
+                {"strategy": name, "look": look}
+                | {measure: lines.get(name, []) for measure, lines in found.measures.items()}
+                for name, look in looks.items()
+                if name in found.ranked
             ],
         }
         for axis, found in sweeps.items()

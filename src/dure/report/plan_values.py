@@ -17,6 +17,9 @@ Plan = Mapping[str, Any]
 AXES = ("bandwidth", "workers", "batch")
 """The axes of the sweeps."""
 
+MEASURES = {"score": "score", "speed": "samples_per_second", "step": "seconds_per_step"}
+"""The values of a sweep by their short name. Strategies rank by the score, or by samples per second without one."""
+
 PARTS = ("weights", "gradient", "optimizer", "versions", "activations")
 """The parts of a worker's memory, in the order of a bar."""
 
@@ -32,6 +35,7 @@ class PlanRow(NamedTuple):
 
     rank: str
     strategy: str
+    servers: str
     batch: str
     step: str
     speed: str
@@ -86,19 +90,25 @@ class Timeline(NamedTuple):
 
 
 class SweptValues(NamedTuple):
-    """Values of strategies at ascending places. `speeds` are those of the ranking, divided by the factors."""
+    """Values of strategies at ascending places, for each of its measures. They rank by the measure `by`."""
 
     at: Sequence[float]
     now: float | None
-    speeds: Mapping[str, Values]
-    seconds: Mapping[str, Values]
+    unit: str
+    measures: Mapping[str, Mapping[str, Values]]
+    by: str
+
+    @property
+    def ranked(self) -> Mapping[str, Values]:
+        """The values by which strategies rank."""
+        return self.measures[self.by]
 
 
 class Placed(NamedTuple):
-    """A strategy of a ranking: its values, and its speed as a fraction of the best."""
+    """A strategy of a ranking: its values, and that of the ranking as a fraction of the best."""
 
     strategy: str
-    speed: float
+    value: float
     seconds: float | None
     fraction: float
 
@@ -163,12 +173,6 @@ def looks(plan: Plan) -> dict[str, str]:
     return found
 
 
-def factors(plan: Plan) -> dict[str, float]:
-    """Samples that a strategy needs for the learning of one sample of synchronous SGD, where a row has a `factor`."""
-    found = {str(row["strategy"]): positive(row.get("factor")) for row in reversed(given_rows(plan))}
-    return {strategy: factor for strategy, factor in found.items() if factor is not None}
-
-
 def sweep(plan: Plan, axis: str) -> SweptValues | None:
     """The sweep over `axis`; None with fewer than two places, or without values. Places become ascending."""
     given = (plan.get("sweeps") or {}).get(axis) or {}
@@ -185,19 +189,17 @@ def sweep(plan: Plan, axis: str) -> SweptValues | None:
         }
         return {name: line for name, line in every.items() if any(value is not None for value in line)}
 
-    divided = factors(plan)
-    speeds = {
-        name: [value and value / divided.get(name, 1.0) for value in line]
-        for name, line in lines("samples_per_second").items()
-    }
-    return SweptValues(order, positive(given.get("now")), speeds, lines("seconds_per_step")) if speeds else None
+    measures = {short: found for short, key in MEASURES.items() if (found := lines(key))}
+    by = next((short for short in ("score", "speed") if short in measures), None)
+    return by and SweptValues(order, positive(given.get("now")), str(given.get("unit") or axis), measures, by)
 
 
 def ranking(found: SweptValues, place: float) -> list[Placed]:
     """The strategies at a place of a sweep, the fastest first."""
-    speeds = {name: interpolated(found.at, values, place) for name, values in found.speeds.items()}
-    known = {name: speed for name, speed in speeds.items() if speed is not None}
-    steps = {name: interpolated(found.at, values, place) for name, values in found.seconds.items()}
+    every = {name: interpolated(found.at, values, place) for name, values in found.ranked.items()}
+    known = {name: value for name, value in every.items() if value is not None}
+    seconds = found.measures.get("step", {})
+    steps = {name: interpolated(found.at, values, place) for name, values in seconds.items()}
     most = max(known.values(), default=1.0)
     return [
         Placed(name, known[name], steps.get(name), known[name] / most)
@@ -257,6 +259,7 @@ def _row(given: Mapping[str, Any], most: float) -> PlanRow:
     return PlanRow(
         rank=str(given.get("rank") or ""),
         strategy=str(given["strategy"]),
+        servers=_servers(positive(given.get("servers"))),
         batch=str(given.get("batch") or ""),
         step=digits(step and 1e3 * step),
         speed=digits(speed),
@@ -275,13 +278,18 @@ def _row(given: Mapping[str, Any], most: float) -> PlanRow:
     )
 
 
+def _servers(count: float | None) -> str:
+    """The machines of servers besides those of workers."""
+    return f"+{count:.0f} machine{'s' if count != 1 else ''}" if count else ""
+
+
 def _names(plan: Plan) -> list[str]:
     """All strategies of the plan, once each, in the order of their looks."""
     ranked = [str(row["strategy"]) for row in given_rows(plan)]
     sweeps = [found for axis in AXES if (found := sweep(plan, axis)) is not None]
-    first = [win.strategy for found in sweeps for win in winners(found.at, found.speeds)]
+    first = [win.strategy for found in sweeps for win in winners(found.at, found.ranked)]
     curves = [str(curve["strategy"]) for curve in plan.get("curves") or []]
-    swept = [name for found in sweeps for name in (*found.speeds, *found.seconds)]
+    swept = [name for found in sweeps for lines in found.measures.values() for name in lines]
     return list(dict.fromkeys([*ranked[:_COLORED_ROWS], *first, *curves, *ranked, *swept]))
 
 
