@@ -69,7 +69,8 @@ def test_bands_cover_the_wins_that_have_a_width():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.05, "0.05"), (200, "200"), (5000, "5k"), (2e6, "2M"), (1e11, "100G")]
+    ("value", "text"),
+    [(0, "0"), (0.05, "0.05"), (200, "200"), (5000, "5k"), (2e6, "2M"), (1e11, "100G"), (1e13, "10T")],
 )
 def test_compact(value, text):
     assert compact(value) == text

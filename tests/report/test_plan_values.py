@@ -131,6 +131,12 @@ def test_spans_that_follow_one_another_fill_a_row():
     ]
 
 
+def test_workers_are_in_the_order_of_their_numbers():
+    spans = [span(name, "compute", 0, 1) for name in ("worker 10", "worker 9", "server 2", "server", "worker 1")]
+    found = values.timeline({"timeline": {"spans": spans}})
+    assert list(found.rows) == ["server", "server 2", "worker 1", "worker 9", "worker 10"]
+
+
 def test_communication_beside_computing_has_a_lane():
     spans = [span("w0", "communicate", 0.5, 2), span("w0", "compute", 0, 1)]
     found = values.timeline({"timeline": {"spans": spans}})

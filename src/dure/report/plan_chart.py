@@ -110,7 +110,7 @@ def bands(wins: Sequence[Win], axis: Axis, looks: Mapping[str, str], text: Calla
 
 def compact(value: float) -> str:
     """A short text of a round number: "0.05", "200", "5k", "2M"."""
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{unit}"
     return f"{value:.3g}"

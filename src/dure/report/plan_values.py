@@ -6,6 +6,7 @@ Each function reads its part of a plan, which may be empty or missing, and drops
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,9 @@ _COLORED_ROWS = 7
 _MOST_WORKERS = 32
 _THINNEST = 0.02
 _NEAR_LIMIT = 0.2
+
+
+_NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
 
 
 class PlanRow(NamedTuple):
@@ -226,7 +230,7 @@ def timeline(plan: Plan) -> Timeline | None:
     end = positive(given.get("seconds")) or max((span["end"] for span in spans), default=0.0)
     if end <= 0 or not spans:
         return None
-    workers = list(dict.fromkeys(str(span["worker"]) for span in spans))
+    workers = sorted({str(span["worker"]) for span in spans}, key=_natural)
     lanes = _overlap(spans)
     found: dict[str, list[Box]] = {worker: [] for worker in workers[:_MOST_WORKERS]}
     for span in spans:
@@ -312,6 +316,11 @@ def _box(span: Mapping[str, Any], start: float, width: float, lane: str) -> Box:
     name = str(span.get("name") or "")
     about = f"{name or span['kind']}: {seconds_text(span['start'])} to {seconds_text(span['end'])}"
     return Box(str(span["kind"]), start, width, lane, name if width > 0.9 * len(name) else "", about)
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Key that puts "worker 10" behind "worker 9"."""
+    return [(text, int(digits or 0)) for text, digits in _NUMBERED.findall(name)]
 
 
 def _overlap(spans: Sequence[Mapping[str, Any]]) -> bool:
