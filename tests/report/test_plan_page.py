@@ -141,6 +141,15 @@ def test_batches_are_named_where_a_strategy_has_several():
     assert render_plan(plan).count('<span class="note">batch 64</span>') == 10
 
 
+def test_a_target_is_a_loss_or_an_accuracy():
+    page = render_plan(plan_values())
+    assert "<dt>to loss 0.9</dt>" in page
+    assert '<i class="level"' in page
+    page = render_plan(plan_values() | {"target_measure": "accuracy"})
+    assert "<dt>to 90 % test accuracy</dt>" in page
+    assert '<i class="level"' not in page
+
+
 def test_strategies_that_were_not_timed_are_listed():
     text = Outline(render_plan(plan_values() | {"left": ["gossip:graph=torus"]})).text
     assert "1 not timed, as the time of the plan was over gossip:graph=torus" in text

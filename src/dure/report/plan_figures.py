@@ -95,8 +95,9 @@ def curves(plan: Plan, looks: Mapping[str, str]) -> Chart | None:
             found[str(curve["strategy"])] = pairs[:: -(-len(pairs) // _MOST_POINTS)]
     if not found:
         return None
-    target = number(plan.get("target"))
-    losses = [loss for pairs in found.values() for _, loss in pairs] + ([] if target is None else [target])
+    target = plan_values.target(plan)
+    level = target.value if target is not None and target.measure == "loss" else None
+    losses = [loss for pairs in found.values() for _, loss in pairs] + ([] if level is None else [level])
     end = max(seconds for pairs in found.values() for seconds, _ in pairs) or 1.0
     factor, unit = next((each for each in _LONG if end >= 5 * each[0]), (1.0, "s"))
     x = Axis(0.0, end / factor, log=False)
@@ -106,8 +107,8 @@ def curves(plan: Plan, looks: Mapping[str, str]) -> Chart | None:
         for name, pairs in reversed(found.items())
         for line in drawn([at / factor for at, _ in pairs], {name: [loss for _, loss in pairs]}, x, y, looks)
     ]
-    level = None if target is None else Tick(y.place(target), f"target {digits(target)}")
-    return Chart(f"predicted time ({unit})", x.ticks(compact), y.ticks(compact), lines, level)
+    mark = None if level is None else Tick(y.place(level), str(target))
+    return Chart(f"predicted time ({unit})", x.ticks(compact), y.ticks(compact), lines, mark)
 
 
 def time_ticks(found: Timeline) -> list[Tick]:

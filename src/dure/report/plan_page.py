@@ -5,7 +5,7 @@ and copies commands. A policy in the page (CSP) lets a browser run that script a
 
 `plan` holds plain values, and each part may be empty or missing:
 
-    job, cluster, version; workers, parameters; target (a loss)
+    job, cluster, version; workers, parameters; target, target_measure ("loss" if it is missing, or "accuracy")
     answer      strategy, command, why, would_change, plain_ddp, ddp_script
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, closed_form (name, seconds),
@@ -33,7 +33,7 @@ from dure.report.comparison import NOTHING
 from dure.report.files import replacing, to_json
 from dure.report.html import breakable
 from dure.report.plan_chart import Axis, compact
-from dure.report.plan_values import Plan, PlanRow, SweptValues, digits, number, positive
+from dure.report.plan_values import Plan, PlanRow, SweptValues, digits, positive
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -66,7 +66,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         facts=_facts(plan),
         cluster=plan.get("cluster") or "the cluster file",
         version=plan.get("version") or "",
-        target=number(plan.get("target")),
+        target=plan_values.target(plan),
         answer={**_NO_ANSWER, **(plan.get("answer") or {})},
         best=plan_values.best(plan, rows),
         rows=rows,

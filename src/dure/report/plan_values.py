@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dure.core.target import Target
 from dure.report.comparison import NOTHING, bytes_text, seconds_text
 from dure.report.winners import Values, interpolated, winners
 
@@ -149,6 +150,12 @@ def digits(value: float | None) -> str:
 def given_rows(plan: Plan) -> list[Mapping[str, Any]]:
     """The rows of the plan in the order of their ranks."""
     return sorted(plan.get("rows") or [], key=lambda row: number(row.get("rank")) or math.inf)
+
+
+def target(plan: Plan) -> Target | None:
+    """The target of the plan: a loss, if the plan does not name its measure."""
+    value = number(plan.get("target"))
+    return None if value is None else Target(value, plan.get("target_measure") or "loss")
 
 
 def rows(plan: Plan) -> list[PlanRow]:
