@@ -9,9 +9,10 @@ from support.browser import ABSENT, browser, chromium
 from support.outline import Outline
 from support.plan_values import plan_values, with_scores
 
-from dure.report import plan_values as values
+from dure.report import plan_sweeps
 from dure.report.plan_figures import slider, swept
 from dure.report.plan_page import render_plan, write_plan_page
+from dure.report.plan_values import digits
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;\"'{{ 7 * 7 }}{% raw %}<!--\u2028"
 
@@ -104,7 +105,7 @@ def test_ranks_in_another_order_than_speed_are_pointed_out():
 
 def test_borders_stand_where_the_winner_changes():
     plan = plan_values()
-    found = swept("bandwidth", values.sweep(plan, "bandwidth"), values.looks(plan))
+    found = swept("bandwidth", plan_sweeps.sweep(plan, "bandwidth"), plan_sweeps.looks(plan))
     assert [band.strategy for band in found.bands] == ["diloco:period=64 ring", "averaging:period=8 ring", "bsp ring"]
     assert found.sentence == (
         "Most samples per second: diloco:period=64 ring up to 4.75 Gbit/s, averaging:period=8 ring up to 49.2 Gbit/s, "
@@ -118,7 +119,7 @@ def test_borders_stand_where_the_winner_changes():
 
 def test_the_ranking_of_the_slider_starts_at_the_plan_s_bandwidth():
     plan = plan_values()
-    found = slider(values.sweep(plan, "bandwidth"))
+    found = slider(plan_sweeps.sweep(plan, "bandwidth"))
     assert found.text == "10 Gbit/s"
     assert found.sentence == (
         "At 10 Gbit/s, averaging:period=8 ring has the most samples per second: 3,784, 4.7 % more than "
@@ -302,18 +303,18 @@ def test_the_slider_ranks_as_the_writer_does(tab, tmp_path, scores):
     for measure in plan["sweeps"]["bandwidth"].keys() - {"unit", "at", "now"}:
         plan["sweeps"]["bandwidth"][measure]["bsp ring 1bit"][4] = None
     plan["sweeps"]["bandwidth"]["seconds_per_step"]["gossip:graph=ring"][7] = None
-    found = values.sweep(plan, "bandwidth")
+    found = plan_sweeps.sweep(plan, "bandwidth")
     tab.open(write_plan_page(tmp_path / "plan.html", plan))
     seen = set()
     for step in range(0, 401, 16):
         slide(tab, step)
         place = found.at[0] * (found.at[-1] / found.at[0]) ** (step / 400)
-        expected = values.ranking(found, min(max(place, found.at[0]), found.at[-1]))
+        expected = plan_sweeps.ranking(found, min(max(place, found.at[0]), found.at[-1]))
         rows = shown(tab)
         assert [name for name, *_ in rows] == [each.strategy for each in expected]
         for (_, speed, milliseconds, part), each in zip(rows, expected, strict=True):
-            assert speed == f"{values.digits(each.value)}/s"
-            assert milliseconds == f"{values.digits(each.seconds and 1e3 * each.seconds)} ms"
+            assert speed == f"{digits(each.value)}/s"
+            assert milliseconds == f"{digits(each.seconds and 1e3 * each.seconds)} ms"
             assert float(part) == pytest.approx(each.fraction)
         moved = slider(found._replace(now=place))
         assert tab.run("document.getElementById('lead').textContent") == moved.sentence

@@ -7,10 +7,12 @@
 | `files`      | JSON that any reader can parse; files that are complete or absent|
 | `html`       | the report: one HTML file that opens offline                     |
 | `metrics`    | staleness, time shares, time to a target                         |
+| `plan_bars`  | memory of a plan's workers, and the timeline of its winner       |
 | `plan_chart` | axes, lines and marks of a plan's charts                         |
 | `plan_figures` | the charts of a plan, and the ranking of its slider            |
 | `plan_page`  | the page of a plan: one HTML file that opens offline             |
-| `plan_values`| tables, bars and sweeps of a plan as values                      |
+| `plan_sweeps`| speeds of a plan's strategies along an axis, and their ranking   |
+| `plan_values`| rows, target and closed forms of a plan as values                |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `run`        | a run's record that writes its own report                        |

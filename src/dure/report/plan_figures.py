@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dure.report import plan_values
+from dure.report import plan_sweeps, plan_values
 from dure.report.comparison import rate_text
+from dure.report.plan_bars import Timeline
 from dure.report.plan_chart import Axis, Chart, Tick, WinnerBand, around, bands, compact, drawn
-from dure.report.plan_values import Placed, Plan, SweptValues, Timeline, digits, number
+from dure.report.plan_sweeps import Placed, SweptValues
+from dure.report.plan_values import Plan, digits, number
 from dure.report.winners import Win, winners
 
 MEASURES = {"score": "Speed for learning", "speed": "Samples per second", "step": "Milliseconds per step"}
@@ -77,7 +79,7 @@ def place_text(axis: str) -> Callable[[float], str]:
 def slider(found: SweptValues) -> Slider:
     """The ranking at the plan's bandwidth, or at the nearest one of the sweep."""
     place = min(max(found.now or found.at[-1], found.at[0]), found.at[-1])
-    placed, text = plan_values.ranking(found, place), rate_text(place)
+    placed, text = plan_sweeps.ranking(found, place), rate_text(place)
     start = Axis(found.at[0], found.at[-1]).place(place)
     return Slider(placed[:_MOST_RANKED], start, text, _lead(placed, text, MOST[found.by]))
 

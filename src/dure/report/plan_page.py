@@ -28,12 +28,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.report import plan_figures, plan_values
+from dure.report import plan_bars, plan_figures, plan_sweeps, plan_values
 from dure.report.comparison import NOTHING
 from dure.report.files import replacing, to_json
 from dure.report.html import breakable
 from dure.report.plan_chart import Axis, compact
-from dure.report.plan_values import Plan, PlanRow, SweptValues, digits, positive
+from dure.report.plan_sweeps import SweptValues
+from dure.report.plan_values import Plan, PlanRow, digits, positive
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -58,9 +59,9 @@ def render_plan(plan: Mapping[str, Any]) -> str:
     environment.filters["percent"] = lambda value: f"{value:.2f}%"
     environment.filters["breakable"] = breakable
     environment.globals.update(digits=digits, NOTHING=NOTHING, parts=plan_values.PARTS, names=plan_figures.MEASURES)
-    script, rows, looks = _resource("plan.js"), plan_values.rows(plan), plan_values.looks(plan)
-    sweeps = {axis: found for axis in plan_values.AXES if (found := plan_values.sweep(plan, axis)) is not None}
-    timeline = plan_values.timeline(plan)
+    script, rows, looks = _resource("plan.js"), plan_values.rows(plan), plan_sweeps.looks(plan)
+    sweeps = {axis: found for axis in plan_sweeps.AXES if (found := plan_sweeps.sweep(plan, axis)) is not None}
+    timeline = plan_bars.timeline(plan)
     return environment.from_string(_resource("plan.html.j2")).render(
         title=_title(plan),
         facts=_facts(plan),
@@ -79,7 +80,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         swept=[plan_figures.swept(axis, found, looks) for axis, found in sweeps.items()],
         slider=plan_figures.slider(sweeps["bandwidth"]) if "bandwidth" in sweeps else None,
         curves=plan_figures.curves(plan, looks),
-        memory=plan_values.memory(plan),
+        memory=plan_bars.memory(plan),
         timeline=timeline,
         time_ticks=plan_figures.time_ticks(timeline) if timeline else [],
         forms=plan_values.forms(plan),
