@@ -155,13 +155,13 @@
       .filter((line) => line.value !== null)
       .sort((first, second) => second.value - first.value);
   const item = (line) => {
-    const made_ = made("li", line.look, "");
-    made_.dataset.strategy = line.strategy;
-    made_.append(made("i", "", ""), made("span", "who", line.strategy), made("span", "speed", ""), made("span", "step", ""));
-    made_.addEventListener("pointerenter", () => hold(line.strategy));
-    made_.addEventListener("pointerleave", () => hold(pressed()));
-    items.set(line.strategy, made_);
-    return made_;
+    const row = made("li", line.look, "");
+    row.dataset.strategy = line.strategy;
+    row.append(made("i", "", ""), made("span", "who", line.strategy), made("span", "speed", ""), made("span", "step", ""));
+    row.addEventListener("pointerenter", () => hold(line.strategy));
+    row.addEventListener("pointerleave", () => hold(pressed()));
+    items.set(line.strategy, row);
+    return row;
   };
   const order = (shown) => {
     const now = [...list.children];
