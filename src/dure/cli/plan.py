@@ -25,7 +25,12 @@ def advice(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
         values = planned(options, say=progress).values()
     finally:
         progress.end()
-    return values, [answer(values), table(values), ending(values)], ""
+    said = ""
+    if options.report is not None:
+        from dure.report.plan_page import write_plan_page
+
+        said = f"page: {write_plan_page(options.report, values)}"
+    return values, [answer(values), table(values), ending(values)], said
 
 
 EVERY = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -31,6 +31,10 @@ class Validated(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise _fault(type(self), error.errors(include_url=False)[0]) from None
+
+    def changed(self, **values: Any) -> Self:
+        """This description with other values: made anew, as a copy would keep properties that depend on the values."""
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | values)
 
 
 def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.answer import Ranking
+from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import command_of
 from dure.planner.deadline import Deadline
 from dure.planner.explain import bottleneck, why, would_change
 from dure.planner.fitting import smallest_change
+from dure.planner.job_profile import is_on_meta, profile_job
 from dure.planner.learning import LearningCurve, learned
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
@@ -107,7 +109,12 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. Leave --workers out, or "
             "describe machines with as many workers."
         )
-    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers)
+    times = None
+    if is_measured(cluster) and not is_on_meta(job):
+        say("measuring the job's blocks", 0, None)
+        profile = profile_job(job)
+        cluster, times = calibrated(cluster, job, profile), profile.times
+    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times)
 
 
 def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
