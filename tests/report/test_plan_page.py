@@ -326,6 +326,22 @@ def test_the_slider_ranks_as_the_writer_does(tab, tmp_path, scores):
 
 
 @browsed
+def test_the_slider_shows_the_first_twelve_of_many(tab, tmp_path):
+    plan = plan_values()
+    for measure in ("samples_per_second", "seconds_per_step"):
+        lines = plan["sweeps"]["bandwidth"][measure]
+        lines |= {f"other {name}": [0.4 * value for value in line] for name, line in lines.items()}
+    found = plan_sweeps.sweep(plan, "bandwidth")
+    tab.open(write_plan_page(tmp_path / "plan.html", plan))
+    before = {name for name, *_ in shown(tab)}
+    slide(tab, 0)
+    expected = [each.strategy for each in plan_sweeps.ranking(found, found.at[0])][:12]
+    assert [name for name, *_ in shown(tab)] == expected
+    assert not before.issuperset(expected)
+    assert tab.errors() == []
+
+
+@browsed
 def test_the_keyboard_moves_the_slider_and_resets_it(explored):
     before = [row[:3] for row in shown(explored)]
     explored.run("document.getElementById('bandwidth').focus()")
