@@ -103,6 +103,10 @@ class Coder(ABC):
         self.decode(message, values)
         out.add_(values, alpha=weight)
 
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros for a sum of messages, on the device of `like`."""
+        return torch.zeros(self.numel, device=like.device)
+
     def verdict(self, values: torch.Tensor) -> torch.Tensor:
         """Encode a combined result. As `encode`, but without momentum, which the senders have applied already."""
         return self.encode(values)

@@ -42,7 +42,7 @@ class Owner:
         """
         if self._vote is not None:
             return self._vote.decide(messages, self._again)
-        mean = torch.zeros(self._coder.numel, device=next(iter(messages.values())).device)
+        mean = self._coder.zeros(next(iter(messages.values())))
         for member in sorted(messages):
             share = 1 / len(messages) if weights is None else weights[member]
             self._coder.accumulate(messages[member], mean, share)

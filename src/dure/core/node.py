@@ -485,8 +485,8 @@ class Ghost:
     def element_size(self) -> int:
         return self._itemsize
 
-    def new_empty(self, numel: int) -> Ghost:
-        return Ghost(numel, self._itemsize)
+    def new_empty(self, numel: int, dtype: torch.dtype | None = None) -> Ghost:
+        return Ghost(numel, self._itemsize if dtype is None else dtype.itemsize)
 
     def __getitem__(self, part: slice) -> Ghost:
         return Ghost(len(range(self._numel)[part]), self._itemsize)

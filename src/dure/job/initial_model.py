@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from dure.core.node import Ghost
 from dure.job.groups import Rates, rates_of
 from dure.job.replica import Replica
 from dure.job.schedule import schedule_of
 
 if TYPE_CHECKING:
-    import torch
-
     from dure.job.job import Job
 
 
@@ -29,6 +30,8 @@ class InitialModel:
         self._seed = seed
         self._timing_only = timing_only
         self._device = device
+        self.code_rates: dict[tuple[str, float], float] = {}
+        """Bytes per value that codecs, at a scale of the values, send of this job's gradients; for timing-only runs."""
 
     @cached_property
     def replica(self) -> Replica:
@@ -65,3 +68,9 @@ class InitialModel:
         if isinstance(snapshots[0], Ghost):
             return snapshots[0]
         return self.replica.merge_buffers(snapshots, weights)
+
+
+def is_on_meta(job: Job) -> bool:
+    """Whether a job's data has shapes and no values: it is on PyTorch's meta device."""
+    inputs, _ = job.train.batch(torch.arange(1))
+    return any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(inputs))

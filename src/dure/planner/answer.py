@@ -74,6 +74,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
         "time": "virtual",
         "version": __version__,
         "target": None if plan.target is None else plan.target.value,
+        "target_measure": None if plan.target is None else plan.target.measure,
         "answer": {
             "strategy": best.strategy,
             "command": plan.command,

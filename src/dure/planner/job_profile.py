@@ -93,12 +93,6 @@ def _profiled(job: Job) -> JobProfile:
     return JobProfile(overhead, sample, min(calls, overhead), share, times, 0.0 if line is None else line.residual)
 
 
-def is_on_meta(job: Job) -> bool:
-    """Whether the values of the job's data are on PyTorch's meta device, which computes shapes only."""
-    inputs, _ = job.train.batch(torch.arange(1))
-    return any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(inputs))
-
-
 def _sizes(batch_size: int) -> list[int]:
     """The numbers of samples to measure, descending."""
     return list(dict.fromkeys(max(1, batch_size >> halving) for halving in range(SIZES)))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import UsageError
+from dure.job.initial_model import is_on_meta
 from dure.job.job import load_job
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
@@ -25,7 +26,7 @@ from dure.planner.commands import command_of
 from dure.planner.deadline import Deadline
 from dure.planner.explain import bottleneck, why, would_change
 from dure.planner.fitting import smallest_change
-from dure.planner.job_profile import is_on_meta, profile_job
+from dure.planner.job_profile import profile_job
 from dure.planner.learning import LearningCurve, learned
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order

@@ -253,10 +253,5 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         check_rates(setup)
     if setup.topology.clocked:
         setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
-    if setup.config.timing_only and setup.codec is not None:
-        raise UsageError(
-            f"timing_only moves sizes without values, and what {setup.strategy.text()['codec']} sends depends on them. "
-            "Use fp32, or leave it out."
-        )
     if setup.config.timing_only and not setup.config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dure.codec.fp32 import Float32
+from dure.codec.size_only import SizeOnly, bytes_per_value
+from dure.codec.timing import random_slices, slices_of
 from dure.core.deployment import SERVER
 from dure.errors import UsageError
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
-from dure.job.initial_model import InitialModel
+from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
 from dure.run.delivery import Delivery
@@ -107,7 +109,21 @@ class Setup:
     def codec(self) -> Codec | None:
         """The codec of updates; None where they travel as they are."""
         codec = self.strategy.codec
-        return None if isinstance(codec, Float32) else codec
+        if isinstance(codec, Float32):
+            return None
+        return self._size_only if self.config.timing_only else codec
+
+    @cached_property
+    def _size_only(self) -> Codec:
+        """The codec of a timing-only run."""
+        codec, known = self.strategy.codec, self.model.code_rates
+        # A change of the model is about as many steps of the job's rate as a period has.
+        scale = self.job.optimizer.lr * self.period if self.traits.changes else 1.0
+        key = str(codec), scale
+        if key not in known:
+            slices = random_slices() if is_on_meta(self.job) else slices_of(self.job)
+            known[key] = bytes_per_value(codec, slices, scale)
+        return SizeOnly(codec, known[key])
 
     # ---- the stages of a pipeline
 

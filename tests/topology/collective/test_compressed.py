@@ -233,11 +233,6 @@ def test_what_makes_no_sense_is_refused(strategy, words):
         Strategy.parse(strategy)
 
 
-def test_sizes_without_values_are_refused():
-    with pytest.raises(UsageError, match="depends on them"):
-        run("bsp collective strom", timing_only=True)
-
-
 def test_a_user_of_ddp_is_sent_to_the_hook():
     net = torch.nn.Linear(3, 2)
     with pytest.raises(UsageError, match=r'dure.hook\("1bit:feedback=true"\)'):

@@ -164,6 +164,8 @@ class Updater:
         `prepare` makes `gradient` of as many updates as are `added`.
         """
         if self.rule.optimizer is None:
+            if self.rule.vote is not None:
+                return Apply(prepare, self._apply_one.nbytes * added)  # the verdict has a size
             return self._apply_one if added == 1 else Apply(nothing, self._apply_one.nbytes * added)
         values, update = self.versions.current.tensor, self.rule.optimizer.apply
 

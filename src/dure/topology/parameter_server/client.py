@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.core.node import Address, CodecWork, EndOfWork, Node, Operation, Reply, taking
-from dure.core.ranges import gather, pieces
+from dure.core.ranges import Ranges, gather, pieces, size
 from dure.errors import CallTimeout, Refused, RemoteError, WorkOver
 from dure.topology.parameter_server.calls import RepeatedCalls, Sender
 from dure.topology.parameter_server.clock_client import ClockClient
@@ -303,8 +303,11 @@ class ServerClient:
         """Messages of `update`, by shard. Encoded once for all attempts, as a residual changes here."""
         await self.node.compute(taking(*(CodecWork("encode", coder.numel) for coder in self.coders)))
         with self.node.beside(update):
-            slices = (gather(update, ranges) for ranges in self.servers.ranges)
+            slices = (self._gathered(update, ranges) for ranges in self.servers.ranges)
             return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
+
+    def _gathered(self, update: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+        return update[: size(ranges)] if self.servers.timing_only else gather(update, ranges)
 
     async def _withdraw(self) -> None:
         """Withdraw the last update from shards that have staged it, since another one has refused it."""

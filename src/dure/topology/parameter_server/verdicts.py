@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.core.node import Apply, CodecWork, Node, Reply, nothing, taking
-from dure.core.ranges import Ranges, gather, pieces
+from dure.core.node import Apply, CodecWork, Ghost, Node, Reply, nothing, taking
+from dure.core.ranges import Ranges, gather, pieces, size
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Follower:
     """A worker's copy of one shard's slice and optimizer state, at `version`; None where they are not known.
 
     `values` is the whole model at version 0, of which the shard holds `ranges`; `spec` and `segments` are its rule. A
-    verdict is received into `message`.
+    verdict is received into `message`. In a timing-only run `values` is a `Ghost`, and only the version counts.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class Follower:
         coder: Coder,
     ) -> None:
         self.version: int | None = 0
-        self.message = torch.empty(coder.most_bytes, dtype=torch.uint8, device=values.device)
-        self.values = gather(values, ranges).clone()
-        self.rule = FlatOptimizer(spec, self.values.numel(), values.dtype, segments=segments, device=values.device)
+        self.message = values.new_empty(coder.most_bytes, dtype=torch.uint8)
         self._ranges = ranges
         self._coder = coder
-        self._signs = torch.empty_like(self.values)
+        self._timing_only = isinstance(values, Ghost)
+        self.values = values[: size(ranges)] if self._timing_only else gather(values, ranges).clone()
+        if not self._timing_only:
+            self.rule = FlatOptimizer(spec, self.values.numel(), values.dtype, segments=segments, device=values.device)
+            self._signs = torch.empty_like(self.values)
 
     @property
     def decoding(self) -> CodecWork:
@@ -73,8 +75,9 @@ class Follower:
 
         Raises `DamagedMessage`.
         """
-        self._coder.decode(self.message[: fields["nbytes"]], self._signs)
-        self.rule.apply(self.values, self._signs, self.values, lr=fields["lr"])
+        if not self._timing_only:
+            self._coder.decode(self.message[: fields["nbytes"]], self._signs)
+            self.rule.apply(self.values, self._signs, self.values, lr=fields["lr"])
         self.version = fields["version"]
 
     def start_at(self, version: int, model: torch.Tensor, steps: int) -> None:
@@ -84,7 +87,9 @@ class Follower:
         self.version = version
 
     def write(self, model: torch.Tensor) -> None:
-        """Write the slice to its ranges of `model`."""
+        """Write the slice to its ranges of `model`; nothing in a timing-only run."""
+        if self._timing_only:
+            return
         sizes = [stop - start for start, stop in self._ranges]
         for piece, part in zip(pieces(model, self._ranges), torch.split(self.values, sizes), strict=True):
             piece.copy_(part)
