@@ -35,7 +35,20 @@ SHARED = {
         "weights",
         "worker",
     },
-    "codec": {"base", "bits", "blocks", "cast", "coder", "cost", "exchange", "gaps", "residual", "timing", "vote"},
+    "codec": {
+        "base",
+        "bits",
+        "blocks",
+        "cast",
+        "coder",
+        "cost",
+        "exchange",
+        "gaps",
+        "residual",
+        "size_only",
+        "timing",
+        "vote",
+    },
 }
 
 
