@@ -12,7 +12,7 @@ from dure.report.comparison import bytes_text, count_text, seconds_text
 if TYPE_CHECKING:
     from dure.planner.options import PlanOptions
 
-SHOWN = 15
+SHOWN = 10
 """Strategies in the table."""
 
 

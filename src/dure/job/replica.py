@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,8 @@ class Replica:
         buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
         self._floating = [name for name, buffer in buffers if buffer.is_floating_point()]
         self._integer = [name for name, buffer in buffers if _is_integer(buffer)]
+        self.figures: dict[tuple[object, ...], Any] = {}
+        """What has been measured of the module, by the name of the measurement."""
 
     def _adopt(self, layer: Layer, parameter: nn.Parameter) -> _Slot:
         values = self.params[layer.start : layer.stop].view(layer.shape)

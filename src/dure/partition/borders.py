@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -91,39 +92,69 @@ class BlockCost:
     kept: Mapping[int, int]
 
 
-def measure(
-    blocks: Sequence[nn.Module], call: Call, inputs: Any, cuts: Collection[int]
-) -> tuple[dict[int, Border], list[BlockCost]]:
-    """Run `inputs` through the blocks: the border before each block in `cuts`, and the cost of each block.
+@dataclass(frozen=True, slots=True)
+class MeasuredPass:
+    """The borders of a model's blocks and the costs of the blocks, of one forward. `names` are those of the blocks.
 
-    The number of blocks in `cuts` stands for the outputs of the model.
-    Random state is left as it was; the caller takes care of buffers. Raises `UsageError` for an output that cannot
-    cross a border, and for a block that changes the inputs of its stage in place.
+    `borders` has the border before each block but the first, and that of the outputs, or why it cannot be one.
+    `changes` has the first block that changes the tensors before a block in place, by the number of the latter.
     """
-    borders: dict[int, Border] = {}
+
+    names: Sequence[str]
+    borders: Mapping[int, Border | str]
+    costs: Sequence[BlockCost]
+    changes: Mapping[int, int]
+
+    def border(self, number: int) -> Border:
+        """The border before block `number`. Raises `UsageError` where the values there cannot cross one."""
+        found = self.borders[number]
+        if isinstance(found, str):
+            raise UsageError(found)
+        return found
+
+    def check(self, bounds: Sequence[int]) -> None:
+        """Raise `UsageError` if a block changes the inputs of its stage in place. Stages lie between `bounds`."""
+        for start, stop in pairwise(bounds):
+            if self.changes.get(start, stop) < stop:
+                raise UsageError(
+                    f"{self.names[self.changes[start]]} changes the inputs of its stage in place, and a stage keeps "
+                    "its inputs for the backward. Write inplace=False in the model or x = x.clone() in the block, or "
+                    "cut before another block."
+                )
+
+
+def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPass:
+    """Run `inputs` through the blocks. Random state is left as it was; the caller takes care of buffers."""
+    names = [block_name(number, block) for number, block in enumerate(blocks)]
+    borders: dict[int, Border | str] = {}
+    changes: dict[int, int] = {}
     costs = []
-    value, before = inputs, "the inputs"
+    value = inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
-        kept_inputs = _versions(tensors(inputs))
+        before = {0: _versions(tensors(inputs))}
         for number, block in enumerate(blocks):
-            name = block_name(number, block)
-            if number in cuts:
-                borders[number] = Border.of(value, before)
-                kept_inputs = _versions(borders[number].flat(value))
             counter, kept = FlopCounterMode(display=False), Kept(block, alive)
-            with explain_user_errors(f"{name} raised"), counter, kept:
+            with explain_user_errors(f"{names[number]} raised"), counter, kept:
                 value = call(block, value)
-            if any(each._version != version for each, version in kept_inputs):
-                raise UsageError(
-                    f"{name} changes the inputs of its stage in place, and a stage keeps its inputs for the backward. "
-                    "Write inplace=False in the model or x = x.clone() in the block, or cut before another block."
-                )
+            for start in [start for start, versions in before.items() if _is_changed(versions)]:
+                changes[start] = number
+                del before[start]
             costs.append(BlockCost(float(counter.get_total_flops()), kept.nbytes))
-            before = name
-    if len(blocks) in cuts:
-        borders[len(blocks)] = Border.of(value, before)
-    return borders, costs
+            borders[number + 1] = found = _border(value, names[number])
+            before[number + 1] = [] if isinstance(found, str) else _versions(found.flat(value))
+    return MeasuredPass(names, borders, costs, changes)
+
+
+def _border(value: Any, block: str) -> Border | str:
+    try:
+        return Border.of(value, block)
+    except UsageError as error:
+        return str(error)
+
+
+def _is_changed(found: Sequence[tuple[Tensor, int]]) -> bool:
+    return any(each._version != version for each, version in found)
 
 
 def _versions(found: Sequence[Tensor]) -> list[tuple[Tensor, int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from dure.partition.blocks import (
     tied,
     tied_stages,
 )
-from dure.partition.borders import BlockCost, Border, measure
+from dure.partition.borders import Border, MeasuredPass, measure
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import counted
 from dure.partition.whole_borders import whole_borders
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.partition.pipeline import Pipeline
+    from dure.partition.profile import Profile
     from dure.partition.shared_layers import SharedLayers
     from dure.partition.tensor.plan import SplitPlan
     from dure.partition.tensor.recording import PassCost
     from dure.partition.tensor.shard import ParameterShard
 
+
+Known = TypeVar("Known")
 
 ROWS = 2
 """Samples of the mini-batch that finds the operations of the stages."""
@@ -85,7 +88,7 @@ class StageLayout:
             pipeline.cuts,
             self.blocks,
             self.depth,
-            lambda: counted(job, self.blocks, job.batch_size),
+            self._counted,
             speeds,
             self._whole_borders() if self.depth > 1 else None,
         )
@@ -93,7 +96,6 @@ class StageLayout:
         self._speeds = speeds
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
-        self._measured: dict[int, tuple[dict[int, Border], list[BlockCost]]] = {}
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
         """The blocks of a model of the job. One stage needs none: the whole model is its block."""
@@ -123,6 +125,23 @@ class StageLayout:
     def parts(self) -> range:
         """The workers that hold one copy of the model: each `rank` of the pipeline has `ways` of them."""
         return range(self.pipeline.stages * self.ways)
+
+    def alike(self, part: int) -> int:
+        """The first worker whose layers, and parts of layers, have the shapes of those of worker `part`.
+
+        Its passes have the same operations and collectives. A plan that is not for pipelines may give each worker
+        collectives of its own.
+        """
+        assert self.shared is not None
+        first = part - part % self.ways
+        if not self.shared.in_pipelines:
+            return part
+        return next(each for each in range(first, part + 1) if self._shapes[each] == self._shapes[part])
+
+    @cached_property
+    def _shapes(self) -> list[list[tuple[int, int]]]:
+        """For each worker of a copy of the model, the numbers of its parameters, and their sizes there."""
+        return [[(each.number, each.stop - each.start) for each in held] for held in self.held]
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages at worker `rank` of the pipeline, by chunk."""
@@ -214,11 +233,11 @@ class StageLayout:
 
     def border(self, stage: int, rows: int) -> Border:
         """The border behind a stage, for a micro-batch of `rows` samples."""
-        return self.measured(rows)[0][self.bounds[stage + 1]]
+        return self.measured(rows).border(self.bounds[stage + 1])
 
     def activation_nbytes(self, stage: int, rows: int) -> int:
         """The bytes that the backward of a stage keeps for a micro-batch of `rows` samples."""
-        costs = self.measured(rows)[1]
+        costs = self.measured(rows).costs
         return sum(
             {place: nbytes for number in self.blocks_in(stage) for place, nbytes in costs[number].kept.items()}.values()
         )
@@ -246,7 +265,7 @@ class StageLayout:
     def fraction(self, part: int, chunk: int, cost: PassCost, rows: int) -> float:
         """The part of a worker in the operations of a stage; where none are counted, in its parameters."""
         stage = self.pipeline.stage_of(part // self.ways, chunk)
-        whole = sum(self.measured(rows)[1][number].flops for number in self.blocks_in(stage))
+        whole = sum(self.measured(rows).costs[number].flops for number in self.blocks_in(stage))
         if whole:
             return sum(piece.flops for piece in cost.forward) / whole
         held = self.held[part]
@@ -260,34 +279,46 @@ class StageLayout:
     def _totals(self) -> list[float]:
         """The operations of each stage for `ROWS` samples; where none are counted, its parameters."""
         if self._is_counted:
-            costs = self.measured(ROWS)[1]
+            costs = self.measured(ROWS).costs
             return [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
         return [float(self._numel(stage)) for stage in range(self.depth)]
 
     @property
     def _is_counted(self) -> bool:
-        return any(cost.flops for cost in self.measured(ROWS)[1])
+        return any(cost.flops for cost in self.measured(ROWS).costs)
 
     def _numel(self, stage: int) -> int:
         return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())
 
-    def measured(self, rows: int) -> tuple[dict[int, Border], list[BlockCost]]:
-        """The border before the first block of each stage but the first, and the costs of all blocks, for `rows`."""
-        if rows not in self._measured:
-            self._measured[rows] = self._measure(rows, self.bounds[1:-1])
-        return self._measured[rows]
+    def measured(self, rows: int) -> MeasuredPass:
+        """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
+        found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+        found.check(self.bounds)
+        return found
 
-    @cached_property
+    @property
     def outputs(self) -> Border:
         """The outputs of the model for `ROWS` samples."""
-        return self._measure(ROWS, self.bounds[-1:])[0][self.bounds[-1]]
+        return self.measured(ROWS).border(self.bounds[-1])
 
-    def _measure(self, rows: int, cuts: Sequence[int]) -> tuple[dict[int, Border], list[BlockCost]]:
+    def _measure(self, rows: int) -> MeasuredPass:
         before = self.whole.buffers_flat()
         inputs, _ = first_samples(self.job, rows, self.whole.device)
-        found = measure(self.blocks, self.call, inputs, cuts)
+        found = measure(self.blocks, self.call, inputs)
         if before.numel():
             self.whole.load_buffers(before)
+        return found
+
+    def _counted(self) -> Profile:
+        """The profile of the blocks by their operations."""
+        return self._known(("profile", len(self.blocks)), lambda: counted(self.job, self.blocks, self.job.batch_size))
+
+    def _known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
+        """The figures of the whole model under `key`, which are measured once."""
+        known = self.whole.figures
+        if key not in known:
+            known[key] = measure()
+        found: Known = known[key]
         return found
 
     # ---- buffers

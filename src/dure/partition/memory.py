@@ -51,13 +51,16 @@ class MemoryUse(NamedTuple):
 
 def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryUse:
     """The memory of a worker with a whole model, whose optimizer keeps so many `vectors`."""
-    before = whole.buffers_flat()
-    inputs, _ = first_samples(job, batch_size, whole.device)
-    _, (cost,) = measure([whole.module], called, inputs, ())
-    if before.numel():
-        whole.load_buffers(before)
+    key = "activations", batch_size
+    if key not in whole.figures:
+        before = whole.buffers_flat()
+        inputs, _ = first_samples(job, batch_size, whole.device)
+        (cost,) = measure([whole.module], called, inputs).costs
+        if before.numel():
+            whole.load_buffers(before)
+        whole.figures[key] = sum(cost.kept.values())
     nbytes = whole.params.nbytes
-    return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, sum(cost.kept.values()))
+    return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, whole.figures[key])
 
 
 Kept = Callable[[int, int], int]

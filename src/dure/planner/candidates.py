@@ -2,6 +2,7 @@
 
     step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
     step 2    the best partitions of step 1 with the best methods and codecs of step 1 (`crossed`)
+    step 3    only if nothing fits into memory: pipelines with layers that are split over machines (`wide`)
 
 The candidates come in the order of their simplicity. Every member of a catalogue has a row here or a reason in
 `LEFT_OUT`.
@@ -100,6 +101,13 @@ def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[
             yield f"{method} {codec.removeprefix(PLAIN).strip()}"
 
 
+def wide(shape: Shape) -> Iterator[str]:
+    """The candidates where no other fits into memory: pipelines whose layers are split over machines."""
+    for ways in _divisors(shape.workers, MOST_WAYS):
+        if ways > shape.per_machine:
+            yield from _both(shape, ways)
+
+
 def _topologies(shape: Shape) -> Iterator[str]:
     for algorithm in ("halving-doubling", "tree"):
         yield f"{PLAIN} collective:algorithm={algorithm}"
@@ -158,11 +166,17 @@ def _partitions(shape: Shape) -> Iterator[str]:
         yield f"{PLAIN} pipedream:stages={stages},cuts=profile"
     for ways in _divisors(shape.workers, MOST_WAYS):
         yield f"{PLAIN} tensor:ways={ways}"
-        for stages in _divisors(shape.workers // ways, shape.blocks):
-            micro = 2 * stages
-            if micro <= shape.batch * stages * ways // shape.workers:
-                yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile+tensor:ways={ways}"
+        if ways <= shape.per_machine:
+            yield from _both(shape, ways)
     yield f"{PLAIN} one-weird-trick:ways={shape.workers}"
+
+
+def _both(shape: Shape, ways: int) -> Iterator[str]:
+    """Pipelines whose layers are split."""
+    for stages in _divisors(shape.workers // ways, shape.blocks):
+        micro = 2 * stages
+        if micro <= shape.batch * stages * ways // shape.workers:
+            yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile+tensor:ways={ways}"
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -16,4 +17,12 @@ class Deadline:
     @property
     def over(self) -> bool:
         """Whether the seconds have passed."""
-        return self._clock() > self._end
+        return self.left < 0
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left; below 0 once it is over."""
+        return self._end - self._clock()
+
+
+NEVER = Deadline(math.inf)

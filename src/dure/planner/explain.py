@@ -5,40 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dure.core import units
-from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
 from dure.planner.candidates import PLAIN
-from dure.planner.ranking import Ranked
+from dure.planner.deadline import NEVER
+from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
+from dure.planner.side_by_side import timings
 from dure.planner.sweeps import Sweep
-from dure.planner.timing import timed
+from dure.planner.timing import Timing
 from dure.planner.variants import with_equal_workers, with_free_network, with_stragglers
 from dure.run.strategy import Strategy
 
 LARGE = 0.15
 """Share of a step from which on a cause is a bottleneck."""
 
+BEST = 6
+"""Strategies that are timed again with varying durations of steps."""
 
-def bottleneck(scene: Scene, row: Ranked) -> str:
-    """The cause of the largest part of a step: the network, unequal workers, bubbles of a pipeline, or computation.
 
-    The network's part is the time that a free network would save. Unequal workers likewise.
+def bottlenecks(scene: Scene, rows: Sequence[Ranked]) -> dict[str, str]:
+    """The bottleneck of each strategy: the network, unequal workers, bubbles of a pipeline, or computation.
+
+    The network's part of a step is the time that a free network would save. Unequal workers likewise.
     """
-    seconds = row.timing.seconds
-    network = 1 - _seconds(scene, with_free_network(scene.cluster), row) / seconds
-    unequal = 1 - _seconds(scene, with_equal_workers(scene.cluster), row) / seconds
+    cluster = scene.cluster
+    scenes = [scene.on(with_free_network(cluster)), scene.on(with_equal_workers(cluster))]
+    wanted = [(number, row.strategy) for number in range(2) for row in rows]
+    found = {each: timing for each, timing in timings(scenes, wanted, NEVER) if isinstance(timing, Timing)}
+
+    def saved(number: int, row: Ranked) -> float:
+        timing = found.get((number, row.strategy), row.timing)
+        return 1 - timing.seconds / row.timing.seconds
+
+    return {row.strategy: _bottleneck(row, saved(0, row), saved(1, row)) for row in rows}
+
+
+def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
     if max(network, unequal) >= LARGE:
         return f"network {network:.0%}" if network >= unequal else f"unequal workers {unequal:.0%}"
     if pipeline_of(Strategy.parse(row.strategy).partition) is not None and row.timing.shares["wait"] >= LARGE:
         return f"bubbles {row.timing.shares['wait']:.0%}"
     return "computation"
-
-
-def _seconds(scene: Scene, cluster: object, row: Ranked) -> float:
-    try:
-        return timed(scene.on(cluster), row.strategy).seconds  # type: ignore[arg-type]
-    except DureError:
-        return row.timing.seconds
 
 
 def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str]) -> list[str]:
@@ -80,16 +87,10 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
             text = units.as_rate(value) if name == "bandwidth" else f"{value:g} {sweep.unit}"
             side = "less" if value < sweep.now else "more"
             found.append(f"At {text} or {side}: {other}.")
-    jittered = scene.on(with_stragglers(scene.cluster))
-    again = [row for row in rows[: len(rows)] if row.strategy]
-    best = _winner_on(jittered, [row.strategy for row in again[:BEST]], scene.batch)
+    best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]])
     if best is not None and best != winner:
         found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
     return found
-
-
-BEST = 6
-"""Strategies that are timed again with varying durations of steps."""
 
 
 def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
@@ -105,14 +106,11 @@ def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
     return found
 
 
-def _winner_on(scene: Scene, strategies: Sequence[str], batch: int) -> str | None:
-    from dure.planner.ranking import in_order, ranked
-
-    found = []
-    for strategy in strategies:
-        try:
-            found.append(ranked(strategy, timed(scene, strategy), batch))
-        except DureError:
-            continue
-    ordered = in_order(found)
-    return ordered[0].strategy if ordered else None
+def _winner_on(scene: Scene, strategies: Sequence[str]) -> str | None:
+    wanted = [(0, strategy) for strategy in strategies]
+    found = [
+        ranked(strategy, timing, scene.batch)
+        for (_, strategy), timing in timings([scene], wanted, NEVER)
+        if isinstance(timing, Timing)
+    ]
+    return in_order(found)[0].strategy if found else None

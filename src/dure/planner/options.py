@@ -35,7 +35,7 @@ class PlanOptions:
     steps: Count | None = None
     """Mini-batches per worker of these runs; the job's if left out."""
     within: Seconds = 60.0
-    """Real seconds for the timing of candidates."""
+    """Real seconds of the plan, about: candidates for which they do not suffice are not timed."""
     report: Path | None = None
     """File of a page to explore the plan; none if left out."""
 

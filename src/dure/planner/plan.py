@@ -24,7 +24,7 @@ from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import command_of
 from dure.planner.deadline import Deadline
-from dure.planner.explain import bottleneck, why, would_change
+from dure.planner.explain import bottlenecks, why, would_change
 from dure.planner.fitting import smallest_change
 from dure.planner.job_profile import profile_job
 from dure.planner.learning import LearningCurve, learned
@@ -34,13 +34,17 @@ from dure.planner.scene import Scene
 from dure.planner.search import Found, search
 from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
+from dure.run.strategy import by_axis
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
     from dure.job.job import Job
 
-SHOWN = 10
-"""Strategies with a bottleneck in the answer, and in the sweeps."""
+SEARCH, SWEEP = 0.65, 0.85
+"""Shares of the seconds of a plan after which no candidate, and no value of a sweep, is timed."""
+
+SHOWN, SWEPT = 10, 6
+"""Strategies with a bottleneck in the answer, and those of the sweeps."""
 
 Say = Callable[[str, int, int | None], None]
 """Receives the part of the planning, and how much of it is done, of how much."""
@@ -65,29 +69,30 @@ def planned(
 ) -> Ranking:
     """Rank the strategies that `config` asks for; `job` and `cluster` are objects in place of its names."""
     scene = scene_of(config, job, cluster, say)
-    found = search(scene, config.within, lambda done, of, strategy: say(f"timing {strategy}", done, of))
+    deadline = Deadline(SWEEP * config.within)
+    found = search(scene, SEARCH * config.within, lambda done, of, strategy: say(f"timing {strategy}", done, of))
+    rest = max(deadline.left, (SWEEP - SEARCH) * config.within)
     if not found.rows:
         raise UsageError(smallest_change(scene, found.refused))
     target, curves = config.goal, {}
     if target is not None:
-        best = [row.strategy for row in _to_learn(found.rows, config.learn)]
+        best = [row.strategy for row in _families(found.rows, config.learn, lambda row: tuple(_names(row, "sync")))]
         curves = learned(scene, best, target, config.steps, say)
         found.rows = _with_targets(found, curves)
-    shown = _shown(found)
-    bottlenecks = {}
-    for number, row in enumerate(shown):
-        say(f"explaining {row.strategy}", number, len(shown))
-        bottlenecks[row.strategy] = bottleneck(scene, row)
-    ordered = sorted((row.strategy for row in shown[:SHOWN]), key=found.order.index)
+    shown = _families(found.rows, SHOWN, lambda row: row.strategy)
+    say("timing the best without the network, and with equal workers", 0, None)
+    causes = bottlenecks(scene, shown)
+    families = _families(found.rows, SWEPT, lambda row: (*_names(row, "sync"), *_names(row, "partition")))
+    ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
-    swept = sweeps(scene, ordered, Deadline(config.within / 2))
+    swept = sweeps(scene, ordered, Deadline(rest))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
     return Ranking(
         scene=scene,
         on=config.on or "this machine",
         found=found,
-        bottlenecks=bottlenecks,
-        why=why(found.rows, bottlenecks),
+        bottlenecks=causes,
+        why=why(found.rows, causes),
         would_change=would_change(scene, found.rows, swept),
         sweeps=swept,
         curves=curves,
@@ -137,16 +142,18 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
     return cluster
 
 
-def _to_learn(rows: Sequence[Ranked], count: int) -> list[Ranked]:
-    """The best rows, of each method the first, and plain data parallelism."""
-    best: list[Ranked] = []
-    methods: set[str] = set()
+def _families(rows: Sequence[Ranked], count: int, family: Callable[[Ranked], object]) -> list[Ranked]:
+    """The best rows, of each family the first, and plain data parallelism."""
+    best: dict[object, Ranked] = {}
     for row in rows:
-        method = row.strategy.split()[0].partition(":")[0]
-        if row.strategy == PLAIN or (method not in methods and len(best) < count):
-            best.append(row)
-            methods.add(method)
-    return best
+        best.setdefault(family(row), row)
+    found = list(best.values())[:count]
+    return found + [row for row in rows if row.strategy == PLAIN and row not in found]
+
+
+def _names(row: Ranked, axis: str) -> list[str]:
+    """The names of the members of an axis, without their parameters."""
+    return [part.partition(":")[0] for part in by_axis(row.strategy).get(axis, "").split("+")]
 
 
 def _with_targets(found: Found, curves: Mapping[str, LearningCurve]) -> list[Ranked]:
@@ -157,9 +164,3 @@ def _with_targets(found: Found, curves: Mapping[str, LearningCurve]) -> list[Ran
         for row in found.rows
     ]
     return in_order(sorted(rows, key=lambda row: found.order.index(row.strategy)))
-
-
-def _shown(found: Found) -> list[Ranked]:
-    """The first rows, and plain data parallelism if it is none of them."""
-    first = found.rows[:SHOWN]
-    return [*first, *(row for row in found.rows[SHOWN:] if row.strategy == PLAIN)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dure.errors import DureError
-from dure.planner.candidates import PLAIN, crossed, shape_of, single
-from dure.planner.deadline import Deadline
+from dure.planner.candidates import PLAIN, crossed, shape_of, single, wide
+from dure.planner.deadline import NEVER, Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
-from dure.planner.timing import timed
+from dure.planner.side_by_side import timings
 from dure.run.strategy import by_axis
 
 Notify = Callable[[int, int | None, str], None]
@@ -39,26 +38,26 @@ def search(scene: Scene, seconds: float, notify: Notify = lambda done, of, strat
     """Time the candidates of `scene`; plain data parallelism always, others while fewer than `seconds` have passed."""
     deadline = Deadline(seconds)
     found = Found()
-    first = list(single(shape_of(scene)))
-    _time(scene, first, deadline, found, notify)
-    second = [each for each in crossed(*_best(found)) if each not in first]
-    _time(scene, second, deadline, found, notify)
+    shape = shape_of(scene)
+    _time(scene, [PLAIN], NEVER, found, notify)
+    for made in (single, lambda shape: crossed(*_best(found)), lambda shape: () if found.rows else wide(shape)):
+        new = [each for each in dict.fromkeys(made(shape)) if each not in found.order]
+        _time(scene, new, deadline, found, notify)
     found.rows = in_order(found.rows)
     return found
 
 
-def _time(scene: Scene, strategies: Iterable[str], deadline: Deadline, found: Found, notify: Notify) -> None:
-    strategies = list(dict.fromkeys(strategies))
+def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Found, notify: Notify) -> None:
     found.order += strategies
-    for number, strategy in enumerate(strategies):
-        if deadline.over and strategy != PLAIN:
-            found.left.append(strategy)
-            continue
+    wanted = [(0, each) for each in strategies]
+    for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline)):
         notify(number, len(strategies), strategy)
-        try:
-            found.rows.append(ranked(strategy, timed(scene, strategy), scene.batch))
-        except DureError as error:
-            found.refused[strategy] = str(error)
+        if timing is None:
+            found.left.append(strategy)
+        elif isinstance(timing, str):
+            found.refused[strategy] = timing
+        else:
+            found.rows.append(ranked(strategy, timing, scene.batch))
 
 
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:

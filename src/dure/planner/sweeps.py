@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dure.errors import DureError
 from dure.planner.deadline import Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
-from dure.planner.timing import timed
+from dure.planner.side_by_side import timings
+from dure.planner.timing import Timing
 from dure.planner.variants import of_workers, with_bandwidth
 
-BANDWIDTHS = tuple(4.0**power for power in range(-4, 5))
-"""Factors of the bandwidth."""
+FACTORS_OF_BANDWIDTH = tuple(4.0**power for power in range(-4, 5))
 
-WORKERS = (0.25, 0.5, 1.0, 2.0, 4.0)
-BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors of the number of workers, and of the samples of a step."""
 
 
@@ -28,6 +28,12 @@ class Sweep:
     now: float
     at: list[float] = field(default_factory=list)
     rows: list[list[Ranked | None]] = field(default_factory=list)
+
+    def add(self, value: float, rows: list[Ranked | None]) -> None:
+        """Add the strategies at a value; values are in ascending order."""
+        place = bisect.bisect(self.at, value)
+        self.at.insert(place, value)
+        self.rows.insert(place, rows)
 
     def values(self) -> dict[str, object]:
         """The sweep as plain values."""
@@ -61,43 +67,45 @@ class Sweep:
 
 
 def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[str, Sweep]:
-    """Sweeps of bandwidth, workers and batch around `scene`, until the deadline."""
-    bandwidth = scene.cluster.link.bandwidth
-    at: Mapping[str, tuple[str, float, Sequence[tuple[float, Scene | None]]]] = {
-        "bandwidth": (
-            "bytes per second",
-            bandwidth,
-            [(factor * bandwidth, scene.on(with_bandwidth(scene.cluster, factor))) for factor in BANDWIDTHS],
-        ),
-        "workers": ("workers", scene.workers, [_of_workers(scene, factor) for factor in WORKERS]),
-        "batch": (
-            "samples per step",
-            scene.batch,
-            [(factor * scene.batch, scene.of(round(factor * scene.batch))) for factor in BATCHES],
-        ),
+    """Sweeps of bandwidth, workers and batch around `scene`, the nearest values first, until the deadline."""
+    cluster, bandwidth = scene.cluster, scene.cluster.link.bandwidth
+    factors = FACTORS_OF_BANDWIDTH if sum(kind.count for kind in cluster.machines) > 1 else (1.0,)
+    points = {
+        "bandwidth": {each * bandwidth: scene.on(with_bandwidth(cluster, each)) for each in factors},
+        "workers": {float(count): other for count in _workers(scene) if (other := _of_workers(scene, count))},
+        "batch": {float(count): scene.of(count) for count in _times(FACTORS, scene.batch)},
     }
-    return {name: _swept(unit, now, points, strategies, deadline) for name, (unit, now, points) in at.items()}
+    swept = {
+        "bandwidth": Sweep("bytes per second", bandwidth),
+        "workers": Sweep("workers", scene.workers),
+        "batch": Sweep("samples per step", scene.batch),
+    }
+    nearest = sorted(
+        ((name, value) for name, at in points.items() for value in at),
+        key=lambda point: abs(math.log(point[1] / swept[point[0]].now)),
+    )
+    scenes = [points[name][value] for name, value in nearest]
+    wanted = [(number, strategy) for number in range(len(scenes)) for strategy in strategies]
+    found = dict(timings(scenes, wanted, deadline))
+    for number, (name, value) in enumerate(nearest):
+        timed = [(strategy, found[number, strategy]) for strategy in strategies]
+        if all(timing is not None for _, timing in timed):
+            swept[name].add(value, [_ranked(strategy, timing, scenes[number]) for strategy, timing in timed])
+    return swept
 
 
-def _of_workers(scene: Scene, factor: float) -> tuple[float, Scene | None]:
-    workers = round(factor * scene.workers)
-    cluster = of_workers(scene.cluster, workers) if workers >= 1 else None
-    return float(workers), None if cluster is None else scene.on(cluster)
+def _ranked(strategy: str, timing: Timing | str | None, scene: Scene) -> Ranked | None:
+    return ranked(strategy, timing, scene.batch) if isinstance(timing, Timing) else None
 
 
-def _swept(
-    unit: str, now: float, points: Sequence[tuple[float, Scene | None]], strategies: Sequence[str], deadline: Deadline
-) -> Sweep:
-    sweep = Sweep(unit, now)
-    for value, scene in points:
-        if scene is not None and (value == now or not deadline.over):
-            sweep.at.append(value)
-            sweep.rows.append([_timed(scene, strategy) for strategy in strategies])
-    return sweep
+def _workers(scene: Scene) -> list[int]:
+    return [count for count in _times(FACTORS, scene.workers) if count >= 1]
 
 
-def _timed(scene: Scene, strategy: str) -> Ranked | None:
-    try:
-        return ranked(strategy, timed(scene, strategy), scene.batch)
-    except DureError:
-        return None
+def _times(factors: Sequence[float], number: int) -> list[int]:
+    return list(dict.fromkeys(round(factor * number) for factor in factors))
+
+
+def _of_workers(scene: Scene, workers: int) -> Scene | None:
+    cluster = of_workers(scene.cluster, workers)
+    return None if cluster is None else scene.on(cluster)

@@ -1,20 +1,18 @@
 """Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, no formula.
 
-The speed is the sum of the workers' speeds in the steady state. The speed of a worker is its number of steps between
-two of its steps, over the seconds between them: after the pipeline is full, over whole periods of the method, and
-before the first worker has done its last step, since the others would no longer meet it.
+The speed is the sum of the workers' speeds in the steady state (`step_times.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
+from dure.planner.step_times import StepTimes
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Totals
@@ -33,11 +31,9 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
 
-TOGETHER, APART, RANDOM = 2, 12, 60
-"""Measured steps of each worker at least: of workers in lockstep, of others, and of durations drawn at random."""
-
-PERIODS = 2
-"""Measured periods of a method, at least."""
+TOGETHER, APART, RANDOM = 1, 12, 60
+"""Measured steps of each worker at least, and one period of the method: of workers in lockstep, whose periods are equal
+in the steady state, of others, and of durations drawn at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +63,16 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     """Time `strategy` in `scene`. Raises `UsageError` where the strategy does not work there or does not fit."""
     setup = setup_in(scene, strategy, trace=trace)
     memory = largest_memory(setup)
-    stepped: dict[int, list[float]] = {}
-    callbacks = Callbacks(stepped=lambda worker, now: stepped.setdefault(worker, []).append(now))
-    outcome = VirtualRun(setup, scene.cluster, callbacks).run()
-    warm, period = _warm(setup), _period(setup)
-    end = min(times[-1] for times in stepped.values())
+    stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
+    outcome = VirtualRun(setup, scene.cluster, Callbacks(stepped=stepped)).run()
     sizes = setup.batch_sizes
-    speed = sum(
-        sizes[setup.replica_of(worker)] * _speed([each for each in times if each <= end], warm, period)
-        for worker, times in stepped.items()
-    )
+    speed = sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
     applied = speed * _applied(outcome.totals)
     step = scene.batch / applied
-    run_steps = outcome.totals.counts["samples"] / scene.batch
     return Timing(
         seconds=step,
         samples_per_second=applied,
-        bytes_per_step=outcome.totals.counts["bytes_sent"] / setup.workers / run_steps,
+        bytes_per_step=stepped.bytes_per_second() * step / setup.workers,
         staleness=outcome.totals.staleness.mean,
         shares=_shares(outcome.totals),
         memory=memory,
@@ -135,7 +124,7 @@ def _steps(strategy: Strategy, cluster: Cluster) -> int:
     constant = all(isinstance(kind.compute, Constant) for kind in cluster.machines)
     together = traits_of(strategy.sync).lockstep or isinstance(strategy.topology, Collective)
     least, period = (TOGETHER if together else APART) if constant else RANDOM, _period_of(strategy)
-    return _warm_of(strategy) + period * max(PERIODS, math.ceil(least / period)) + 1
+    return _warm_of(strategy) + period * math.ceil(least / period) + 1
 
 
 def _period_of(strategy: Strategy) -> int:
@@ -151,23 +140,6 @@ def _warm_of(strategy: Strategy) -> int:
         + (int(lead) if math.isfinite(lead) else 0)
         + (0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages)
     )
-
-
-def _period(setup: Setup) -> int:
-    return _period_of(setup.strategy)
-
-
-def _warm(setup: Setup) -> int:
-    return _warm_of(setup.strategy)
-
-
-def _speed(times: Sequence[float], warm: int, period: int) -> float:
-    """Steps per second, from `warm` steps on, over whole periods; of a slow worker with few steps, over all of them."""
-    first = min(warm, max(0, len(times) - 1 - period))
-    count = (len(times) - 1 - first) // period * period or len(times) - 1 - first
-    if count < 1:
-        return 1 / times[-1] if times else 0.0
-    return count / (times[first + count] - times[first])
 
 
 def _applied(totals: Totals) -> float:

@@ -17,7 +17,8 @@ Row = dict[str, Any]
 class Callbacks:
     """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out.
 
-    `stepped` receives a worker's number and the seconds at which its gradient was complete (virtual runs).
+    `stepped` receives a worker's number, the seconds at which its gradient was complete, and a function for the payload
+    bytes that workers have sent so far (virtual runs).
     """
 
     row: Callable[[Row], None] = lambda row: None
@@ -26,4 +27,4 @@ class Callbacks:
     checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None
     notice: Callable[[str], None] = lambda text: None
-    stepped: Callable[[int, float], None] = lambda worker, seconds: None
+    stepped: Callable[[int, float, Callable[[], int]], None] = lambda worker, seconds, sent: None

@@ -99,7 +99,11 @@ class Stages:
         device = self.device
         if self.timing_only:  # its model may have shapes only; operations of parts are compared with those of the whole
             device = "meta" if self.shared is None else str(self.whole.replica.device)
-        return [StageModule(self.layout, part, self.seed, device) for part in self.layout.parts]
+        made: dict[int, StageModule] = {}
+        for part in self.layout.parts:
+            first = self.layout.alike(part) if self.timing_only and self.shared is not None else part
+            made[part] = made[first] if first < part else StageModule(self.layout, part, self.seed, device)
+        return list(made.values())
 
     def place(self, number: int) -> tuple[int, int]:
         """The copy of the model of worker `number` of the run, and its part of it."""
@@ -149,9 +153,11 @@ class Stages:
         holders = [str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.parts]
         shared = None
         if self.shared is not None:
-            costs = self.modules[part].cost if self.virtual else None
-            kept = self.modules[part].kept
-            shared = SharedStage(self.layout, module, node, meter, part=part, holders=holders, costs=costs, kept=kept)
+            alike = self.modules[self.layout.alike(part)]
+            costs = alike.cost if self.virtual else None
+            shared = SharedStage(
+                self.layout, module, node, meter, part=part, holders=holders, costs=costs, kept=alike.kept
+            )
         stage = Stage(
             self.layout,
             module,
@@ -178,7 +184,8 @@ class Stages:
         for rows in self._sizes():
             layout.measured(rows)
         if self.shared is not None:
-            for module, chunk, rows in product(self.modules, range(self.pipeline.chunks), self._sizes()):
+            alike = [self.modules[part] for part in sorted({layout.alike(part) for part in layout.parts})]
+            for module, chunk, rows in product(alike, range(self.pipeline.chunks), self._sizes()):
                 _ = module.cost(chunk, rows) if self.virtual else module.kept(chunk, rows)
 
     def keep(self, rank: int) -> None:

@@ -1,0 +1,85 @@
+"""Timings of many strategies in several scenes, side by side on the cores of this machine.
+
+Each core has a process, forked from this one, so that jobs need not be pickled. With an accelerator all is timed in
+this process: what a fork inherits of an accelerator does not work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.pool import Pool
+
+import torch
+
+from dure.errors import DureError
+from dure.planner.deadline import Deadline
+from dure.planner.scene import Scene
+from dure.planner.timing import Timing, timed
+
+Wanted = tuple[int, str]
+"""The number of a scene, and a strategy."""
+
+MOST = 8
+"""Processes at most: each has a copy of the figures of the model."""
+
+
+def timings(
+    scenes: Sequence[Scene], wanted: Sequence[Wanted], deadline: Deadline
+) -> Iterator[tuple[Wanted, Timing | str | None]]:
+    """The timing of each of `wanted`, in order; the reason where a strategy does not work, None after the deadline."""
+    processes = min(MOST, _cores(), len(wanted))
+    if processes < 2 or not _forks():
+        yield from ((each, _timed(scenes, each, deadline)) for each in wanted)
+        return
+    with _pool(processes, scenes, deadline) as pool:
+        yield from zip(wanted, pool.imap(_timed_here, wanted), strict=True)
+
+
+def _timed(scenes: Sequence[Scene], wanted: Wanted, deadline: Deadline) -> Timing | str | None:
+    if deadline.over:
+        return None
+    number, strategy = wanted
+    try:
+        return timed(scenes[number], strategy)
+    except DureError as error:
+        return str(error)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _forks() -> bool:
+    """Whether this process may be forked, and may have children."""
+    return (
+        "fork" in multiprocessing.get_all_start_methods()
+        and not multiprocessing.current_process().daemon
+        and not torch.accelerator.is_available()
+    )
+
+
+# ---- the processes
+
+_inherited: tuple[Sequence[Scene], Deadline] | None = None
+
+
+def _pool(processes: int, scenes: Sequence[Scene], deadline: Deadline) -> Pool:
+    return multiprocessing.get_context("fork").Pool(processes, _begin, (scenes, deadline))
+
+
+def _begin(scenes: Sequence[Scene], deadline: Deadline) -> None:
+    """Begin a process: one thread, as threads do not survive a fork, and an interruption ends the parent first."""
+    global _inherited
+    _inherited = scenes, deadline
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _timed_here(wanted: Wanted) -> Timing | str | None:
+    assert _inherited is not None
+    scenes, deadline = _inherited
+    return _timed(scenes, wanted, deadline)
