@@ -1,8 +1,9 @@
 """Candidates of a plan: strategies that are sensible for a number of workers, from the catalogues of all axes.
 
     step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
-    step 2    the best partitions of step 1 with the best methods and codecs of step 1 (`crossed`)
-    step 3    only if nothing fits into memory: pipelines with layers that are split over machines (`wide`)
+    step 2    other methods on servers, laid out as is best for synchronous or asynchronous SGD (`on_servers`)
+    step 3    the best partitions with the best methods, and the best methods with the best codecs (`crossed`)
+    step 4    only if nothing fits into memory: pipelines with layers that are split over machines (`wide`)
 
 The candidates come in the order of their simplicity. Every member of a catalogue has a row here or a reason in
 `LEFT_OUT`.
@@ -91,8 +92,19 @@ def single(shape: Shape) -> Iterator[str]:
     yield from _partitions(shape)
 
 
+def on_servers(synchronous: str | None, asynchronous: str | None, shape: Shape) -> Iterator[str]:
+    """The candidates of step 2, on servers laid out as in the best of `synchronous` and `asynchronous` SGD."""
+    k = max(1, shape.workers // 2)
+    for method in ("backup", "k-sync"):
+        if synchronous is not None:
+            yield f"{method} {synchronous}"
+    for method in ("ssp:bound=3", f"k-async:k={k}", f"k-batch-async:k={k}", "easgd:period=8"):
+        if asynchronous is not None:
+            yield f"{method} {asynchronous}"
+
+
 def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[str]) -> Iterator[str]:
-    """The candidates of step 2: each partition with each method, each method with each codec."""
+    """The candidates of step 3: each partition with each method, each method with each codec."""
     for partition in partitions:
         for method in methods:
             yield f"{method} {partition.removeprefix(PLAIN).strip()}"
@@ -140,13 +152,7 @@ def _methods(shape: Shape) -> Iterator[str]:
     for period in (30, 100):
         yield f"diloco:period={period}"
     for servers in _servers(shape):
-        yield f"backup {servers}"
-        yield f"k-sync {servers}"
-        yield f"ssp:bound=3 {servers}"
-        yield f"k-async:k={max(1, shape.workers // 2)} {servers}"
-        yield f"k-batch-async:k={max(1, shape.workers // 2)} {servers}"
         yield f"downpour {servers}"
-        yield f"easgd:period=8 {servers}"
     yield "ad-psgd"
     if shape.one_host:
         yield "hogwild"

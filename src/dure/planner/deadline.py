@@ -17,12 +17,7 @@ class Deadline:
     @property
     def over(self) -> bool:
         """Whether the seconds have passed."""
-        return self.left < 0
-
-    @property
-    def left(self) -> float:
-        """The seconds that are left; below 0 once it is over."""
-        return self._end - self._clock()
+        return self._clock() > self._end
 
 
 NEVER = Deadline(math.inf)

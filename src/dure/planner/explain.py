@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dure.core import units
 from dure.partition.mesh import pipeline_of
 from dure.planner.candidates import PLAIN
-from dure.planner.deadline import NEVER
+from dure.planner.deadline import Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
 from dure.planner.side_by_side import timings
@@ -23,21 +23,22 @@ BEST = 6
 """Strategies that are timed again with varying durations of steps."""
 
 
-def bottlenecks(scene: Scene, rows: Sequence[Ranked]) -> dict[str, str]:
-    """The bottleneck of each strategy: the network, unequal workers, bubbles of a pipeline, or computation.
+def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dict[str, str]:
+    """The bottleneck of strategies: the network, unequal workers, bubbles of a pipeline, or computation.
 
     The network's part of a step is the time that a free network would save. Unequal workers likewise.
     """
     cluster = scene.cluster
     scenes = [scene.on(with_free_network(cluster)), scene.on(with_equal_workers(cluster))]
-    wanted = [(number, row.strategy) for number in range(2) for row in rows]
-    found = {each: timing for each, timing in timings(scenes, wanted, NEVER) if isinstance(timing, Timing)}
+    wanted = [(number, row.strategy) for row in rows for number in range(len(scenes))]
+    found = dict(timings(scenes, wanted, deadline))
 
     def saved(number: int, row: Ranked) -> float:
-        timing = found.get((number, row.strategy), row.timing)
-        return 1 - timing.seconds / row.timing.seconds
+        timing = found[number, row.strategy]
+        return 1 - timing.seconds / row.timing.seconds if isinstance(timing, Timing) else 0.0
 
-    return {row.strategy: _bottleneck(row, saved(0, row), saved(1, row)) for row in rows}
+    known = [row for row in rows if all(found[number, row.strategy] is not None for number in range(len(scenes)))]
+    return {row.strategy: _bottleneck(row, saved(0, row), saved(1, row)) for row in known}
 
 
 def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
@@ -78,7 +79,7 @@ def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str]) -> list[str]:
     return found
 
 
-def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep]) -> list[str]:
+def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep], deadline: Deadline) -> list[str]:
     """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins."""
     found = []
     winner = rows[0].strategy
@@ -87,7 +88,7 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
             text = units.as_rate(value) if name == "bandwidth" else f"{value:g} {sweep.unit}"
             side = "less" if value < sweep.now else "more"
             found.append(f"At {text} or {side}: {other}.")
-    best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]])
+    best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]], deadline)
     if best is not None and best != winner:
         found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
     return found
@@ -106,11 +107,11 @@ def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
     return found
 
 
-def _winner_on(scene: Scene, strategies: Sequence[str]) -> str | None:
+def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> str | None:
     wanted = [(0, strategy) for strategy in strategies]
     found = [
         ranked(strategy, timing, scene.batch)
-        for (_, strategy), timing in timings([scene], wanted, NEVER)
+        for (_, strategy), timing in timings([scene], wanted, deadline)
         if isinstance(timing, Timing)
     ]
     return in_order(found)[0].strategy if found else None

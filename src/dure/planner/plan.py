@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import UsageError
+from dure.errors import DureError, UsageError
 from dure.job.initial_model import is_on_meta
 from dure.job.job import load_job
+from dure.job.shapes import numel_of, shapes_of
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import PLAIN
@@ -40,11 +41,14 @@ from dure.runtime.virtual.cluster import Cluster
 if TYPE_CHECKING:
     from dure.job.job import Job
 
-SEARCH, SWEEP = 0.65, 0.85
-"""Shares of the seconds of a plan after which no candidate, and no value of a sweep, is timed."""
+SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.1, 0.2, 0.1
+"""Shares of the parts of a plan in its seconds: of the candidates, their bottlenecks, sweeps, and stragglers."""
 
 SHOWN, SWEPT = 10, 6
 """Strategies with a bottleneck in the answer, and those of the sweeps."""
+
+LARGE = 50_000_000
+"""Parameters of a model from which on a plan computes with its shapes only."""
 
 Say = Callable[[str, int, int | None], None]
 """Receives the part of the planning, and how much of it is done, of how much."""
@@ -69,9 +73,8 @@ def planned(
 ) -> Ranking:
     """Rank the strategies that `config` asks for; `job` and `cluster` are objects in place of its names."""
     scene = scene_of(config, job, cluster, say)
-    deadline = Deadline(SWEEP * config.within)
-    found = search(scene, SEARCH * config.within, lambda done, of, strategy: say(f"timing {strategy}", done, of))
-    rest = max(deadline.left, (SWEEP - SEARCH) * config.within)
+    within = config.within
+    found = search(scene, Deadline(SEARCH * within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
     if not found.rows:
         raise UsageError(smallest_change(scene, found.refused))
     target, curves = config.goal, {}
@@ -81,11 +84,11 @@ def planned(
         found.rows = _with_targets(found, curves)
     shown = _families(found.rows, SHOWN, lambda row: row.strategy)
     say("timing the best without the network, and with equal workers", 0, None)
-    causes = bottlenecks(scene, shown)
+    causes = bottlenecks(scene, shown, Deadline(EXPLAIN * within))
     families = _families(found.rows, SWEPT, lambda row: (*_names(row, "sync"), *_names(row, "partition")))
     ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
-    swept = sweeps(scene, ordered, Deadline(rest))
+    swept = sweeps(scene, ordered, Deadline(SWEEP * within))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
     return Ranking(
         scene=scene,
@@ -93,7 +96,7 @@ def planned(
         found=found,
         bottlenecks=causes,
         why=why(found.rows, causes),
-        would_change=would_change(scene, found.rows, swept),
+        would_change=would_change(scene, found.rows, swept, Deadline(CHANGE * within)),
         sweeps=swept,
         curves=curves,
         commands=commands,
@@ -115,12 +118,24 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. Leave --workers out, or "
             "describe machines with as many workers."
         )
+    if config.goal is None:
+        job = _without_values(job, cluster)
     times = None
     if is_measured(cluster) and not is_on_meta(job):
         say("measuring the job's blocks", 0, None)
         profile = profile_job(job)
         cluster, times = calibrated(cluster, job, profile), profile.times
     return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times)
+
+
+def _without_values(job: Job, cluster: Cluster) -> Job:
+    """`job` with shapes only, where its model is large, and no machine's seconds must be measured with it."""
+    if is_measured(cluster) or is_on_meta(job):
+        return job
+    try:
+        return shapes_of(job) if numel_of(job) > LARGE else job
+    except (RuntimeError, DureError):  # a model that needs values
+        return job
 
 
 def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dure.planner.candidates import PLAIN, crossed, shape_of, single, wide
+from dure.planner.candidates import PLAIN, crossed, on_servers, shape_of, single, wide
 from dure.planner.deadline import NEVER, Deadline
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.scene import Scene
@@ -34,14 +34,19 @@ class Found:
     left: list[str] = field(default_factory=list)
 
 
-def search(scene: Scene, seconds: float, notify: Notify = lambda done, of, strategy: None) -> Found:
-    """Time the candidates of `scene`; plain data parallelism always, others while fewer than `seconds` have passed."""
-    deadline = Deadline(seconds)
+def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, strategy: None) -> Found:
+    """Time the candidates of `scene`; plain data parallelism always, others before the deadline."""
     found = Found()
     shape = shape_of(scene)
     _time(scene, [PLAIN], NEVER, found, notify)
-    for made in (single, lambda shape: crossed(*_best(found)), lambda shape: () if found.rows else wide(shape)):
-        new = [each for each in dict.fromkeys(made(shape)) if each not in found.order]
+    steps: Sequence[Callable[[], Iterable[str]]] = (
+        lambda: single(shape),
+        lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
+        lambda: crossed(*_best(found)),
+        lambda: () if found.rows else wide(shape),
+    )
+    for made in steps:
+        new = [each for each in dict.fromkeys(made()) if each not in found.order]
         _time(scene, new, deadline, found, notify)
     found.rows = in_order(found.rows)
     return found
@@ -58,6 +63,13 @@ def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Fo
             found.refused[strategy] = timing
         else:
             found.rows.append(ranked(strategy, timing, scene.batch))
+
+
+def _servers_of(found: Found, method: str) -> str | None:
+    """The layout of servers that is best for `method`."""
+    starts = f"{method} ps"
+    best = next((row.strategy for row in in_order(found.rows) if row.strategy.startswith(starts)), None)
+    return None if best is None else best.removeprefix(f"{method} ")
 
 
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
