@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 
+AUTO = "auto"
+"""The strategy that a plan chooses."""
+
 LACKING = 3
 """Exit status of a run in which some worker has not done all its work."""
 
@@ -97,6 +100,8 @@ class Train(TrainConfig):
 
     job: Positional[str] = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
+    within: float = 30.0
+    """Real seconds in which --strategy auto chooses a strategy, by a plan (`dure plan`)."""
     config: Path | None = None
     """YAML file of options, by the names of the flags with _ for -."""
     json: bool = False
@@ -116,12 +121,14 @@ class Train(TrainConfig):
         """Run the job; return its summary as values and as a table."""
         config = _as(TrainConfig, self)
         if self.print_config:
-            if config.resume is None:
+            if config.resume is None and AUTO not in (config.strategy, config.sync):
                 config.chosen()
             return _configuration(config)
         _require_job(config)
         with _fork_server(config.on or DEFAULT) as fork_server:
             # A wrong strategy is an error before torch is imported. That of a resumed run is in its record.
+            if AUTO in (config.strategy, config.sync):
+                config = _decided(config, self.within)
             strategy = config.chosen() if config.resume is None else None
             from dure.run.prebuilt import Prebuilt
             from dure.run.train import run
@@ -523,6 +530,20 @@ def _require_job(config: Options) -> None:
     if not config.job and getattr(config, "resume", None) is None:
         command = "compare" if isinstance(config, CompareConfig) else "train"
         raise UsageError(f"no job is named. Write, for example, dure {command} digits-mlp.")
+
+
+def _decided(config: TrainConfig, within: float) -> TrainConfig:
+    """The options with the strategy that a plan chooses, which is said."""
+    from dure.cli.plan import Progress
+    from dure.planner.auto import decided
+
+    progress = Progress()
+    try:
+        config, said = decided(config, within, say=progress)
+    finally:
+        progress.end()
+    _say(said)
+    return config
 
 
 def _configuration(config: Options) -> CommandResult:

@@ -25,6 +25,7 @@ PLAIN = "bsp"
 
 LEFT_OUT: Mapping[str, str] = {
     "one-shot": "it has no common model before the end",
+    "hogbatch": "its seconds are those of hogwild with smaller mini-batches",
     "eamsgd": "its seconds are those of easgd",
     "k-batch-sync": "its seconds are those of k-sync with the restarts of k-batch-async",
     "asysvrg": "a pass over all data belongs to each of its epochs, so its steps are no steps of the others",

@@ -13,6 +13,7 @@ from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
 from dure.planner.step_times import StepTimes
+from dure.planner.unaligned import unaligned
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Totals
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
 
-TOGETHER, APART, RANDOM = 1, 12, 60
+TOGETHER, APART, RANDOM = 1, 16, 60
 """Measured steps of each worker at least, and one period of the method: of workers in lockstep, whose periods are equal
 in the steady state, of others, and of durations drawn at random."""
 
@@ -64,7 +65,7 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     setup = setup_in(scene, strategy, trace=trace)
     memory = largest_memory(setup)
     stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
-    outcome = VirtualRun(setup, scene.cluster, Callbacks(stepped=stepped)).run()
+    outcome = VirtualRun(setup, _running(scene.cluster, setup.strategy), Callbacks(stepped=stepped)).run()
     sizes = setup.batch_sizes
     speed = sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
     applied = speed * _applied(outcome.totals)
@@ -122,13 +123,23 @@ def server_machines(setup: Setup, cluster: Cluster) -> int:
 
 def _steps(strategy: Strategy, cluster: Cluster) -> int:
     constant = all(isinstance(kind.compute, Constant) for kind in cluster.machines)
-    together = traits_of(strategy.sync).lockstep or isinstance(strategy.topology, Collective)
-    least, period = (TOGETHER if together else APART) if constant else RANDOM, _period_of(strategy)
+    least, period = (TOGETHER if _together(strategy) else APART) if constant else RANDOM, _period_of(strategy)
     return _warm_of(strategy) + period * math.ceil(least / period) + 1
 
 
+def _running(cluster: Cluster, strategy: Strategy) -> Cluster:
+    return cluster if _together(strategy) else unaligned(cluster, lead=_period_of(strategy))
+
+
+def _together(strategy: Strategy) -> bool:
+    return traits_of(strategy.sync).lockstep or isinstance(strategy.topology, Collective)
+
+
 def _period_of(strategy: Strategy) -> int:
-    return strategy.sync.period if isinstance(strategy.sync, Periodic) else 1
+    """The steps after which a method, or a pipeline, does again what it has done."""
+    pipeline = pipeline_of(strategy.partition)
+    period = strategy.sync.period if isinstance(strategy.sync, Periodic) else 1
+    return math.lcm(period, 1 if pipeline is None or pipeline.flushes else pipeline.stages)
 
 
 def _warm_of(strategy: Strategy) -> int:

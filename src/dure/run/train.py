@@ -54,19 +54,7 @@ log = logging.getLogger("dure")
 
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
-    """Train `job` with several workers, for real or in virtual time; return its record.
-
-    `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
-    time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
-    (`SSP(bound=3)`). `on` is "local" (also if left out), "torchrun", "virtual", a cluster file, or a `Cluster`.
-    `options` are those of `config.TrainConfig`.
-
-    Raises:
-        UsageError: the options contradict each other; the message names the nearest that work.
-        DivergedError: the loss is no longer a number.
-        DeadlockError: every worker waits, and none can continue.
-        DureError: no update was applied, or another reason that the message names.
-    """
+    """Train `job` under a strategy; return its record. Arguments and errors are those of `dure.train`."""
     options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
     options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}

@@ -1,0 +1,115 @@
+"""`sync="auto"`: a plan chooses the strategy of a run.
+
+    dure.train("mnist-cnn", sync="auto", on="cluster.yaml")
+
+The candidates are timed for the run's job, cluster and batch, as by `dure plan`, and the run has the first of them. Its
+mini-batches are such that all workers together have as many samples in a step as with plain data parallelism.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dure.errors import UsageError
+from dure.planner.candidates import PLAIN
+from dure.planner.deadline import Deadline
+from dure.planner.fitting import smallest_change
+from dure.planner.options import PlanOptions
+from dure.planner.plan import Say, scene_of
+from dure.planner.search import Found, search
+from dure.planner.timing import config_of
+from dure.run import train as runs
+from dure.run.config import TrainConfig
+from dure.run.places import is_started_outside
+from dure.run.strategy import AXES
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.report.run import Run
+    from dure.runtime.virtual.cluster import Cluster
+
+AUTO = "auto"
+
+WITHIN = 30.0
+"""Real seconds for the choice, if nobody gives others."""
+
+log = logging.getLogger("dure")
+
+
+def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", within: float = WITHIN, **options: Any) -> Run:
+    """Train `job` with several workers, for real or in virtual time; return its record.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
+    time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
+    (`SSP(bound=3)`); with "auto" a plan that takes `within` seconds chooses the whole strategy. `on` is "local" (also
+    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+
+    Raises:
+        UsageError: the options contradict each other; the message names the nearest that work.
+        DivergedError: the loss is no longer a number.
+        DeadlockError: every worker waits, and none can continue.
+        DureError: no update was applied, or another reason that the message names.
+    """
+    if AUTO not in (sync, options.get("strategy")):
+        return runs.train(job, sync=sync, on=on, **options)
+    place, cluster = (on, None) if isinstance(on, str) else ("virtual", on)
+    asked = TrainConfig.of({**options, "sync": sync, "on": place, "job": job if isinstance(job, str) else job.name})
+    config, said = decided(asked, within, job=None if isinstance(job, str) else job, cluster=cluster)
+    log.warning("%s", said)
+    chosen = {"strategy": config.strategy, "batch_size": config.batch_size}
+    return runs.train(job, on=on, **{**options, **chosen})
+
+
+def decided(
+    config: TrainConfig,
+    within: float = WITHIN,
+    *,
+    job: Job | None = None,
+    cluster: Cluster | None = None,
+    say: Say = lambda *_: None,
+) -> tuple[TrainConfig, str]:
+    """`config` with the strategy of a plan that takes `within` seconds, and a line about the choice.
+
+    Raises `UsageError` where other options choose a part of the strategy, and where no strategy fits.
+    """
+    _check(config)
+    on = "" if config.on == "local" else config.on
+    options = PlanOptions(
+        job=config.job, workers=config.workers, on=on, batch_size=config.batch_size, data=config.data, within=within
+    )
+    scene = scene_of(options, job, cluster, say)
+    found = search(scene, Deadline(within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
+    if not found.rows:
+        raise UsageError(smallest_change(scene, found.refused))
+    strategy = found.rows[0].strategy
+    size = config_of(scene, strategy).batch_size
+    return replace(config, strategy=strategy, sync=None, batch_size=size, workers=scene.workers), _said(found)
+
+
+def _check(config: TrainConfig) -> None:
+    if config.resume is not None:
+        raise UsageError("auto chooses a strategy, and a resumed run has one in its record: leave auto out.")
+    if is_started_outside(config.on):
+        raise UsageError(
+            f"auto plans before workers start, and --on {config.on} has started them. Run dure plan on one machine, "
+            "and give its strategy to all: --strategy TEXT."
+        )
+    others = [axis for axis in AXES if getattr(config, axis) not in (None, AUTO)]
+    others += ["strategy"] * (config.strategy not in ("", AUTO))
+    if others:
+        raise UsageError(
+            f"auto chooses the whole strategy, and {others[0]}={getattr(config, others[0])} was asked for: leave "
+            "one of them out."
+        )
+
+
+def _said(found: Found) -> str:
+    best = found.rows[0]
+    plain = next((row for row in found.rows if row.strategy == PLAIN), best)
+    speed = f"{best.timing.samples_per_second:,.0f} samples/s predicted"
+    if best is not plain:
+        speed += f", plain data parallelism {plain.timing.samples_per_second:,.0f}"
+    left = f", {len(found.left)} not timed for lack of seconds" if found.left else ""
+    return f"auto: {best.strategy} ({speed}; the best of {len(found.rows)} strategies{left})"

@@ -1,0 +1,71 @@
+"""Candidates of a plan: every member of a catalogue is one, or is left out with a reason."""
+
+import pytest
+
+from dure import codec, partition, sync, topology
+from dure.job.job import load_job
+from dure.partition.mesh import parts_of, pipeline_of
+from dure.planner.candidates import LEFT_OUT, Shape, crossed, on_servers, shape_of, single, wide
+from dure.planner.scene import Scene
+from dure.run.strategy import Strategy, parse_members
+from dure.runtime.virtual.cluster import Cluster, Machines
+
+EIGHT = Shape(workers=8, per_machine=1, one_host=False, blocks=4, batch=512, has_rows=True)
+HOST = Shape(workers=8, per_machine=8, one_host=True, blocks=4, batch=512, has_rows=True)
+
+
+def everything(shape):
+    return [*single(shape), *on_servers("ps", "ps:shards=4", shape), *wide(shape)]
+
+
+def names(strategies):
+    return {part.name for text in strategies for member in text.split() for part in parse_members(member)}
+
+
+def test_every_member_is_a_candidate_or_is_left_out_with_a_reason():
+    members = {*sync.CATALOGUE, *topology.CATALOGUE, *codec.CATALOGUE, *partition.CATALOGUE}
+    proposed = names([*everything(EIGHT), *everything(HOST)])
+    implied = {"shared", "gossip"}  # the topologies of hogwild and ad-psgd
+    assert members - proposed - set(LEFT_OUT) == implied
+    assert not proposed & set(LEFT_OUT)
+
+
+@pytest.mark.parametrize("shape", [EIGHT, HOST], ids=["machines", "host"])
+def test_every_candidate_is_a_strategy(shape):
+    for text in everything(shape):
+        Strategy.parse(text)
+
+
+def test_plain_data_parallelism_is_the_first_candidate_and_the_only_one_of_a_single_worker():
+    assert next(single(EIGHT)) == "bsp"
+    assert list(single(Shape(1, 1, one_host=True, blocks=4, batch=64, has_rows=False))) == ["bsp"]
+
+
+def test_layers_are_split_over_machines_in_pipelines_only_if_nothing_else_fits():
+    joined = {text for text in single(EIGHT) if "+tensor" in text}
+    assert joined == set()
+    assert all("+tensor" in text for text in wide(EIGHT))
+    assert {text for text in single(HOST) if "+tensor" in text}
+
+
+def test_crossed_candidates_join_the_best_of_each_axis():
+    found = list(crossed(["bsp 1f1b:stages=2,micro=4"], ["ssp:bound=3 ps"], ["bsp int8"]))
+    assert found == ["ssp:bound=3 ps 1f1b:stages=2,micro=4", "ssp:bound=3 ps int8"]
+
+
+def test_the_shape_counts_workers_of_a_machine_and_blocks_with_parameters():
+    cluster = Cluster(machines=(Machines(count=2, workers=4),))
+    shape = shape_of(Scene(load_job("digits-mlp"), cluster, 64))
+    assert (shape.workers, shape.per_machine, shape.one_host, shape.batch) == (8, 4, False, 64)
+    module = load_job("digits-mlp").build(0)
+    assert shape.blocks == sum(any(True for _ in child.parameters()) for child in module.children())
+
+
+def test_a_pipeline_never_has_more_micro_batches_than_samples():
+    few = Shape(workers=8, per_machine=1, one_host=False, blocks=8, batch=8, has_rows=False)
+    pipelines = [text for text in everything(few) if "micro=" in text]
+    assert pipelines
+    for text in pipelines:
+        chosen = Strategy.parse(text).partition
+        copies = few.workers // parts_of(chosen)
+        assert pipeline_of(chosen).micro_batches <= few.batch // copies, text

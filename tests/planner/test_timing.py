@@ -1,0 +1,109 @@
+"""Timings of strategies: the seconds of long runs of the same strategy, and closed forms."""
+
+import pytest
+
+import dure
+from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.planner.scene import Scene
+from dure.planner.step_times import StepTimes
+from dure.planner.timing import timed
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
+
+COMMON = {"flops_per_second": 1e9, "overhead": 1e-3}
+COMPUTE = Constant(**COMMON)
+LINK = Link(bandwidth=1e7, latency=1e-4)
+
+
+def scene(workers=4, machines=None, batch=128):
+    kinds = machines or (Machines(count=workers, compute=COMPUTE),)
+    return Scene(load_job("digits-mlp"), Cluster(machines=kinds, link=LINK, alpha=0.0, beta=0.0), batch)
+
+
+LOCKSTEP = (
+    "bsp",
+    "bsp 1bit",
+    "averaging:period=4",
+    "bsp ps:shards=2",
+    "bsp 1f1b:stages=2,micro=4",
+    "bsp pipedream:stages=2",
+    "bsp tensor:ways=2",
+)
+
+
+def of_long_runs(here, strategy, fewer, more):
+    """Seconds and bytes of a step late in a run."""
+    size = timed(here, strategy).batch_size
+    options = {"on": here.cluster, "timing_only": True, "batch_size": size, "eval_every": 10_000}
+    first, second = (
+        dure.train("digits-mlp", strategy=strategy, steps=steps, **options).summary() for steps in (fewer, more)
+    )
+    steps = more - fewer
+    return [(second[key] - first[key]) / steps for key in ("seconds", "bytes_sent")]
+
+
+@pytest.mark.parametrize("strategy", LOCKSTEP)
+def test_a_few_steps_have_the_seconds_of_many(strategy):
+    here = scene()
+    seconds, sent = of_long_runs(here, strategy, 20, 40)
+    found = timed(here, strategy)
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
+    assert found.bytes_per_step == pytest.approx(sent / here.workers, rel=1e-6)
+    assert found.samples_per_second == pytest.approx(here.batch / seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(("strategy", "error"), [("downpour ps:shards=2", 0.02), ("easgd:period=8 ps", 0.15)])
+def test_workers_that_go_at_their_own_pace_have_drifted_apart(strategy, error):
+    """Workers of exactly equal speeds would send to the servers at the same times for hundreds of steps."""
+    here = scene()
+    spread = here.on(here.cluster.changed(machines=(Machines(count=4, compute=LogNormal(sigma=0.02, **COMMON)),)))
+    seconds, sent = of_long_runs(spread, strategy, 400, 800)
+    found = timed(here, strategy)
+    assert found.seconds == pytest.approx(seconds, rel=error)
+    assert found.bytes_per_step == pytest.approx(sent / here.workers, rel=0.05)
+    assert of_long_runs(here, strategy, 20, 40)[0] > 1.2 * seconds
+
+
+def test_the_step_of_a_ring_is_its_closed_form():
+    here = scene()
+    computed = 1e-3 + 32 * here.job.flops_per_sample / 1e9
+    nbytes = 4 * here.model.replica.numel
+    exchanged = 2 * 3 * (nbytes / 4 / 1e7 + 1e-4)
+    assert timed(here, "bsp collective:algorithm=ring").seconds == pytest.approx(computed + exchanged, rel=0.05)
+
+
+def test_asynchronous_workers_go_at_their_own_speeds():
+    """A worker of a fifth of the speed holds synchronous SGD up, and adds a fifth of a worker to asynchronous SGD."""
+    kinds = (Machines(count=3, compute=COMPUTE), Machines(count=1, speed=0.2, compute=COMPUTE))
+    equal, unequal = scene(), scene(machines=kinds)
+    link = Link(bandwidth=1e12, latency=1e-9)
+    equal, unequal = (each.on(each.cluster.changed(link=link)) for each in (equal, unequal))
+    plain = timed(equal, "bsp").samples_per_second
+    assert timed(unequal, "bsp").samples_per_second == pytest.approx(plain / 5, rel=0.01)
+    assert timed(unequal, "downpour ps").samples_per_second == pytest.approx(plain * 3.2 / 4, rel=0.05)
+
+
+def test_all_copies_of_the_model_have_the_samples_of_all_workers():
+    assert timed(scene(), "bsp").batch_size == 32
+    assert timed(scene(), "bsp 1f1b:stages=2,micro=4").batch_size == 64
+
+
+def test_servers_on_machines_of_their_own_are_counted():
+    assert timed(scene(), "bsp ps:shards=2").server_machines == 2
+    assert timed(scene(), "bsp ps:shards=4,colocated=true").server_machines == 0
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    small = (Machines(count=4, compute=COMPUTE, memory=1000),)
+    with pytest.raises(UsageError, match="bytes of memory or more"):
+        timed(scene(machines=small), "bsp")
+
+
+def test_speeds_are_those_of_whole_periods_before_the_first_worker_ends():
+    times = StepTimes(warm=1, period=2)
+    for worker, seconds in ((0, (1.0, 2.0, 2.5, 4.0, 4.5)), (1, (2.0, 4.0, 6.0, 8.0))):
+        for number, now in enumerate(seconds):
+            times(worker, now, lambda number=number: 10 * number)
+    assert times.steps_per_second() == {0: 2 / 2.0, 1: 1 / 2.0}
+    assert times.bytes_per_second() == 20 / 2.0
