@@ -42,10 +42,10 @@ from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
 from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
 from dure.planner.answer import Ranking as Ranking
+from dure.planner.auto import train as train
 from dure.planner.plan import plan as plan
 from dure.run.compare import compare as compare
 from dure.run.strategy import Strategy as Strategy
-from dure.run.train import train as train
 from dure.runtime.virtual.cluster import Cluster as Cluster
 from dure.sync.ad_psgd import ADPSGD as ADPSGD
 from dure.sync.asysvrg import AsySVRG as AsySVRG
