@@ -534,10 +534,10 @@ def _require_job(config: Options) -> None:
 
 def _decided(config: TrainConfig, within: float) -> TrainConfig:
     """The options with the strategy that a plan chooses, which is said."""
-    from dure.cli.plan import Progress
+    from dure.cli.plan import PlanProgress
     from dure.planner.auto import decided
 
-    progress = Progress()
+    progress = PlanProgress()
     try:
         config, said = decided(config, within, say=progress)
     finally:

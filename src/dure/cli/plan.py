@@ -20,7 +20,7 @@ def advice(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
     """Plan; return the values, the text and table for people, and a line about the page."""
     from dure.planner.plan import planned
 
-    progress = Progress()
+    progress = PlanProgress()
     try:
         values = planned(options, say=progress).values()
     finally:
@@ -37,7 +37,7 @@ EVERY = 5.0
 """Seconds between two lines of progress without a terminal."""
 
 
-class Progress:
+class PlanProgress:
     """The part of the planning that is under way, on standard error: one line on a terminal, lines elsewhere."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
