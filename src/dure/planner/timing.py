@@ -143,12 +143,13 @@ def _period_of(strategy: Strategy) -> int:
 
 
 def _warm_of(strategy: Strategy) -> int:
-    """The steps until a pipeline is full, or until fast workers lead by the bound of the method."""
+    """The steps until a pipeline is full, until fast workers lead by the bound, or until all workers have begun."""
     pipeline = pipeline_of(strategy.partition)
     lead = getattr(strategy.sync, "bound", 0.0)
     return (
         1
         + (int(lead) if math.isfinite(lead) else 0)
+        + (0 if _together(strategy) else _period_of(strategy))
         + (0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages)
     )
 
