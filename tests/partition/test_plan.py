@@ -26,6 +26,10 @@ def equal(count, **sizes):
     return Profile(tuple(BlockProfile(1.0, parameter_nbytes=8, **sizes) for _ in range(count)))
 
 
+TIED = Profile((BlockProfile(1.0, 0, 0.75), BlockProfile(1.0, 0, 0.75), BlockProfile(2.0, 0, 3)))
+"""One stage of the first two blocks, or two, in the same time."""
+
+
 def splits(total, most):
     """All ways to write `total` as an ordered sum of 1 to `most` positive numbers."""
     for parts in range(1, min(total, most) + 1):
@@ -33,19 +37,19 @@ def splits(total, most):
             yield [stop - start for start, stop in pairwise((0, *cuts, total))]
 
 
-def every_plan(profile, workers, bandwidth, combine, memory):
+def every_plan(profile, workers, bandwidth, combine, memory, computed=None):
     """Seconds and stages of every plan that uses all workers, by the definition rather than the recurrence."""
     for sizes in splits(len(profile.blocks), workers):
         bounds = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
         for replicas in splits(workers, len(sizes)):
             if len(replicas) == len(sizes):
                 stages = [PlannedStage(*span, r) for span, r in zip(pairwise(bounds), replicas, strict=True)]
-                seconds = seconds_of(profile, stages, bandwidth, combine, memory)
+                seconds = seconds_of(profile, stages, bandwidth, combine, memory, computed)
                 if seconds is not None:
                     yield seconds, stages
 
 
-def seconds_of(profile, stages, bandwidth, combine, memory=math.inf):
+def seconds_of(profile, stages, bandwidth, combine, memory=math.inf, computed=None):
     slowest = 0.0
     for number, (start, stop, m) in enumerate(stages):
         blocks = profile.blocks[start:stop]
@@ -54,7 +58,7 @@ def seconds_of(profile, stages, bandwidth, combine, memory=math.inf):
         if not weights or held * (weights + sum(block.activation_nbytes for block in blocks)) > memory:
             return None
         sync = 4 * (m - 1) * weights / (m * bandwidth)
-        compute = math.fsum(block.seconds for block in blocks)
+        compute = computed(start, stop) if computed else math.fsum(block.seconds for block in blocks)
         slowest = max(slowest, (max(compute, sync) if combine == "max" else compute + sync) / m)
         if number:
             slowest = max(slowest, 2 * profile.blocks[start - 1].output_nbytes / bandwidth)
@@ -62,8 +66,9 @@ def seconds_of(profile, stages, bandwidth, combine, memory=math.inf):
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROFILES, st.integers(1, 4), BANDWIDTHS, st.sampled_from(["max", "add"]), st.sampled_from([math.inf, 60, 300]))
+@given(PROFILES, st.integers(1, 6), BANDWIDTHS, st.sampled_from(["max", "add"]), st.sampled_from([math.inf, 60, 300]))
 @example(equal(3), 2, 1.0, "max", 48)
+@example(TIED, 3, 1.0, "max", math.inf)
 def test_no_plan_is_faster(profile, workers, bandwidth, combine, memory):
     every = list(every_plan(profile, workers, bandwidth, combine, memory))
     if not every:
@@ -71,8 +76,8 @@ def test_no_plan_is_faster(profile, workers, bandwidth, combine, memory):
             plan(profile, [Level(workers, bandwidth)], combine=combine, memory_nbytes=memory)
         return
     found = plan(profile, [Level(workers, bandwidth)], combine=combine, memory_nbytes=memory)
-    assert found.seconds == min(seconds for seconds, _ in every)
-    assert (found.seconds, list(found.stages)) in every
+    seconds, _, stages = min((seconds, len(stages), stages) for seconds, stages in every)
+    assert (found.seconds, list(found.stages)) == (seconds, stages)
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,6 +137,7 @@ def test_memory_forces_a_cut():
 def test_ties_take_the_fewest_stages_then_the_earliest_cuts():
     assert plan(equal(3), [Level(2)], replicas={1}).cuts == (1,)
     assert len(plan(equal(4), [Level(4)]).stages) == 1
+    assert plan(equal(3), [Level(3)], replicas={1, 2}).stages == (PlannedStage(0, 1, 1), PlannedStage(1, 3, 2))
 
 
 def test_equal_ranges_have_equal_times_wherever_they_are():
@@ -162,6 +168,23 @@ def test_units_of_the_inner_level_are_replicated_whole():
     split = plan(profile, [Level(2, bandwidth=10.0), Level(2, bandwidth=math.inf)])
     assert split.stages == (PlannedStage(0, 1, 2), PlannedStage(1, 2, 2))
     assert split.seconds == 0.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(PROFILES.filter(lambda profile: len(profile.blocks) <= 6), st.integers(1, 2), st.integers(1, 3), BANDWIDTHS)
+def test_no_plan_of_two_levels_is_faster(profile, inside, hosts, bandwidth):
+    def on_a_host(start, stop):
+        blocks = Profile(profile.blocks[start:stop])
+        return min((seconds for seconds, _ in every_plan(blocks, inside, 20.0, "max", math.inf)), default=math.inf)
+
+    every = [seconds for seconds, _ in every_plan(profile, hosts, bandwidth, "max", math.inf, on_a_host)]
+    if min(every, default=math.inf) < math.inf:
+        found = plan(profile, [Level(inside, 20.0), Level(hosts, bandwidth)])
+        assert found.seconds == min(every)
+        assert sum(stage.replicas for stage in found.stages) == inside * hosts
+        bounds = [0, *(stage.stop for stage in found.stages)]
+        assert [stage.start for stage in found.stages] == bounds[:-1]
+        assert bounds[-1] == len(profile.blocks)
 
 
 def test_a_slow_network_between_hosts_puts_the_border_where_little_crosses():
