@@ -216,7 +216,7 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str]
-    """Name of the result: sharding, it-signsgd, byzantine, pipelines, one-weird-trick or bert-albert.
+    """Name of the result: sharding, it-signsgd, byzantine, pipelines, one-weird-trick, bert-albert or table1.
 
     Each has some of the flags below."""
     on: str | None = None
