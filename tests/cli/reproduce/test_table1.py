@@ -7,7 +7,7 @@ import torch
 
 from dure.cli.main import main
 from dure.cli.reproduce import table1
-from dure.cli.reproduce.table1 import SCHEMES, Operations, Setting, formula
+from dure.cli.reproduce.table1 import SCHEMES, OperationCounter, EpochSizes, formula
 
 
 def test_counts_of_runs_are_those_of_the_formulas(monkeypatch, capsys):
@@ -26,14 +26,14 @@ def test_counts_of_runs_are_those_of_the_formulas(monkeypatch, capsys):
 
 def test_the_worked_example_of_the_orders():
     """N = 2048, L = 8, T = 256, M = 1000, K = 8: 6.711e10 words through the servers, 7.340e9 over seven links."""
-    at = Setting(2048, 8, 256, 1000, 8, 1)
+    at = EpochSizes(2048, 8, 256, 1000, 8, 1)
     assert formula(SCHEMES["gradients"], at).words == pytest.approx(6.711e10, rel=1e-3)
     assert formula(SCHEMES["pipelined"], at).words == pytest.approx(7.340e9, rel=1e-3)
     assert formula(SCHEMES["averaging"], at).words / (formula(SCHEMES["pipelined"], at).words / 7) == pytest.approx(64)
 
 
 def test_an_addition_of_a_multiple_counts_two_operations_for_each_value():
-    with Operations(least=4) as found:
+    with OperationCounter(least=4) as found:
         values = torch.ones(8)
         values.add_(values, alpha=0.5)
         values.add_(1.0)

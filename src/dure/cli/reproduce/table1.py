@@ -1,4 +1,4 @@
-"""Counts operations and words of synchronous, asynchronous and pipelined SGD, beside the formulas of a table of costs.
+"""EpochCosts operations and words of synchronous, asynchronous and pipelined SGD, beside the formulas of a table of costs.
 
 The table is the first of a paper on data-parallel and pipelined training of an MLP of L weight matrices of N x N, with
 M mini-batches of T samples on K nodes; it gives orders. The constants here come from counting, with 2 operations for a
@@ -51,7 +51,7 @@ WIDTH, LAYERS, SAMPLES, BATCHES = (8, 16), (4, 8), (2, 6), 252
 NODES, PERIODS = (2, 4), (1, 3)
 
 
-class Setting(NamedTuple):
+class EpochSizes(NamedTuple):
     """The numbers of the table: N, L, T, M, K and tau."""
 
     width: int
@@ -70,12 +70,12 @@ class Setting(NamedTuple):
 ROWS = 60
 """Samples of the data."""
 
-REAL = Setting(width=8, layers=4, samples=6, batches=24, nodes=2, period=2)
+REAL = EpochSizes(width=8, layers=4, samples=6, batches=24, nodes=2, period=2)
 """The setting of the runs of processes."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class EpochCosts:
     """Operations of matrix products and on vectors of parameters, and words that are sent, of all nodes."""
 
     products: float
@@ -84,47 +84,47 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class TrainingScheme:
     """A column of the table: its strategy in this library, and its formulas, in operations and words.
 
     `shared`: each node takes M / K of the mini-batches.
     """
 
-    strategy: Callable[[Setting], str]
-    vectors: Callable[[Setting], float]
-    words: Callable[[Setting], float]
+    strategy: Callable[[EpochSizes], str]
+    vectors: Callable[[EpochSizes], float]
+    words: Callable[[EpochSizes], float]
     shared: bool = True
     periodic: bool = False
 
 
-def _borders(setting: Setting) -> float:
+def _borders(setting: EpochSizes) -> float:
     return 2 * (setting.nodes - 1) * setting.width * setting.samples * setting.batches
 
 
-SCHEMES: Mapping[str, Scheme] = {
-    "averaging": Scheme(
+SCHEMES: Mapping[str, TrainingScheme] = {
+    "averaging": TrainingScheme(
         lambda at: f"averaging:period={at.period} ps",
         lambda at: 2 * at.weights * at.batches + at.weights * at.batches / at.period,
         lambda at: 2 * at.weights * at.batches / at.period,
         periodic=True,
     ),
-    "gradients": Scheme(
+    "gradients": TrainingScheme(
         lambda at: "bsp ps",
         lambda at: at.weights * at.batches * (1 + 2 / at.nodes),
         lambda at: 2 * at.weights * at.batches,
     ),
-    "async": Scheme(
+    "async": TrainingScheme(
         lambda at: "downpour ps",
         lambda at: 2 * at.weights * at.batches,
         lambda at: 2 * at.weights * at.batches,
     ),
-    "pipelined": Scheme(
+    "pipelined": TrainingScheme(
         lambda at: f"bsp petrowski:stages={at.nodes}",
         lambda at: 2 * at.weights * at.batches,
         _borders,
         shared=False,
     ),
-    "versions": Scheme(
+    "versions": TrainingScheme(
         lambda at: f"bsp multi-version:stages={at.nodes},average={at.period}",
         lambda at: 2 * at.weights * at.batches + at.weights * at.batches / at.period,
         _borders,
@@ -143,28 +143,28 @@ def reproduce() -> dict[str, Any]:
     return {"reproduce": "table1", "time": "virtual and real", "rows": rows}
 
 
-def settings(scheme: Scheme) -> Iterator[Setting]:
+def settings(scheme: TrainingScheme) -> Iterator[EpochSizes]:
     """The settings of a scheme."""
     for width, layers, samples, nodes in product(WIDTH, LAYERS, SAMPLES, NODES):
         for period in PERIODS if scheme.periodic else (1,):
-            yield Setting(width, layers, samples, BATCHES, nodes, period)
+            yield EpochSizes(width, layers, samples, BATCHES, nodes, period)
 
 
-def formula(scheme: Scheme, setting: Setting) -> Counts:
+def formula(scheme: TrainingScheme, setting: EpochSizes) -> EpochCosts:
     """The counts of a scheme by the formulas."""
     width, layers, samples, batches, *_ = setting
     products = 2 * width**2 * samples * (3 * layers - 1) * batches
-    return Counts(products, scheme.vectors(setting), scheme.words(setting))
+    return EpochCosts(products, scheme.vectors(setting), scheme.words(setting))
 
 
-def counted(scheme: Scheme, setting: Setting, on: str = "virtual") -> Counts:
+def counted(scheme: TrainingScheme, setting: EpochSizes, on: str = "virtual") -> EpochCosts:
     """The counts of a run of M mini-batches: those of a run of twice as many, less those of a run of as many."""
     once, twice = (_run(scheme, setting, times, on) for times in (1, 2))
-    return Counts(twice.products - once.products, twice.vectors - once.vectors, twice.words - once.words)
+    return EpochCosts(twice.products - once.products, twice.vectors - once.vectors, twice.words - once.words)
 
 
-def _row(name: str, setting: Setting, on: str) -> dict[str, Any]:
-    """A row. Operations of other processes are not counted."""
+def _row(name: str, setting: EpochSizes, on: str) -> dict[str, Any]:
+    """A row. OperationCounter of other processes are not counted."""
     scheme = SCHEMES[name]
     found = {
         part: asdict(each)
@@ -181,9 +181,9 @@ def _row(name: str, setting: Setting, on: str) -> dict[str, Any]:
     }
 
 
-def _run(scheme: Scheme, setting: Setting, times: int, on: str) -> Counts:
+def _run(scheme: TrainingScheme, setting: EpochSizes, times: int, on: str) -> EpochCosts:
     steps = times * setting.batches // (setting.nodes if scheme.shared else 1)
-    with Operations(setting.width**2) as operations:
+    with OperationCounter(setting.width**2) as operations:
         run = train(
             mlp(*setting[:3])
             if on == "virtual"
@@ -196,7 +196,7 @@ def _run(scheme: Scheme, setting: Setting, times: int, on: str) -> Counts:
         )
     found = run.summary()
     nbytes = found["bytes_sent"] + (found["bytes_received"] if scheme.shared else 0)
-    return Counts(operations.products, operations.vectors, nbytes / 4)
+    return EpochCosts(operations.products, operations.vectors, nbytes / 4)
 
 
 def mlp(width: int, layers: int, samples: int) -> Job:
@@ -224,8 +224,8 @@ FREE = frozenset((*MADE, *MOVED, "mean"))  # the mean is that of losses
 """Operations that compute nothing with parameters. Any other one counts once for each value of its result."""
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations of matrix products, and those on vectors of at least `least` values, as those of parameters."""
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """EpochCosts operations of matrix products, and those on vectors of at least `least` values, as those of parameters."""
 
     def __init__(self, least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -272,7 +272,7 @@ def table(result: dict[str, Any]) -> Table:
         shown.add_column(head, justify="left" if head == "scheme" else "right")
     for row in result["rows"]:
         cells = [_text(row[part][kind]) for kind in ("products", "vectors", "words") for part in ("counted", "formula")]
-        shown.add_row(row["scheme"], *(str(row[name]) for name in Setting._fields), *cells)
+        shown.add_row(row["scheme"], *(str(row[name]) for name in EpochSizes._fields), *cells)
     return shown
 
 
