@@ -7,7 +7,7 @@ import torch
 
 from dure.cli.main import main
 from dure.cli.reproduce import table1
-from dure.cli.reproduce.table1 import SCHEMES, OperationCounter, EpochSizes, formula
+from dure.cli.reproduce.table1 import SCHEMES, EpochSizes, OperationCounter, formula
 
 
 def test_counts_of_runs_are_those_of_the_formulas(monkeypatch, capsys):

@@ -164,7 +164,7 @@ def counted(scheme: TrainingScheme, setting: EpochSizes, on: str = "virtual") ->
 
 
 def _row(name: str, setting: EpochSizes, on: str) -> dict[str, Any]:
-    """A row. OperationCounter of other processes are not counted."""
+    """A row. Operations of other processes are not counted."""
     scheme = SCHEMES[name]
     found = {
         part: asdict(each)
