@@ -1,4 +1,4 @@
-"""EpochCosts operations and words of synchronous, asynchronous and pipelined SGD, beside the formulas of a table of costs.
+"""Counts operations and words of synchronous, asynchronous and pipelined SGD, beside the formulas of a table of costs.
 
 The table is the first of a paper on data-parallel and pipelined training of an MLP of L weight matrices of N x N, with
 M mini-batches of T samples on K nodes; it gives orders. The constants here come from counting, with 2 operations for a
@@ -225,7 +225,7 @@ FREE = frozenset((*MADE, *MOVED, "mean"))  # the mean is that of losses
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """EpochCosts operations of matrix products, and those on vectors of at least `least` values, as those of parameters."""
+    """Counts operations of matrix products, and those on vectors of at least `least` values, as those of parameters."""
 
     def __init__(self, least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
