@@ -44,10 +44,10 @@ def test_measured_targets_come_before_assumed_factors():
     [
         ("bsp", {}, 1.0),
         ("downpour ps", {"staleness": 4.0}, 1 + 0.25 * 4 * 10 / 40),
-        ("averaging:period=16", {}, 1 + 0.04 * 4),
+        ("averaging:period=16", {}, 1 + 0.05 * 4),
         ("bsp 1bit", {}, 1.05),
         ("ad-psgd", {"sent": 400.0}, 1 + 0.1 * math.log2(4)),
-        ("ad-psgd", {"sent": 100.0}, (1 + 0.1 * math.log2(4)) * (1 + 0.04 * 2)),
+        ("ad-psgd", {"sent": 100.0}, (1 + 0.1 * math.log2(4)) * (1 + 0.05 * 2)),
     ],
 )
 def test_assumed_factors_are_those_of_the_table(strategy, figures, factor):

@@ -1,7 +1,7 @@
 """Jobs of shapes without values: model and data are on PyTorch's meta device, where computations take no time.
 
 Operations, sizes and activations are those of the job itself, so that a plan can treat models that are too large for
-the memory of this machine.
+the memory of this machine. Products of attention are counted, which PyTorch's counter leaves out on a CPU.
 """
 
 from __future__ import annotations

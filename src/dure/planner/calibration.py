@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dure.runtime.virtual.compute import Compute
 
 
+SMALLEST = 1e-6
+"""Least share of a sample in a step: steps that samples do not make longer have no speed."""
+
+
 def is_measured(cluster: Cluster) -> bool:
     """Whether the steps of the cluster's machines are seconds, not operations."""
     return any(kind.compute.seconds is not None for kind in cluster.machines)
@@ -36,9 +40,10 @@ def _divided(compute: Compute, job: Job, profile: JobProfile) -> Compute:
     assert compute.seconds is not None
     assert not isinstance(compute, Trace)  # which has no seconds
     factor = compute.seconds / profile.seconds(job.batch_size)
+    sample = max(profile.sample, SMALLEST * profile.seconds(job.batch_size))
     return compute.changed(
         seconds=None,
         overhead=profile.overhead * factor,
-        call=profile.call * factor,
-        flops_per_second=job.flops_per_sample / (profile.sample * factor),
+        call=min(compute.call if compute.call is not None else profile.call * factor, profile.overhead * factor),
+        flops_per_second=job.flops_per_sample / (sample * factor),
     )

@@ -21,7 +21,8 @@ from dure.sync.base import server_rule_of
 if TYPE_CHECKING:
     from dure.planner.scene import Scene
 
-EVALUATIONS = 25
+EVALUATIONS, SAMPLES = 25, 2000
+"""Evaluations of a run, and samples of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def _scalings(scene: Scene, strategy: str) -> tuple[bool, ...]:
 def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, scaled: bool) -> LearningCurve | None:
     options = config_of(scene, strategy).plain()
     wanted = steps or scene.job.steps
-    options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "scale_lr": scaled}
+    options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "eval_samples": SAMPLES}
+    options |= {"scale_lr": scaled}
     try:
         made = run(TrainConfig.of(options), Prebuilt(scene.job, scene.cluster, told=True))
     except DivergedError:
@@ -87,6 +89,24 @@ def crossed(history: Sequence[Mapping[str, Any]], target: Target) -> float | Non
             return float(before["seconds"] + share * (row["seconds"] - before["seconds"]))
         before = row
     return None
+
+
+def unreached(curves: Mapping[str, LearningCurve], target: Target | None) -> list[str]:
+    """A sentence about a target that no strategy has reached, with the nearest value; none if one has."""
+    if target is None or any(curve.seconds_to_target is not None for curve in curves.values()):
+        return []
+    of_accuracy = target.measure == "accuracy"
+    values = [
+        value
+        for curve in curves.values()
+        for value in (curve.accuracy if of_accuracy else curve.loss)
+        if value is not None
+    ]
+    nearest = f"the nearest was {(max if of_accuracy else min)(values):.4g}" if values else "all diverged"
+    return [
+        f"No strategy reached the target, {target.measure} {target.value:g}: {nearest}. Train for more steps "
+        "(--steps), or choose another target."
+    ]
 
 
 def _order(curve: LearningCurve) -> tuple[bool, float, float]:

@@ -28,7 +28,7 @@ from dure.planner.deadline import Deadline
 from dure.planner.explain import bottlenecks, why, would_change
 from dure.planner.fitting import smallest_change
 from dure.planner.job_profile import profile_job
-from dure.planner.learning import LearningCurve, learned
+from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
 from dure.planner.scene import Scene
@@ -95,7 +95,7 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=why(found.rows, causes),
+        why=[*why(found.rows, causes), *unreached(curves, target)],
         would_change=would_change(scene, found.rows, swept, Deadline(CHANGE * within)),
         sweeps=swept,
         curves=curves,

@@ -9,7 +9,7 @@ needs for the learning of one sample of synchronous SGD. Until it is measured (`
     |--------------------------------------|------------------------------|--------------------------------------------|
     | the updates of synchronous SGD       | 1                            | equal results (tests/oracles)              |
     | gradients stale by s common batches  | 1 + 0.25 s                   | a lower rate is needed                     |
-    | an average every p steps             | 1 + 0.04 log2 p              | replicas drift apart in between            |
+    | an average every p steps             | 1 + 0.05 log2 p              | replicas drift apart in between            |
     | gossip of K workers                  | that, times 1 + 0.1 log2 K   | an exchange has two workers only           |
     | int8; 1bit; top-k and strom          | 1.01; 1.05; 1.1              | rounding; most of a gradient waits         |
 
@@ -28,7 +28,7 @@ from dure.run.strategy import Strategy, name_of
 
 NEAR = 0.95
 
-STALE, DRIFT = 0.25, 0.04
+STALE, DRIFT = 0.25, 0.05
 CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}
 GOSSIP = 0.1
 

@@ -8,7 +8,7 @@
 | `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
 | `bert-albert` | `bert_albert` | a comparison of data and tensor parallelism for BERT and ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
-| `table1` | `table1` | Lee et al.: operations and words of synchronous, asynchronous and pipelined SGD |
+| `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
 Each module has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
 parameters of `reproduce` are the flags that apply to it, all with defaults.

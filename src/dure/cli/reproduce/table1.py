@@ -1,8 +1,8 @@
 """Counts operations and words of synchronous, asynchronous and pipelined SGD, beside the formulas of a table of costs.
 
-The table is the first of a paper on data-parallel and pipelined training of an MLP of L weight matrices of N x N, with
-M mini-batches of T samples on K nodes; it gives orders. The constants here come from counting, with 2 operations for a
-multiplication and an addition:
+The table is the first of a comparison by Yook, Lee and Yoo (in Korean): data-parallel and pipelined training of an MLP
+of L weight matrices of N x N, with M mini-batches of T samples on K nodes. It gives orders. The constants here come
+from counting, with 2 operations for a multiplication and an addition:
 
     products         a mini-batch: forward 2 N^2 L T, gradient of weights 2 N^2 L T, of inputs 2 N^2 (L - 1) T
     updates          2 N^2 L of SGD

@@ -1,0 +1,91 @@
+"""`dure plan`: its answer, its files and its errors, as a user meets them."""
+
+import json
+
+import pytest
+
+import dure
+from dure.cli.main import main
+from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.planner.fitting import smallest_change
+from dure.planner.scene import Scene
+from dure.planner.timing import largest_memory, setup_in, timed
+from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant
+
+FAST = Constant(flops_per_second=1e9, overhead=1e-3)
+
+
+def cluster(count=4, bandwidth=1e9, **machine):
+    kinds = (Machines(count=count, compute=FAST, **machine),)
+    return Cluster(machines=kinds, link=Link(bandwidth=bandwidth, latency=1e-4))
+
+
+def test_plain_data_parallelism_is_the_answer_on_a_fast_network_with_a_script(tmp_path, capsys):
+    file = tmp_path / "fast.yaml"
+    file.write_text("machines: [{count: 2, compute: {flops_per_second: 1e8}}]\nlink: {bandwidth: 100 Gbit/s}\n")
+    page = tmp_path / "plan.html"
+    assert main(["plan", "digits-mlp", "--on", str(file), "--within", "5", "--report", str(page), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert values["answer"]["plain_ddp"]
+    assert "DistributedDataParallel" in values["answer"]["ddp_script"]
+    assert values["answer"]["command"].startswith("torchrun --nnodes 2")
+    assert values["rows"][0]["strategy"] == "bsp"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_model_that_fits_nowhere_gets_the_smallest_change():
+    with pytest.raises(UsageError, match=r"no strategy fits into .* The least is needed by") as refused:
+        dure.plan("digits-mlp", on=cluster(memory=20_000))
+    assert "workers with" in str(refused.value) or "--batch-size" in str(refused.value)
+    assert "memory of" in str(refused.value)
+
+
+def test_the_smallest_change_makes_it_fit():
+    here = Scene(load_job("digits-mlp"), cluster(memory=20_000), 256)
+    told = smallest_change(here, {})
+    needed = int(float(told.partition("memory of ")[2].split()[0]) * 1000) + 1000
+    strategy = told.partition("is needed by ")[2].partition(": ")[0]
+    larger = here.on(cluster(memory=needed))
+    assert largest_memory(setup_in(larger, strategy)).total <= needed
+    with pytest.raises(UsageError, match="bytes of memory"):
+        timed(here, strategy)
+    timed(larger, strategy)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"job": ""}, "no job is named"),
+        ({"job": "digits-mlp", "on": "nowhere"}, '"nowhere" is no place of a plan and no file'),
+        ({"job": "digits-mlp", "on": "virtual", "target": 0.9, "target_loss": 1.0}, "target"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_sentence(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        dure.plan(**options)
+
+
+def test_workers_that_contradict_the_cluster_are_refused():
+    with pytest.raises(UsageError, match="--workers 3 was asked for, and the cluster has 4"):
+        dure.plan("digits-mlp", on=cluster(), workers=3)
+
+
+def test_variants_change_one_thing():
+    here = cluster()
+    assert with_bandwidth(here, 0.5).link.bandwidth == here.link.bandwidth / 2
+    assert of_workers(here, 8).workers == 8
+    assert without_limits(cluster(memory=10)).memory_of(0) is None
+    slow = here.changed(machines=(Machines(count=3, compute=FAST), Machines(count=1, speed=0.2, compute=FAST)))
+    assert with_equal_workers(slow).durations(0, 0).speed == pytest.approx(0.8)
+    assert of_workers(slow, 8) is None
+
+
+def test_a_target_that_nothing_reaches_is_said_to_be_so():
+    found = dure.plan("digits-mlp", on=cluster(count=2), target=1.0, steps=3, learn=1, within=3)
+    assert any("No strategy reached the target, accuracy 1: the nearest was 0." in sentence for sentence in found.why)
+    reached = dure.plan("digits-mlp", on=cluster(count=2), target=0.2, steps=40, learn=1, within=3)
+    assert not any("No strategy reached" in sentence for sentence in reached.why)
+    assert reached.best.seconds_to_target is not None
