@@ -227,3 +227,16 @@ def test_values_of_other_types_are_encoded_too():
         out = torch.empty(30, dtype=torch.float64)
         coder.decode(coder.encode(values), out)
         assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("step", [-128, 100], ids=["step", "scale"])
+def test_int8_refuses_messages_whose_values_would_not_be_finite(step):
+    """A flipped bit of a scale can make a finite scale whose multiples are infinite."""
+    coder = CODECS["int8"].coder(layout_of(9))
+    message = coder.encode(torch.ones(9))
+    largest = torch.finfo(torch.float32).max
+    scale = largest / 127.9 if step == -128 else largest / 2
+    message[0] = step % 256
+    message[9:] = torch.tensor([scale]).view(torch.uint8)
+    with pytest.raises(DamagedMessage):
+        coder.decode(message, torch.empty(9))

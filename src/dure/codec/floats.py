@@ -95,9 +95,11 @@ class _Int8Coder(DenseCoder):
         return message[: self.numel].view(torch.int8), viewed(message[self.numel :], torch.float32)
 
     def _check(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-        scales = parts[1]
-        if not bool(((scales >= 0) & (scales <= _MOST)).all()):
-            raise DamagedMessage("a scale that is not finite, or negative.")
+        steps, scales = parts
+        if not bool(((scales >= 0) & (scales <= _MOST_SCALE)).all()):
+            raise DamagedMessage("a scale that is too large, not finite, or negative.")
+        if bool((scales > _MOST / 128).any()) and bool((steps == -128).any()):  # which no message has
+            raise DamagedMessage("a step below -127.")
 
     def _write(self, parts: tuple[torch.Tensor, torch.Tensor], where: slice, out: torch.Tensor) -> None:
         steps, scales = parts
