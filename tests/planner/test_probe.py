@@ -19,18 +19,11 @@ from dure.core.cost import codec_cost, fit
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.probe import measure as link_measure
-from dure.planner.probe.probe import (
-    advice,
-    described,
-    disturbance,
-    hand_over,
-    hosts_of,
-    partners,
-    probe,
-    table,
-    unfairness_of,
-    wire_of,
-)
+from dure.planner.probe.description import described
+from dure.planner.probe.fits import advice, disturbance, hand_over, unfairness_of, wire_of
+from dure.planner.probe.probe import hosts_of, partners, probe
+from dure.planner.probe.stragglers import sentence, stragglers
+from dure.planner.probe.table import table
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network
@@ -66,7 +59,11 @@ def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> di
         "pairs": met,
         "apply": [[(size, 1e-5 + size * 4e-10) for size in SIZES] for _ in world],
         "cores": [3 for _ in world],
-        "compute": steps or [[] for _ in world],
+        "memory": [64 * 10**9 for _ in world],
+        "compute": steps or [[0.1] for _ in world],
+        "flops": None,
+        "names": [f"node{host}" for host in world],
+        "stragglers": [],
     }
 
 
@@ -203,7 +200,7 @@ def test_a_host_beside_a_slow_one_keeps_its_own_link() -> None:
     assert [kind.count for kind in cluster.machines] == [3, 1]
     rates = [kind.link.bandwidth for kind in cluster.machines if kind.link is not None]
     assert rates == pytest.approx([fast, slow], rel=1e-3)
-    assert [kind.compute.seconds for kind in cluster.machines] == [0.2, 0.8]
+    assert [kind.compute.seconds for kind in cluster.machines] == pytest.approx([0.2, 0.8])
     assert cluster.link.bandwidth == pytest.approx(fast, rel=1e-3)
 
 
@@ -247,6 +244,53 @@ def test_the_ranks_of_one_host_are_its_workers_and_use_no_card() -> None:
     assert (cluster.inside.latency, cluster.link.latency) == pytest.approx((5e-6, 5e-6), rel=1e-3)
 
 
+def test_steps_have_the_mean_and_the_spread_of_the_median_worker() -> None:
+    rng = np.random.default_rng(0)
+    steps = [list(0.02 * np.exp(sigma * rng.standard_normal(400) - sigma**2 / 2)) for sigma in (0.1, 0.2, 0.4)]
+    (kind,) = described(found([1e9] * 3, steps), workers=3).machines
+    assert kind.compute.distribution == "lognormal"
+    assert kind.compute.seconds == pytest.approx(0.02, rel=0.02)
+    assert kind.compute.sigma == pytest.approx(0.2, rel=0.1)
+    assert kind.speed == 1.0
+
+
+def test_products_of_matrices_give_a_speed() -> None:
+    (kind,) = described(found([1e9] * 2, [[2e-3]] * 2) | {"flops": 4e7}, workers=2).machines
+    assert kind.compute.seconds is None
+    assert kind.compute.flops_per_second == pytest.approx(2e10)
+
+
+def test_a_straggler_is_named_and_has_a_speed_in_the_file() -> None:
+    """Rank 3 of host 1 alternates between a usual step and a pause; its median step is that of the others."""
+    steps = [[0.1] * 40, [0.1] * 40, [0.11] * 40, [0.1, 0.1, 0.1, 0.7] * 10, [0.1] * 40, [0.1] * 40]
+    shown = hosted([[0, 1], [2, 3], [4, 5]], [1e9] * 3, [4e9] * 3) | {"compute": steps}
+    (slow,) = stragglers(shown)
+    assert slow == {"slow": "step", "rank": 3, "host": "node1", "factor": 2.5}
+    assert "rank 3 on node1 take 2.5 times" in sentence(slow)
+    cluster = described(shown, workers=6)
+    assert [kind.speed for kind in cluster.machines] == [(1.0, 1.0, 1.0, 0.4, 1.0, 1.0)]
+    seconds = [cluster.durations(worker, 0).draw() for worker in range(6)]
+    assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.25, 0.1, 0.1])
+
+
+def test_one_of_two_workers_can_be_the_straggler() -> None:
+    assert [slow["rank"] for slow in stragglers(found([1e9, 1e9], [[0.3], [0.1]]))] == [0]
+    assert stragglers(found([1e9, 1e9], [[0.1], [0.12]])) == []
+
+
+def test_a_host_with_a_slow_link_is_named() -> None:
+    (slow,) = stragglers(found([100e6, 100e6, 100e6, 20e6]))
+    assert (slow["slow"], slow["host"], slow["factor"]) == ("link", "node3", pytest.approx(5, rel=0.01))
+    assert "link of node3" in sentence(slow)
+
+
+def test_the_workers_of_a_host_share_its_memory() -> None:
+    shown = hosted([[0, 1], [2, 3]], [1e9] * 2, [4e9] * 2) | {"memory": [64_000_900_000, 32 * 10**9]}
+    cluster = described(shown, workers=9)
+    assert [cluster.memory_of(worker) for worker in range(4)] == [32 * 10**9] * 2 + [16 * 10**9] * 2
+    assert described(found([1e9]), workers=6).memory_of(5) == 10_666 * 10**6
+
+
 def test_ranks_of_a_host_that_are_not_in_a_row_are_refused() -> None:
     assert hosts_of(["a", "a", "b", "c", "c"]) == [[0, 1], [2], [3, 4]]
     with pytest.raises(UsageError, match=r"not in a row.*as torchrun does"):
@@ -284,6 +328,7 @@ def test_a_machine_alone_is_a_host_whose_workers_share_its_cores(workers: int, s
     (kind,), host = cluster.machines, cluster.host
     assert (kind.count, host.cores) == (workers, 3)
     assert kind.compute.mean(0.0) == pytest.approx(0.01 * share)
+    assert kind.memory == 64 * 10**9 // workers // 10**6 * 10**6
     chunk = 4000 / workers
     assert host.all_reduce.start + chunk * host.all_reduce.byte == pytest.approx(2e-3, rel=1e-3)
     assert host.gradient.start + chunk * host.gradient.byte == pytest.approx(1e-3, rel=1e-3)
@@ -340,7 +385,8 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
     for cost in cluster.codecs.values():
         assert min(line.start + 4810 * line.value for _, line in cost) > 0
     assert told["pairs"] == []
-    assert len(told["compute"][0]) == 20
+    assert len(told["compute"][0]) >= 20
+    assert cluster.memory_of(2) == cluster.memory_of(0) == told["memory"][0] // 3 // 10**6 * 10**6
     assert len(told["runs"]["steps"]) == 3
     assert min(told["runs"]["all_reduce"], told["runs"]["gradient"]) >= 0
     assert [point[0] for point in told["hand_over"]] == [0, 4, 4 * told["numel"]]

@@ -5,7 +5,7 @@ import torch
 
 from dure.job.gradients import GradientEngine
 from dure.planner.probe import synthetic_job as module
-from dure.planner.probe.measure import STEPS, step_seconds
+from dure.planner.probe.measure import MOST_STEPS, STEPS, step_seconds
 from dure.planner.probe.synthetic_job import SLOPE, synthetic_job
 
 
@@ -35,5 +35,6 @@ def test_steps_are_timed_one_by_one_and_the_first_is_left_out(monkeypatch):
     asked = []
     one = GradientEngine.one
     monkeypatch.setattr(GradientEngine, "one", lambda self, work: asked.append(work.step) or one(self, work))
-    assert len(step_seconds(synthetic_job([8], 0.0))) == STEPS
-    assert asked == list(range(STEPS + 1))
+    seconds = step_seconds(synthetic_job([8], 0.0))
+    assert STEPS < len(seconds) <= MOST_STEPS  # they are short
+    assert asked == list(range(len(seconds) + 1))

@@ -288,7 +288,8 @@ class Probe:
 
         from dure.job.job import load_job
         from dure.job.validation import validate_job
-        from dure.planner.probe.probe import probe, table
+        from dure.planner.probe.probe import probe
+        from dure.planner.probe.table import table
 
         if not self.out.parent.is_dir():  # an error before anything is measured
             raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")

@@ -39,7 +39,7 @@ from dure.run.strategy import AXES, Strategy, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.machine_memory import check_memory, memory_limit, physical_memory
+from dure.runtime.launch.machine_memory import check_memory, usable_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     if setup.stages is not None:
         setup.stages.measure()
     if not config.virtual and not is_started_outside(config.on):
-        memory = min(physical_memory(), memory_limit() or physical_memory())
+        memory = usable_memory()
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
     if not (prebuilt.told or is_started_outside(config.on)):
         _announce(setup)

@@ -30,6 +30,7 @@ from dure.job.gradient import GradientWork
 from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
+from dure.runtime.launch.machine_memory import usable_memory
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
@@ -61,6 +62,18 @@ APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
 """Sizes in bytes of the updates whose application is measured."""
 
 STEPS = 20
+"""Least number of steps whose durations are measured."""
+
+SPAN, MOST_STEPS = 0.5, 400
+"""Seconds after which no further steps are measured, and the largest number of steps.
+
+The system gives a core to two busy programs in turn, for milliseconds each; the mean of many steps shows the share.
+"""
+
+ORDER = 256
+"""Rows of the matrices whose product is a step if no job is given."""
+
+PRODUCT_FLOPS = 2.0 * ORDER**3
 
 HAND_OVERS = 100
 """Number of pushes to the second process, each after a step, over which costs are averaged."""
@@ -90,8 +103,8 @@ class LinkBenchmark:
     | `race`       | peers, | `rounds`, `count` times: seconds until `size` bytes of each peer are here,  |
     |              | size,  | all sent at once                                                          |
     |              | count  |                                                                           |
-    | `apply`      |        | `points` of (bytes, seconds) of updates applied, and this host's `cores`  |
-    | `compute`    |        | `seconds` of steps of the job, one after another; none without a job      |
+    | `apply`      |        | `points` of (bytes, seconds) of updates applied; `cores` and `memory` here |
+    | `compute`    |        | `seconds` of steps, one after another: of the job, or of matrix products  |
     | `host N`     |        | after a shard of N values has been made for pushes                        |
     | `hand over`  | peer   | `points`: costs of a push to the peer's shard and of the reply            |
     | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
@@ -124,7 +137,7 @@ class LinkBenchmark:
         if kind == "apply":
             return self._apply()
         if kind == "compute":
-            return Reply({"seconds": [] if self._job is None else step_seconds(self._job)})
+            return Reply({"seconds": step_seconds(self._job)})
         if kind == "host":
             self._node.serve("shard", OpenShard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
             return Reply()
@@ -212,7 +225,7 @@ class LinkBenchmark:
             client = ServerClient(self._node, 0, servers)
             times = [await self._pushed(client, update) for _ in range(MOST)]
             points.append([nbytes, statistics.median(times[1:])])
-        return Reply({"points": points, "cores": cores()})
+        return Reply({"points": points, "cores": cores(), "memory": usable_memory()})
 
     async def _hand_over(self, peer: str) -> Reply:
         """Time a loop of steps that pushes to a shard in the second process and pulls the values.
@@ -272,14 +285,22 @@ def begin_steps(job: Job) -> Callable[[], object]:
     return step
 
 
-def step_seconds(job: Job) -> list[float]:
-    """Seconds of STEPS whole steps of `job`, one after another; a first step is not counted."""
-    step, times = begin_steps(job), []
-    for _ in range(STEPS + 1):
+def begin_products() -> Callable[[], object]:
+    """Make a function that multiplies two matrices: a step of PRODUCT_FLOPS operations."""
+    factor = torch.full((ORDER, ORDER), 0.5)
+    return partial(torch.matmul, factor, factor, out=torch.empty_like(factor))
+
+
+def step_seconds(job: Job | None) -> list[float]:
+    """Seconds of whole steps of `job`, or of products without a job, one after another; a first step is not counted."""
+    step = begin_products() if job is None else begin_steps(job)
+    times: list[float] = []
+    step()
+    while len(times) < STEPS or (len(times) < MOST_STEPS and sum(times) < SPAN):
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
-    return times[1:]
+    return times
 
 
 async def _seconds_until(give: Operation[Reply], began: float) -> float:

@@ -35,6 +35,9 @@ WARM = 8
 """Steps of warm-up of each worker; they are not counted."""
 
 DRAWS = 20_000
+SLOW = 1.25
+"""Mean step of a straggler, as a multiple of the median worker's, at least."""
+
 TAIL = 0.99
 """Share of steps that determine the spread; the longest steps count only in the mean."""
 
@@ -73,6 +76,19 @@ def described(steps: Sequence[Sequence[float]]) -> Steps:
     times = np.sort(np.concatenate([np.asarray(each) for each in steps]))
     usual = times[: max(1, math.ceil(TAIL * len(times)))]
     return Steps(float(times.mean()), float(np.log(usual).std()))
+
+
+def slow_among(seconds: Sequence[float]) -> dict[int, float]:
+    """The places of `seconds` that are SLOW times the median or more, with their factors, the slowest first.
+
+    Of an even number, the median is the lower of the two in the middle: one of two workers can be slow.
+
+    >>> slow_among([0.1, 0.1, 0.25, 0.11])
+    {2: 2.5}
+    """
+    usual = statistics.median_low(seconds)
+    factors = {place: each / usual for place, each in enumerate(seconds) if each >= SLOW * usual}
+    return dict(sorted(factors.items(), key=lambda pair: -pair[1]))
 
 
 def slowest(steps: Steps, workers: int, period: int) -> float:

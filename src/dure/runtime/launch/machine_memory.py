@@ -60,6 +60,11 @@ def _limits(root: Path, path: str, name: str) -> list[int]:
     return found
 
 
+def usable_memory() -> int:
+    """Bytes of memory that the processes of this control group can use together."""
+    return min(physical_memory(), memory_limit() or physical_memory())
+
+
 def check_memory(processes: int, nbytes: int, memory: int, *, own: int = PROCESS_NBYTES, instead: str = "") -> None:
     """Raise `UsageError` if the processes, with a model of `nbytes` bytes each, cannot fit in `memory` bytes.
 

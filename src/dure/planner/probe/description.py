@@ -1,0 +1,229 @@
+"""The figures of `dure probe` as a `Cluster`: machines of a kind, their links, steps and memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from dure.core.cost import Fit, _rounded, codec_cost, fit
+from dure.planner.probe.fits import hand_over, unfairness_of, wire_of
+from dure.planner.probe.measure import Figures
+from dure.planner.probe.short_runs import Steps, slow_among
+from dure.planner.probe.short_runs import described as described_steps
+from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines, RoundCost, ServerMachines, SharedHost
+from dure.runtime.virtual.compute import Compute, Constant, LogNormal
+
+ALIKE = 0.1
+"""Hosts with as many workers whose figures differ by at most this share count as machines of one kind."""
+
+LEAST_SPREAD = 0.01
+"""Standard deviation of the logarithms of steps below which the file has constant steps."""
+
+LEAST_WIRE = 0.05
+"""Least share of a byte's time that is attributed to the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """One link: seconds of half a round trip, and seconds per byte on it."""
+
+    way: float
+    per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredHost:
+    """One host: its card, the `steps` of each of its workers, their inner link if there are several.
+
+    `memory`: bytes for each worker.
+    """
+
+    card: MeasuredLink
+    steps: Sequence[Steps]
+    memory: int
+    inside: MeasuredLink | None = None
+
+    @property
+    def workers(self) -> int:
+        return len(self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Mean step of the median worker."""
+        return statistics.median_low(each.seconds for each in self.steps)
+
+    def like(self, other: MeasuredHost) -> bool:
+        """Whether both are machines of one kind."""
+        mine, theirs = (
+            (each.card.per_byte, each.seconds, each.memory, each.inside.per_byte if each.inside else 1.0)
+            for each in (self, other)
+        )
+        alike = all(abs(a - b) <= ALIKE * max(a, b) for a, b in zip(mine, theirs, strict=True))
+        return self.workers == other.workers and alike
+
+
+def described(found: Figures, workers: int) -> Cluster:
+    """The cluster that fits the figures. If only one rank was measured, the cluster has `workers` machines like it.
+
+    A message between a worker and a server beside it takes alpha + bytes / memory_bandwidth; one between workers of a
+    machine latency + alpha + bytes / bandwidth of their inner link; one between machines latency + alpha +
+    bytes * (beta + 1 / bandwidth). Without a second host, the inner link takes the place of the card.
+    """
+    between = found["pairs"] or found["inside"] or found["local"]
+    hosts = measured_hosts(found)
+    ways = [link.way for host in hosts for link in (host.card, host.inside) if link is not None]
+    alpha = min(statistics.median(each["cpu_message"] for each in between), *ways)
+    kinds = _kinds(hosts)
+    alone = sum(map(len, found["hosts"])) == 1
+    cores = min(found["cores"])
+    machines = [_machines(kind, alpha, cores, found["flops"]) for kind in kinds]
+    if alone:
+        (kind,) = machines
+        machines = [kind.model_copy(update={"count": workers, "memory": _whole_megabytes(kind.memory or 0, workers)})]
+    most = max(machines, key=lambda kind: kind.count)
+    inside = max((kind for kind in machines if kind.inside), key=lambda kind: kind.count, default=most).inside
+    link = most.link or Link()
+    if len(kinds) == 1:  # the keys of the cluster say it for all machines
+        machines = [most.model_copy(update={"link": None, "inside": None})]
+    cluster = Cluster(
+        machines=machines,
+        servers=ServerMachines(cores=cores),
+        link=link,
+        inside=inside or InsideLink(),
+        alpha=_rounded(alpha),
+        beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
+        gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
+        unfairness=_rounded(unfairness_of(found.get("races", ())), 2),
+        memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
+        codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
+    )
+    return one_host(cluster, found, workers) if "hand_over" in found else cluster
+
+
+def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
+    """Change `cluster` to processes that share the cores of one machine, by the measured `hand_over` and `runs`.
+
+    If workers outnumber the cores, they wait for each other, so a step alone takes less than the measured time.
+    """
+    cores = min(found["cores"])
+    alpha, beta, wake = hand_over(found["hand_over"])
+    byte = statistics.median(sum(wire_of(each).slopes) for each in found["local"])
+    runs = found.get("runs")
+    more: dict[str, Any] = {}
+    if runs is not None:
+        steps = described_steps(runs["steps"])
+        own = steps.seconds * min(1.0, cores / workers)
+        more["machines"] = (
+            cluster.machines[0].model_copy(
+                update={"compute": LogNormal(seconds=_rounded(own), sigma=_rounded(steps.sigma))}
+            ),
+        )
+    rounds = {
+        name: _round(runs[name], found["numel"], workers, byte)
+        for name in ("all_reduce", "gradient")
+        if runs is not None and runs[name] is not None
+    }
+    host = SharedHost(cores=cores, **rounds)
+    link = cluster.link.model_copy(update={"latency": _rounded(wake)})
+    return cluster.model_copy(
+        update={**more, "host": host, "link": link, "alpha": _rounded(alpha), "beta": _rounded(beta)}
+    )
+
+
+def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:
+    """Cost of a round of an all_reduce that took `seconds`. A byte costs at most `byte` seconds."""
+    rounds = 2 * (workers - 1)
+    byte = min(byte, seconds / rounds / (4 * numel / workers))
+    return RoundCost(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
+
+
+def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:
+    """The time of the slowest host for each operation and size, because all hosts wait for the slowest."""
+    return {
+        operation: [max(same, key=itemgetter(1)) for same in zip(*(host[operation] for host in hosts), strict=True)]
+        for operation in hosts[0]
+    }
+
+
+def measured_hosts(found: Figures) -> list[MeasuredHost]:
+    """The best figures of each host: with a slower partner, the figures are those of the partner's link."""
+    hosts = []
+    for number, (ranks, local) in enumerate(zip(found["hosts"], found["local"], strict=True)):
+        within = [figures for figures in found["inside"] if figures["host"] == number]
+        outside = [figures for figures in found["pairs"] if number in figures["hosts"]] or within or [local]
+        card = MeasuredLink(_way(outside), min(_on_link(wire_of(figures)) for figures in outside))
+        inside = MeasuredLink(_way(within), min(sum(wire_of(figures).slopes) for figures in within)) if within else None
+        steps = [described_steps([found["compute"][rank]]) for rank in ranks]
+        memory = _whole_megabytes(found["memory"][number], len(ranks))
+        hosts.append(MeasuredHost(card, steps, memory, inside))
+    return hosts
+
+
+def _way(pairs: Sequence[Figures]) -> float:
+    """Seconds of half of the shortest round trip."""
+    return min(float(figures["round_trip"]) / 2 for figures in pairs)
+
+
+def _on_link(wire: Fit) -> float:
+    """Seconds per byte on the link, at least LEAST_WIRE of all that a byte takes: cores may hide the link's time."""
+    beside, on = wire.slopes
+    return max(on, LEAST_WIRE * (beside + on))
+
+
+def _kinds(hosts: Sequence[MeasuredHost]) -> list[list[MeasuredHost]]:
+    """Group hosts of neighboring ranks whose figures are alike."""
+    kinds: list[list[MeasuredHost]] = []
+    for host in hosts:
+        if kinds and host.like(kinds[-1][0]):
+            kinds[-1].append(host)
+        else:
+            kinds.append([host])
+    return kinds
+
+
+def _whole_megabytes(nbytes: int, workers: int) -> int:
+    """The share of each worker, rounded down."""
+    return nbytes // workers // 10**6 * 10**6
+
+
+def _machines(kind: Sequence[MeasuredHost], alpha: float, cores: int, flops: float | None) -> Machines:
+    """Machines like those of `kind`; a step has `flops` operations if they are known."""
+    inner = [host.inside for host in kind if host.inside is not None]
+    return Machines(
+        count=len(kind),
+        workers=kind[0].workers,
+        cores=cores,
+        compute=_compute(kind, flops),
+        speed=_speed(kind),
+        memory=min(host.memory for host in kind),
+        link=Link(**_link([host.card for host in kind], alpha)),
+        inside=InsideLink(**_link(inner, alpha)) if inner else None,
+    )
+
+
+def _link(measured: Sequence[MeasuredLink], alpha: float) -> dict[str, Any]:
+    """The bandwidth and the latency of links of one kind."""
+    way, per_byte = (statistics.median(getattr(link, name) for link in measured) for name in ("way", "per_byte"))
+    return {"bandwidth": _rounded(1 / per_byte), "latency": _rounded(max(way - alpha, 0.0))}
+
+
+def _compute(kind: Sequence[MeasuredHost], flops: float | None) -> Compute:
+    """The step of the median worker, and the median spread of a worker's steps."""
+    seconds = _usual(kind)
+    mean = {"seconds": _rounded(seconds)} if flops is None else {"flops_per_second": _rounded(flops / seconds)}
+    sigma = _rounded(statistics.median(each.sigma for host in kind for each in host.steps), 2)
+    return LogNormal(**mean, sigma=sigma) if sigma >= LEAST_SPREAD else Constant(**mean)
+
+
+def _usual(kind: Sequence[MeasuredHost]) -> float:
+    return statistics.median_low(each.seconds for host in kind for each in host.steps)
+
+
+def _speed(kind: Sequence[MeasuredHost]) -> float | tuple[float, ...]:
+    """The speed of each worker, where stragglers are among them. Others have the median worker's speed, 1."""
+    slow = slow_among([each.seconds for host in kind for each in host.steps])
+    workers = sum(host.workers for host in kind)
+    return tuple(_rounded(1 / slow.get(worker, 1.0), 3) for worker in range(workers)) if slow else 1.0
