@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import socket
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from operator import itemgetter
@@ -76,7 +76,23 @@ def probe(
     """
     if workers < 1:
         raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
-    named = _named(codecs)
+    found = _measured(job, _named(codecs), key_file)
+    if found is None:
+        return None
+    found["flops"] = PRODUCT_FLOPS if job is None else None
+    if len(found["compute"]) == 1 and job is not None:
+        found["numel"] = Replica(job.build(0)).numel
+        found["runs"] = None
+        if name:
+            found["runs"] = runs = short_runs(name, data, workers, statistics.median(found["compute"][0]))
+            found["advice"] = " ".join(filter(None, [found["advice"], disturbance(runs)]))
+    found["stragglers"] = stragglers(found)
+    found["cluster"] = described(found, workers)
+    return found
+
+
+def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | None) -> Figures | None:
+    """The figures of all hosts, at rank 0; None at other ranks, after their part."""
     here = place() or RankEnvironment()
     rendezvous = Rendezvous(here, "probe")
     run = rendezvous.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
@@ -84,7 +100,7 @@ def probe(
     hosts = hosts_of(rendezvous.exchange("host", network_identity()))
     names = rendezvous.exchange("name", [socket.gethostname(), here.interface])
     node = ProcessNode(Identity(run, f"rank {here.rank}", here.rank), credentials)
-    benchmark = LinkBenchmark(node, job, named)
+    benchmark = LinkBenchmark(node, job, codecs)
     node.serve(SERVICE, benchmark)
     with ExitStack() as stack:
         stack.callback(node.wire.close)
@@ -98,24 +114,13 @@ def probe(
             node.loop.run_until(benchmark.over)
             found = None
         else:
-            found = node.loop.run_until(node.spawn(_conduct(node, hosts, list(named)), "the measurements"))
+            found = node.loop.run_until(node.spawn(_conduct(node, hosts, list(codecs)), "the measurements"))
+            found["names"] = [named_host(*names[ranks[0]], alone=len(hosts) == 1) for ranks in hosts]
             benchmark.over.resolve()
         if beside is not None:
             node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
             beside.until_gone()
         rendezvous.part()
-    if found is None:
-        return None
-    found["names"] = [named_host(*names[ranks[0]], alone=len(hosts) == 1) for ranks in hosts]
-    found["flops"] = PRODUCT_FLOPS if job is None else None
-    if here.world_size == 1 and job is not None:
-        found["numel"] = Replica(job.build(0)).numel
-        found["runs"] = None
-        if name:
-            found["runs"] = runs = short_runs(name, data, workers, statistics.median(found["compute"][0]))
-            found["advice"] = " ".join(filter(None, [found["advice"], disturbance(runs)]))
-    found["stragglers"] = stragglers(found)
-    found["cluster"] = described(found, workers)
     return found
 
 
