@@ -1,13 +1,18 @@
 """Timings of strategies: the seconds of long runs of the same strategy, and closed forms."""
 
+from itertools import pairwise
+
 import pytest
+import torch
+from torch import nn
 
 import dure
 from dure.errors import UsageError
-from dure.job.job import load_job
+from dure.job.data.dataset import Data
+from dure.job.job import Job, load_job
 from dure.planner.scene import Scene
 from dure.planner.step_times import StepTimes
-from dure.planner.timing import timed
+from dure.planner.timing import setup_in, timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 
@@ -98,6 +103,24 @@ def test_a_model_that_does_not_fit_is_refused():
     small = (Machines(count=4, compute=COMPUTE, memory=1000),)
     with pytest.raises(UsageError, match="bytes of memory or more"):
         timed(scene(machines=small), "bsp")
+
+
+def test_cuts_by_a_profile_do_not_depend_on_the_strategies_timed_before():
+    """Copies of the model in a pipeline of four workers have mini-batches twice as large as in one of two."""
+    widths = (32, 128, 128, 8, 32)
+
+    def model():
+        return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
+
+    data = Data(torch.zeros(64, widths[0]), torch.zeros(64, dtype=torch.long))
+    job = Job(model, nn.functional.cross_entropy, data, batch_size=8)
+    kinds = (Machines(count=4, compute=Constant(flops_per_second=1e9, overhead=1e-4)),)
+    here = Scene(job, Cluster(machines=kinds, link=LINK), 64)
+    wanted = "bsp pipedream:stages=2,cuts=profile"
+    alone = setup_in(here, wanted).stages.layout.bounds
+    fresh = Scene(here.job, here.cluster, here.batch)
+    assert setup_in(fresh, "bsp 1f1b:stages=4,micro=4,cuts=profile").stages.layout.bounds == (0, 1, 2, 3, 4)
+    assert setup_in(fresh, wanted).stages.layout.bounds == alone
 
 
 def test_speeds_are_those_of_whole_periods_before_the_first_worker_ends():

@@ -311,7 +311,8 @@ class StageLayout:
 
     def _counted(self) -> Profile:
         """The profile of the blocks by their operations."""
-        return self._known(("profile", len(self.blocks)), lambda: counted(self.job, self.blocks, self.job.batch_size))
+        size = self.job.batch_size
+        return self._known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
 
     def _known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
         """The figures of the whole model under `key`, which are measured once."""
