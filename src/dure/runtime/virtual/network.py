@@ -48,10 +48,11 @@ from typing import Protocol
 
 import numpy as np
 
-from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
+from dure.core.collective_cost import COLLECTIVES, Cost, Path, Paths
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.cores import Cores, Process
 from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.paths import path_of, paths_of
 
 _EGRESS, _INGRESS, _BOTH = 1, 2, 3
 _BLOCK = 512  # weights drawn at once
@@ -421,27 +422,11 @@ class Network:
 
     def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:
         """The costs of the rounds of a collective among `nodes`, in the order of ranks."""
-        indices = [self.node(node) for node in nodes]
-        machines = [self._machine[i] for i in indices]
-        if len(set(machines)) == len({self._place[i] for i in indices}):
-            return self.path(nodes, gradient=gradient)
-        cluster, path = self.cluster, self.path(nodes)
-        inside = {each: cluster.inside_of(each) for each in machines}
-        return HostedRanks(
-            machines,
-            {each: path._replace(**cluster.link_of(each).model_dump()) for each in machines},
-            {each: path._replace(beta=0.0, **link.model_dump()) for each, link in inside.items()},
-        )
+        return paths_of(self.cluster, [self._place[self.node(node)] for node in nodes], gradient=gradient)
 
     def path(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Path:
         """The slowest link between the machines of `nodes`, which bounds a round of a collective."""
-        host = self.cluster.host
-        if host is not None:
-            round_ = host.gradient if gradient else host.all_reduce
-            return Path(0.0, round_.start, math.inf, round_.byte)
-        links = [self.cluster.link_of(machine) for machine in {self._machine[self.node(node)] for node in nodes}]
-        latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
-        return Path(latency, self._alpha, bandwidth, self._beta, self.cluster.gamma, self._header, self._small)
+        return path_of(self.cluster, [self._machine[self.node(node)] for node in nodes], gradient=gradient)
 
     def route(self, src: str | int, dst: str | int) -> Pair:
         """The connection from `src` to `dst`, one object for each pair of nodes."""
