@@ -8,10 +8,12 @@ import dure
 from dure.cli.main import main
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.planner.commands import Command
 from dure.planner.fitting import smallest_change
 from dure.planner.scene import Scene
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
+from dure.run.config import TrainConfig
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -34,6 +36,15 @@ def test_plain_data_parallelism_is_the_answer_on_a_fast_network_with_a_script(tm
     assert values["answer"]["command"].startswith("torchrun --nnodes 2")
     assert values["rows"][0]["strategy"] == "bsp"
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_command_starts_as_many_ranks_as_the_machines_have_workers():
+    options = TrainConfig(job="digits-mlp", strategy="bsp", batch_size=8, on="torchrun")
+    given = "train digits-mlp --strategy bsp --batch-size 8"
+    assert Command(options, [3]).line == f"dure {given} --workers 3 --on local"
+    for ranks, each in (([2, 2], "2"), ([2, 2, 3], "RANKS")):
+        start = f"torchrun --nnodes {len(ranks)} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+        assert Command(options, ranks).line == f"{start} -m dure {given} --on torchrun"
 
 
 def test_a_model_that_fits_nowhere_gets_the_smallest_change():

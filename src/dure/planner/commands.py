@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dure.planner.timing import config_of
+from dure.run.config import TrainConfig
+from dure.run.emit import torchrun
+from dure.run.emit.arguments import arguments_of
+from dure.run.emit.launch import Launch, ranks_of
 
 if TYPE_CHECKING:
     from dure.planner.options import PlanOptions
@@ -36,27 +41,29 @@ for epoch in range(epochs):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A line for a shell, and the batch of each copy of the model in it."""
+    """The options of a real run, and the `ranks` on each of its machines."""
 
-    line: str
-    batch_size: int
+    config: TrainConfig
+    ranks: Sequence[int]
+
+    @property
+    def line(self) -> str:
+        """The line for a shell: on one machine for this machine, on several for each of them.
+
+        HOST stands for one of the machines, RANKS for the workers of a machine where they are not equally many.
+        """
+        if len(self.ranks) == 1:
+            return shlex.join(["dure", *arguments_of(replace(self.config, workers=self.ranks[0], on="local"))])
+        each = str(self.ranks[0]) if len(set(self.ranks)) == 1 else "RANKS"
+        return torchrun.line(Launch(self.config, len(self.ranks), self.ranks[0]), each)
 
 
 def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
-    """The command that runs `row` on the machines of `scene`: on one machine at once, on several at each of them."""
-    cluster = scene.cluster
-    machines = 1 if cluster.host is not None else len({cluster.machine_of(worker) for worker in range(scene.workers)})
+    """The command that runs `row` on the machines of `scene`."""
     size = config_of(scene, row.strategy).batch_size or 1
-    options = [f"--strategy {shlex.quote(row.strategy)}", f"--batch-size {size}"]
-    if config.data is not None:
-        options.append(f"--data {shlex.quote(str(config.data))}")
-    name = shlex.quote(config.job or scene.job.name)
-    if machines == 1:
-        return Command(f"dure train {name} {' '.join(options)} --workers {scene.workers} --on local", size)
-    per_machine = scene.workers // machines
-    torchrun = f"torchrun --nnodes {machines} --nproc-per-node {per_machine} --rdzv-backend c10d"
-    start = f"{torchrun} --rdzv-endpoint HOST:29400 -m dure"
-    return Command(f"{start} train {name} {' '.join(options)} --on torchrun", size)
+    job = config.job or scene.job.name
+    options = TrainConfig(job=job, strategy=row.strategy, batch_size=size, data=config.data, on="torchrun")
+    return Command(options, ranks_of(scene.cluster))
 
 
 def ddp_script(scene: Scene) -> str:

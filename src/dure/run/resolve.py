@@ -50,13 +50,11 @@ CHECKED = 4
 def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
     """Make the set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
     strategy = prebuilt.strategy or config.chosen()
-    cluster = prebuilt.cluster
-    if config.virtual and cluster is None:
-        cluster = Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
-    workers = _workers(config, cluster)
-    parts = _parts(strategy, workers)
+    cluster = prebuilt.cluster or asked_cluster(config)
+    workers = workers_of(config, cluster)
+    parts = check_without_job(config, strategy, workers)
     job = _build_job(config, strategy, workers // parts, prebuilt.job)
-    whole = _batch_sizes(config, job, workers, parts)
+    whole = config.batch_sizes or (job.batch_size,) * (workers // parts)
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
     steps = _steps(config, job, sum(sizes), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
@@ -106,7 +104,15 @@ def _adjusted(job: Job, config: TrainConfig) -> Job:
     return adjusted if config.dtype is None else adjusted.to(dtype_named(config.dtype))
 
 
-def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
+def asked_cluster(config: TrainConfig) -> Cluster | None:
+    """The virtual cluster that `config` asks for; None for a real run. Raises `ClusterError`."""
+    if not config.virtual:
+        return None
+    return Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
+
+
+def workers_of(config: TrainConfig, cluster: Cluster | None) -> int:
+    """The number of workers. Raises `UsageError` if `config` asks for others than the cluster has."""
     if cluster is None:
         return config.workers or 4
     if config.workers is not None and config.workers != cluster.workers:
@@ -115,6 +121,24 @@ def _workers(config: TrainConfig, cluster: Cluster | None) -> int:
             "Leave --workers out, or describe machines with as many workers."
         )
     return cluster.workers
+
+
+def check_without_job(config: TrainConfig, strategy: Strategy, workers: int) -> int:
+    """Check what the job has no part in; returns the number of workers that hold one copy of the model.
+
+    Raises `UsageError` for a number of workers that does not suit the strategy or the options.
+    """
+    parts, given, fewest = _parts(strategy, workers), config.batch_sizes, traits_of(strategy.sync).fewest
+    if given and len(given) != workers // parts:
+        holders, each = ("workers", "worker") if parts == 1 else ("copies of the model", "copy")
+        raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers // parts} {holders}. Give one per {each}.")
+    if workers < fewest:
+        raise UsageError(
+            f'"{strategy}" needs at least {fewest} workers, and there are {workers}. Use that many, or wait for fewer.'
+        )
+    if config.timing_only and not config.virtual:
+        raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")
+    return parts
 
 
 def _parts(strategy: Strategy, workers: int) -> int:
@@ -167,15 +191,6 @@ def _speeds(
         for here, there in borders
     ]
     return Speeds(seconds, min(bandwidths, default=math.inf), call, times)
-
-
-def _batch_sizes(config: TrainConfig, job: Job, workers: int, parts: int) -> tuple[int, ...]:
-    """The mini-batch size of each copy of the model, which `parts` workers hold together."""
-    given = config.batch_sizes
-    if given and len(given) != workers // parts:
-        holders, each = ("workers", "worker") if parts == 1 else ("copies of the model", "copy")
-        raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers // parts} {holders}. Give one per {each}.")
-    return given or (job.batch_size,) * (workers // parts)
 
 
 def _of_partition(partition: Any, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -238,12 +253,6 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_clip(setup)
     if setup.stages is not None:
         check_ties(setup, setup.stages)
-    fewest = setup.traits.fewest
-    if setup.workers < fewest:
-        raise UsageError(
-            f'"{setup.strategy}" needs at least {fewest} workers, and there are {setup.workers}. Use that many, or '
-            "wait for fewer."
-        )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
     if cluster is not None:
@@ -253,5 +262,3 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         check_rates(setup)
     if setup.topology.clocked:
         setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
-    if setup.config.timing_only and not setup.config.virtual:
-        raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

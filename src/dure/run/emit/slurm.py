@@ -1,0 +1,58 @@
+"""The batch script of a Slurm job: one task on each machine, which runs torchrun for the ranks there."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from dure.core.folder_names import CHECKPOINTS, LATEST
+
+if TYPE_CHECKING:
+    from dure.run.emit.launch import Launch
+
+SCRIPT = """\
+#!/bin/bash
+# {described}. Options of sbatch replace those below: sbatch --partition P --time 2:00:00 SCRIPT
+{directives}
+set -euo pipefail
+
+mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}}
+run=({run})
+{again}
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+  torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {ranks}{restarts} \\
+  --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${{machines[0]}}:$port" \\
+  -m "${{run[@]}}"
+"""
+"""`srun` does not take over --cpus-per-task from `sbatch` (Slurm 22.05 and later)."""
+
+AGAIN = """\
+if [[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 && -e {latest} ]]; then  # Slurm has requeued the job
+  run=({run})
+fi
+"""
+
+
+def emit(launch: Launch) -> str:
+    """The script. A requeued job resumes from its last checkpoint, if the run writes some."""
+    options = {"job-name": launch.name, "nodes": launch.nodes, "ntasks-per-node": 1, "cpus-per-task": launch.ranks}
+    if launch.gpus:
+        options["gpus-per-node"] = launch.gpus
+    options["output"] = "%x-%j.out"
+    return SCRIPT.format(
+        described=launch.described,
+        directives="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        run=shlex.join(launch.arguments),
+        again=_again(launch),
+        ranks=launch.ranks,
+        restarts="".join(f" {word}" for word in launch.restarts),
+    )
+
+
+def _again(launch: Launch) -> str:
+    out = launch.config.out
+    if out is None or not launch.config.checkpoint_every:
+        return ""
+    resumed = ["dure", "train", "--resume", str(out), "--on", "torchrun"]
+    return AGAIN.format(latest=shlex.quote(str(out / CHECKPOINTS / LATEST)), run=shlex.join(resumed))
