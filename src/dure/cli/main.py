@@ -24,11 +24,12 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
+from dure.cli.emission import Emission, check_emission, of_train
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.planner.options import PlanOptions
-from dure.run.config import CompareConfig, Options, TrainConfig, checked, goal
+from dure.run.config import CompareConfig, Count, Options, TrainConfig, checked, goal
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
@@ -93,7 +94,7 @@ class Methods:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig):
+class Train(TrainConfig, Emission):
     """One run of a job under one strategy."""
 
     example: ClassVar[str] = "dure train digits-mlp --sync ssp:bound=3 --on virtual --workers 8"
@@ -102,6 +103,8 @@ class Train(TrainConfig):
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
     within: float = 30.0
     """Real seconds in which --strategy auto chooses a strategy, by a plan (`dure plan`)."""
+    nodes: Count | None = None
+    """With --emit: machines, with equal numbers of workers. If left out: those of a cluster file, else 1."""
     config: Path | None = None
     """YAML file of options, by the names of the flags with _ for -."""
     json: bool = False
@@ -118,7 +121,10 @@ class Train(TrainConfig):
         return is_started_outside(self.on)
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Run the job; return its summary as values and as a table."""
+        """Run the job; return its summary as values and as a table. With `emit`, return the text alone."""
+        check_emission(self, self.nodes)
+        if self.emit is not None and not self.print_config:
+            return self._emitted()
         config = _as(TrainConfig, self)
         if self.print_config:
             if config.resume is None and AUTO not in (config.strategy, config.sync):
@@ -136,6 +142,16 @@ class Train(TrainConfig):
             finished = run(config, Prebuilt(strategy=strategy, fork_server=fork_server, interruption=interruption))
         said, status = _lacking([finished])
         return CommandResult(finished.summary(), [_run_table(finished)], _lines(_unwritten([finished]), said), status)
+
+    def _emitted(self) -> CommandResult:
+        """The text that starts this run elsewhere."""
+        _require_job(self)
+        options = {option.name: getattr(self, option.name) for option in fields(TrainConfig)}
+        if AUTO in (self.strategy, self.sync):
+            decided = _decided(TrainConfig(**{**options, "key_file": None}), self.within)
+            options |= {name: getattr(decided, name) for name in ("strategy", "sync", "batch_size", "workers")}
+        text = of_train(options, self, self.nodes)
+        return CommandResult({"emit": self.emit, "text": text}, [text])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +329,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PlanOptions):
+class Plan(PlanOptions, Emission):
     """The strategies that suit a job on a cluster, the best first, with reasons. Seconds are predicted."""
 
     example: ClassVar[str] = "dure plan mnist-cnn --on examples/lab.yaml"
@@ -327,12 +343,12 @@ class Plan(PlanOptions):
         """Check nothing: `execute` does."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Plan; return the strategies and their table."""
+        """Plan; return the strategies and their table. With `emit`, return the text that starts the best."""
         from dure.cli.plan import advice
 
-        values, shown, said = advice(
-            PlanOptions(**{each.name: getattr(self, each.name) for each in fields(PlanOptions)})
-        )
+        check_emission(self)
+        options = PlanOptions(**{each.name: getattr(self, each.name) for each in fields(PlanOptions)})
+        values, shown, said = advice(options, self)
         return CommandResult(values, shown, said)
 
 

@@ -7,22 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dure.cli.emission import of_plan
 from dure.report.comparison import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
+    from dure.cli.emission import Emission
     from dure.planner.options import PlanOptions
 
 SHOWN = 10
 """Strategies in the table."""
 
 
-def advice(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
-    """Plan; return the values, the text and table for people, and a line about the page."""
+def advice(options: PlanOptions, emission: Emission) -> tuple[dict[str, Any], Sequence[Any], str]:
+    """Plan; return the values, the text and table for people, and a line about the page.
+
+    With `emission.emit` the text for people is the one that starts the best strategy, and the answer is in the line.
+    """
     from dure.planner.plan import planned
 
     progress = PlanProgress()
     try:
-        values = planned(options, say=progress).values()
+        found = planned(options, say=progress)
+        values = found.values()
     finally:
         progress.end()
     said = ""
@@ -30,6 +36,9 @@ def advice(options: PlanOptions) -> tuple[dict[str, Any], Sequence[Any], str]:
         from dure.report.plan_page import write_plan_page
 
         said = f"page: {write_plan_page(options.report, values)}"
+    if emission.emit is not None:
+        text = of_plan(found, emission)
+        return {**values, "emitted": text}, [text], "\n".join(filter(None, [*sentences(values), said]))
     return values, [answer(values), table(values), ending(values)], said
 
 
@@ -61,15 +70,19 @@ class PlanProgress:
 
 
 def answer(values: dict[str, Any]) -> str:
-    """The answer in sentences."""
+    """The answer in sentences, and its command."""
+    return "\n".join([*sentences(values), "", f"  {values['answer']['command']}", ""]) + "\n"
+
+
+def sentences(values: dict[str, Any]) -> list[str]:
+    """The best strategy and the reasons for it."""
     found = values["answer"]
     head = (
         "Plain data parallelism (DDP) is the best choice here."
         if found["plain_ddp"]
         else f"The best choice here: {found['strategy']}"
     )
-    lines = [head, *found["why"], "", f"  {found['command']}", ""]
-    return "\n".join(lines) + "\n"
+    return [head, *found["why"]]
 
 
 def table(values: dict[str, Any]) -> Any:
