@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from dure.core.cost import codec_cost, fit
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.probe import measure as link_measure
+from dure.planner.probe.advice import advice, bend, curve_advice, disturbance, link_advice
+from dure.planner.probe.collectives import fitted, predicted
 from dure.planner.probe.description import described
-from dure.planner.probe.fits import advice, disturbance, hand_over, unfairness_of, wire_of
+from dure.planner.probe.fits import hand_over, unfairness_of, wire_of
 from dure.planner.probe.probe import hosts_of, partners, probe
 from dure.planner.probe.stragglers import sentence, stragglers
 from dure.planner.probe.table import table
@@ -64,6 +67,8 @@ def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> di
         "flops": None,
         "names": [f"node{host}" for host in world],
         "stragglers": [],
+        "collectives": {},
+        "advice": [],
     }
 
 
@@ -339,12 +344,80 @@ def test_hosts_that_are_several_share_no_cores() -> None:
     assert described(found([1e9, 1e9]), workers=2).host is None
 
 
-def test_a_bad_fit_of_a_link_says_what_to_do() -> None:
-    assert advice(0.1, processes=1, hosts=1) == advice(0.02, processes=4, hosts=2) == ""
-    assert "off by 39%" in advice(0.39, processes=1, hosts=1)
-    assert "hand-overs" in advice(0.39, processes=1, hosts=1)
-    assert "probe without torchrun, by --workers 4" in advice(0.39, processes=4, hosts=1)
-    assert "by hand" in advice(0.39, processes=4, hosts=2)
+def two_regimes(below: float, above: float, border: int = 1 << 19) -> list[tuple[int, float]]:
+    """Seconds of messages whose bytes take `below` up to `border`, and of which the further ones take `above`."""
+    sizes = [1 << power for power in range(16, 24)]
+    return [(size, 1e-4 + min(size, border) * below + max(size - border, 0) * above) for size in sizes]
+
+
+def measured_points(points: list[tuple[int, float]]) -> dict[str, object]:
+    """Figures with these seconds in both directions, where three messages at once use the link three times."""
+    rows = [(size, count, 1e-4 + count * (s - 1e-4)) for size, s in points for count in (1, 3)]
+    return {"points": [(*row, row[-1]) for row in rows]}
+
+
+def test_a_bend_lies_where_the_cost_of_a_byte_changes() -> None:
+    found = bend(two_regimes(1e-9, 6e-9))
+    assert found is not None
+    assert found.size == 1 << 19
+    assert (found.below.slopes[0], found.above.slopes[0]) == pytest.approx((1e-9, 6e-9), rel=0.01)
+    assert bend(two_regimes(1e-9, 1e-9)) is None
+    assert bend(two_regimes(1e-9, 6e-9)[:5]) is None  # too few for two lines
+
+
+def test_points_that_scatter_have_no_bend() -> None:
+    rng = np.random.default_rng(0)
+    many = [[(size, s * rng.lognormal(0.0, 0.6)) for size, s in two_regimes(1e-9, 1e-9)] for _ in range(40)]
+    assert sum(bend(points) is not None for points in many) <= 2
+    scattered = many[0]
+    said = link_advice("The link", measured_points(scattered), processes=4, hosts=2)
+    assert "they scatter" in said
+    assert "write link.bandwidth and link.latency by hand" in said
+
+
+def test_a_bad_fit_of_a_link_says_its_residual_and_what_to_do() -> None:
+    """Between hosts, the advice has the bandwidths of both regimes: 8 bits by 1 ns, and by 6 ns."""
+    bad = measured_points(two_regimes(1e-9, 6e-9))
+    residual = wire_of(bad).residual
+    assert residual > 0.2
+    said = link_advice("The link between a and b", bad, processes=4, hosts=2)
+    assert said.startswith(f"The link between a and b: residual {residual:.0%}. One line does not fit its points")
+    assert "1 ns/B up to 512 KiB, and 6 ns/B above" in said
+    assert "8 Gbit/s for messages up to 512 KiB, 1.336 Gbit/s for messages above" in said
+    assert "hand-overs" in link_advice("The loopback", bad, processes=1, hosts=1)
+    assert "probe without torchrun, by --workers 4" in link_advice("The link inside a", bad, processes=4, hosts=1)
+    good = measured_points(two_regimes(1e-9, 1e-9))
+    assert link_advice("The loopback", good, processes=1, hosts=1) == link_advice("", good, processes=4, hosts=2) == ""
+
+
+def test_a_bad_curve_of_a_collective_says_where_it_bends() -> None:
+    assert curve_advice("all_reduce", two_regimes(1e-9, 1e-9)) == ""
+    said = curve_advice("all_reduce", two_regimes(1e-9, 6e-9))
+    assert re.match(r"The curve of all_reduce: residual \d\d%\.", said)
+    assert "least exact near 512 KiB" in said
+    assert "real runs" in said
+
+
+def test_advice_is_on_the_worst_link_and_the_worst_curve() -> None:
+    figures = found([1e9, 1e9, 1e9])
+    assert advice(figures) == []
+    figures["pairs"][1]["points"] = measured_points(two_regimes(1e-9, 6e-9))["points"]
+    figures["collectives"] = {"broadcast": two_regimes(1e-9, 6e-9), "all_reduce": two_regimes(1e-9, 2e-9)}
+    link, curve = advice(figures)
+    assert link.startswith("The link between node1 and node2: residual")
+    assert curve.startswith("The curve of broadcast")
+
+
+def test_a_curve_has_its_line_and_what_the_file_predicts() -> None:
+    """Of 2 ranks, an all_reduce has 2 rounds with half the bytes; the first adds them up."""
+    cluster = described(found([1e9, 1e9]), workers=2)
+    path = Wire(cluster.link.latency, cluster.alpha, cluster.link.bandwidth, cluster.beta, cluster.gamma)
+    expected = path.seconds(2048, adds=True) + path.seconds(2048)
+    assert predicted(cluster, "all_reduce", 4096) == pytest.approx(expected)
+    curve = fitted("all_reduce", [(4096, 3e-4), (8192, 4e-4), (16384, 6e-4)], cluster)
+    assert (curve["start"], curve["byte"]) == pytest.approx((2e-4, 1e-4 / 4096))
+    assert curve["residual"] == pytest.approx(0, abs=1e-6)
+    assert curve["predicted"][0] == pytest.approx(expected)
 
 
 def test_short_runs_that_others_disturbed_are_told_apart() -> None:
@@ -354,12 +427,19 @@ def test_short_runs_that_others_disturbed_are_told_apart() -> None:
     assert "no cost of all_reduce was measurable" in disturbance(even | {"all_reduce": 0.0})
 
 
-def test_the_table_shows_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_advice_the_stragglers_and_the_curves(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    figures = found([1e9]) | {"residual": 0.39, "advice": advice(0.39, processes=1, hosts=1)}
-    Console(width=300).print(table(described(figures, 2), figures))
-    assert "off by 39%" in capsys.readouterr().out
+    figures = found([1e9, 1e9]) | {"residual": 0.39, "advice": ["One line does not fit."]}
+    figures["stragglers"] = [{"slow": "step", "rank": 1, "host": "node1", "factor": 2.5}]
+    cluster = described(figures, 2)
+    figures["collectives"] = {"all_reduce": fitted("all_reduce", two_regimes(1e-9, 1e-9), cluster)}
+    Console(width=300).print(table(cluster, figures))
+    shown = capsys.readouterr().out
+    assert "One line does not fit." in shown
+    assert "rank 1 on node1 take 2.5 times" in shown
+    assert re.search(r"all_reduce of 2 workers +100 us and 1 ns/B, residual 0%; predicted", shown)
+    assert re.search(r"Memory of a worker +64 GB", shown)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 64])
@@ -392,7 +472,7 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
     assert [point[0] for point in told["hand_over"]] == [0, 4, 4 * told["numel"]]
     assert cluster.host is not None
     assert cluster.host.cores == told["cores"][0]
-    assert ("line of the loopback" in told["advice"]) == (told["residual"] > 0.1)
+    assert any("The loopback: residual" in each for each in told["advice"]) == (told["residual"] > 0.1)
     assert told["residual"] >= 0
     run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
     assert run.summary()["workers"] == 3

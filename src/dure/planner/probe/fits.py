@@ -1,4 +1,4 @@
-"""Fits of the figures of `dure probe`: what a byte and a message cost, and advice on a bad fit."""
+"""Fits of the figures of `dure probe`: the cost of a byte and of a message, the inequality of messages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ import numpy as np
 
 from dure.core.cost import Fit, fit
 from dure.planner.probe.measure import Figures
-from dure.planner.probe.short_runs import described as described_steps
-
-BAD_FIT = 0.1
-"""Residual of a link's fit above which its constants are unreliable."""
-
-WIDEST = 0.8
-"""Standard deviation of the logarithms of steps above which other programs are suspected; idle cores showed 0.5."""
 
 MOST_SHARE = 0.95
 """Largest share of a link that is attributed to the faster of two messages."""
@@ -69,34 +62,3 @@ def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     alpha = max(statistics.mean(cost - nbytes * beta for nbytes, cost in costs), 0.0)
     idle = [(clock - alone - (here - own) - there) / 2 for _, clock, here, there in others]
     return alpha, beta, max(min(idle), 0.0)
-
-
-def advice(residual: float, *, processes: int, hosts: int) -> str:
-    """Advice on a bad fit of a link, by the number of measured processes and hosts; empty if the fit is good."""
-    if residual <= BAD_FIT:
-        return ""
-    if processes == 1:
-        return (
-            f"The line of the loopback is off by {residual:.0%}: two processes share cores and caches. On one machine "
-            "predictions use the hand-overs instead. Leave the machine idle and probe again if other programs ran."
-        )
-    if hosts == 1:
-        return (
-            f"The line of the link inside the host is off by {residual:.0%}: its processes share cores and caches. If "
-            f"workers share the cores too, probe without torchrun, by --workers {processes}: that describes the cores."
-        )
-    return (
-        f"The line of a link is off by {residual:.0%}: something else used it or its hosts. Probe again when they are "
-        "idle; if it stays, write the link's bandwidth and latency into the file by hand, and expect predictions to be "
-        "off by as much."
-    )
-
-
-def disturbance(runs: Figures) -> str:
-    """Signs in the short runs of one machine that other programs disturbed them; empty if there are none."""
-    sigma = described_steps(runs["steps"]).sigma
-    lost = [name for name in ("all_reduce", "gradient") if runs[name] == 0]
-    if sigma <= WIDEST and not lost:
-        return ""
-    seen = f"no cost of {lost[0]} was measurable" if lost else f"the logarithms of steps spread by {sigma:.2f}"
-    return f"Other programs used the cores: {seen}. Leave the machine idle and probe again; this file predicts badly."

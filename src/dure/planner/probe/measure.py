@@ -30,8 +30,10 @@ from dure.job.gradient import GradientWork
 from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
+from dure.planner.probe.collectives import repeated
 from dure.runtime.launch.machine_memory import usable_memory
 from dure.runtime.launch.sentinel import Starter
+from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
 from dure.topology.parameter_server.client import ServerClient
@@ -40,6 +42,7 @@ from dure.topology.parameter_server.shard import Shard
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
+    from dure.core.node import Group
     from dure.job.job import Job
 
 SERVICE = "benchmark"
@@ -107,12 +110,17 @@ class LinkBenchmark:
     | `compute`    |        | `seconds` of steps, one after another: of the job, or of matrix products  |
     | `host N`     |        | after a shard of N values has been made for pushes                        |
     | `hand over`  | peer   | `points`: costs of a push to the peer's shard and of the reply            |
+    | `collective` | kind,  | `seconds` of collectives of `nbytes` among all ranks                      |
+    |              | nbytes |                                                                           |
     | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
     | `over`       |        | the measurements end, and this host may exit                              |
+
+    `compute`, `collective` and `code` begin at a barrier of `group`, that of all ranks.
     """
 
     def __init__(self, node: ProcessNode, job: Job | None = None, codecs: Mapping[str, Codec] | None = None) -> None:
         self.over: Operation[None] = node.promise("the end of the measurements")
+        self.group: Group = AloneGroup(node)
         self._node = node
         self._job = job
         self._codecs = codecs or {}
@@ -137,15 +145,16 @@ class LinkBenchmark:
         if kind == "apply":
             return self._apply()
         if kind == "compute":
-            return Reply({"seconds": step_seconds(self._job)})
+            return self._compute()
+        if kind == "collective":
+            return self._collective(**call.fields)
         if kind == "host":
             self._node.serve("shard", OpenShard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
             return Reply()
         if kind == "hand":
             return self._hand_over(call.fields["peer"])
         if kind == "code":
-            slices = random_slices() if self._job is None else slices_of(self._job)
-            return Reply(timed(self._codecs[call.fields["codec"]], slices))
+            return self._code(call.fields["codec"])
         if kind == "over":
             self.over.resolve()
             return Reply()
@@ -226,6 +235,18 @@ class LinkBenchmark:
             times = [await self._pushed(client, update) for _ in range(MOST)]
             points.append([nbytes, statistics.median(times[1:])])
         return Reply({"points": points, "cores": cores(), "memory": usable_memory()})
+
+    async def _compute(self) -> Reply:
+        await self.group.barrier()
+        return Reply({"seconds": step_seconds(self._job)})
+
+    async def _collective(self, kind: str, nbytes: int) -> Reply:
+        return Reply({"seconds": await repeated(self.group, kind, nbytes)})
+
+    async def _code(self, codec: str) -> Reply:
+        slices = random_slices() if self._job is None else slices_of(self._job)
+        await self.group.barrier()
+        return Reply(timed(self._codecs[codec], slices))
 
     async def _hand_over(self, peer: str) -> Reply:
         """Time a loop of steps that pushes to a shard in the second process and pulls the values.

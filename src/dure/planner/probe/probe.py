@@ -21,16 +21,21 @@ import socket
 import statistics
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dure.core.node import Address
 from dure.errors import PeerLost, UsageError
 from dure.job.replica import Replica
+from dure.planner.probe.advice import advice
+from dure.planner.probe.collectives import KINDS, curve, fitted
 from dure.planner.probe.description import described
-from dure.planner.probe.fits import advice, disturbance, wire_of
+from dure.planner.probe.fits import wire_of
 from dure.planner.probe.measure import PRODUCT_FLOPS, SERVICE, Figures, LinkBenchmark
 from dure.planner.probe.short_runs import short_runs
 from dure.planner.probe.stragglers import stragglers
@@ -38,6 +43,7 @@ from dure.run.strategy import codec_name, make
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.process.engine import Engine
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 
@@ -84,10 +90,11 @@ def probe(
         found["numel"] = Replica(job.build(0)).numel
         found["runs"] = None
         if name:
-            found["runs"] = runs = short_runs(name, data, workers, statistics.median(found["compute"][0]))
-            found["advice"] = " ".join(filter(None, [found["advice"], disturbance(runs)]))
+            found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
     found["stragglers"] = stragglers(found)
-    found["cluster"] = described(found, workers)
+    found["advice"] = advice(found)
+    found["cluster"] = cluster = described(found, workers)
+    found["collectives"] = {kind: fitted(kind, points, cluster) for kind, points in found["collectives"].items()}
     return found
 
 
@@ -110,6 +117,9 @@ def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | Non
         _exchange_addresses(rendezvous, node, beside)
         rendezvous.exchange("ready", True)
         node.on_lost = lambda loss: _lost(loss, benchmark)
+        engine = Engine(node, rendezvous, torch.device("cpu"))
+        stack.push(lambda kind, error, trace: engine.close(failed=kind is not None))
+        benchmark.group = engine.group
         if here.rank:
             node.loop.run_until(benchmark.over)
             found = None
@@ -204,6 +214,9 @@ async def _conduct(node: ProcessNode, hosts: Sequence[Sequence[int]], codecs: Se
     for one, other in partners(len(hosts)):
         figures = await _measure(node, hosts[one][0], f"rank {hosts[other][0]}")
         found["pairs"].append({"hosts": [one, other], **figures})
+    found["collectives"] = {}
+    for kind in KINDS if len(ranks) > 1 else ():
+        found["collectives"][kind] = await curve(partial(_at_ranks, node, ranks, kind))
     found["compute"] = [reply["seconds"] for reply in await _together(node, ranks, "compute")]
     if len(ranks) == 1:
         reply = await node.call(ranks[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
@@ -215,7 +228,6 @@ async def _conduct(node: ProcessNode, hosts: Sequence[Sequence[int]], codecs: Se
         await node.call(rank, "over")
     links = found["pairs"] or found["inside"] or found["local"]
     found["residual"] = max(wire_of(figures).residual for figures in links)
-    found["advice"] = advice(found["residual"], processes=len(ranks), hosts=len(hosts))
     return found
 
 
@@ -227,6 +239,11 @@ async def _together(node: ProcessNode, ranks: Sequence[Address], method: str, **
     calls = [node.call(rank, method, timeout=PAIR_SECONDS, **fields) for rank in (*others, own)]
     replies = [dict((await each).fields) for each in calls]
     return replies[-1:] + replies[:-1]
+
+
+async def _at_ranks(node: ProcessNode, ranks: Sequence[Address], kind: str, nbytes: int) -> list[list[float]]:
+    """The seconds of a collective at each rank."""
+    return [reply["seconds"] for reply in await _together(node, ranks, "collective", kind=kind, nbytes=nbytes)]
 
 
 async def _measure(node: ProcessNode, rank: int, peer: str) -> Figures:

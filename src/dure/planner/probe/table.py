@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from dure.core import units
+from dure.core.cost import _rounded
 from dure.planner.probe.measure import Figures
 from dure.planner.probe.stragglers import sentence
 from dure.runtime.virtual.cluster import Cluster
@@ -47,9 +49,11 @@ def table(cluster: Cluster, found: Figures) -> Table:
         shown.add_row("Cores that all processes share", str(host.cores))
         shown.add_row("A round of an all_reduce", units.as_seconds(host.all_reduce.start))
         shown.add_row("A round of gradients' sum", units.as_seconds(host.gradient.start))
+    for collective, curve in found["collectives"].items():
+        shown.add_row(f"{collective} of {cluster.workers} workers", _curve(curve))
     shown.add_row("Residual of the links", f"{found['residual']:.1%}")
-    if found.get("advice"):
-        shown.add_row("", found["advice"])
+    for each in found["advice"]:
+        shown.add_row("Advice", each)
     return shown
 
 
@@ -58,3 +62,10 @@ def _compute(compute: Compute) -> str:
     speed = f"{units.as_flops(compute.flops_per_second)} in products of matrices"
     mean = speed if compute.seconds is None else f"a step takes {units.as_seconds(compute.seconds)}"
     return f"{mean}, spread {getattr(compute, 'sigma', 0.0):.0%}"
+
+
+def _curve(curve: Mapping[str, Any]) -> str:
+    """The line of a collective, and the range of predicted by measured seconds."""
+    shares = [seconds / measured for seconds, (_, measured) in zip(curve["predicted"], curve["points"], strict=True)]
+    line = f"{units.as_seconds(_rounded(max(curve['start'], 0.0)))} and {units.as_per_byte(_rounded(curve['byte']))}"
+    return f"{line}, residual {curve['residual']:.0%}; predicted {min(shares):.2g} to {max(shares):.2g} times as long"
