@@ -503,10 +503,28 @@ RANKS = 2  # of each host, started by torchrun
 TORCHRUN = f"-m torch.distributed.run --nproc-per-node {RANKS} --master-addr $MASTER_ADDR --master-port 29511"
 
 
+STRAGGLER = """
+import os
+
+from dure.planner.probe import collectives, measure
+from dure.planner.probe.synthetic_job import synthetic_job
+
+measure.SIZES, collectives.SIZES = measure.SIZES[:5], collectives.SIZES[:6]
+
+
+def job():
+    return synthetic_job([1000], 0.03 if os.environ["RANK"] == "3" else 0.01)
+"""
+"""A job whose steps take three times as long at rank 3. To save time, no message has more than 1 MiB."""
+
+
+@pytest.mark.alone
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
-    launch = f"{sys.executable} {TORCHRUN} --nnodes $WORLD_SIZE --node-rank $RANK -m dure probe --out {path} --json"
+    (tmp_path / "straggler.py").write_text(STRAGGLER)
+    probes = f"-m dure probe {tmp_path / 'straggler.py'}:job --out {path} --json"
+    launch = f"{sys.executable} {TORCHRUN} --nnodes $WORLD_SIZE --node-rank $RANK {probes}"
     with namespaces.hosts(2, bandwidth=25e6) as hosts:
         done = hosts.run(["sh", "-c", f"exec {launch}"], seconds=110)
     told = json.loads(done[0].out.splitlines()[-1])
@@ -522,6 +540,19 @@ def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) 
     assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
     inner = [(kind.inside or cluster.inside).bandwidth for kind in cluster.machines]
     assert min(inner) > 4 * 25e6
+    (slow,) = [each for each in told["stragglers"] if each["slow"] == "step"]
+    assert slow["rank"] == 3
+    assert "10.77.0.2" in slow["host"]
+    assert 1.5 < slow["factor"] < 6
+    assert cluster.durations(3, 0).speed == pytest.approx(1 / slow["factor"], rel=0.01)
+    assert cluster.memory_of(3) == told["memory"][1] // RANKS // 10**6 * 10**6
+    for kind in ("all_reduce", "all_gather", "broadcast"):
+        curve = told["collectives"][kind]
+        sizes = [size for size, _ in curve["points"]]
+        assert sizes == [1 << power for power in range(10, 21, 2)]
+        assert 0.5 < curve["predicted"][-1] / curve["points"][-1][1] < 2
+    run = dure.train("digits-mlp", sync="bsp", on=str(path), steps=2, timing_only=True)
+    assert run.summary()["workers"] == 4
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
