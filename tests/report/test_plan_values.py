@@ -43,6 +43,7 @@ def test_a_closed_form_stands_beside_the_prediction():
     rows = [row("a", 1, closed_form={"name": "ring", "seconds": 0.08}), row("b", 2, closed_form=None)]
     (found,) = values.forms({"rows": rows})
     assert (found.row.step_seconds, found.seconds, found.difference) == ("100 ms", "80.0 ms", "+25.0 %")
+    assert [values.difference_text(each, 1.0) for each in (0.99999, 1.00001, 0.5)] == ["+0.0 %", "+0.0 %", "-50.0 %"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.emission import of_plan
-from dure.report.comparison import bytes_text, count_text, seconds_text
+from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
+from dure.report.plan_values import difference_text
 
 if TYPE_CHECKING:
     from dure.cli.emission import Emission
@@ -92,7 +93,18 @@ def table(values: dict[str, Any]) -> Any:
     rows = values["rows"]
     priced, timed = (any(row[key] is not None for row in rows) for key in ("cost_per_hour", "seconds_to_target"))
     shown = Table(box=None, pad_edge=False)
-    heads = ["", "strategy", "batch", "step", "samples/s", "x samples", "memory", "sent/step", "bottleneck"]
+    heads = [
+        "",
+        "strategy",
+        "batch",
+        "step",
+        "by the closed form",
+        "samples/s",
+        "x samples",
+        "memory",
+        "sent/step",
+        "bottleneck",
+    ]
     heads += ["to target"] * timed + ["cost/h"] * priced
     for head in heads:
         shown.add_column(
@@ -104,6 +116,7 @@ def table(values: dict[str, Any]) -> Any:
             row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
             str(row["batch"]),
             seconds_text(row["seconds_per_step"]),
+            _closed_form(row),
             count_text(row["samples_per_second"]),
             f"{row['factor']:.2f}",
             bytes_text(sum(row["memory"].values())),
@@ -116,12 +129,22 @@ def table(values: dict[str, Any]) -> Any:
     return shown
 
 
+def _closed_form(row: dict[str, Any]) -> str:
+    """The seconds by the closed form, and the difference of the prediction from them."""
+    form = row["closed_form"]
+    if form is None:
+        return NOTHING
+    return f"{seconds_text(form['seconds'])} ({difference_text(row['seconds_per_step'], form['seconds'])})"
+
+
 def ending(values: dict[str, Any]) -> str:
     """What would change the ranking, and what was not timed."""
     lines = [""]
     rest = len(values["rows"]) - SHOWN
     if rest > 0:
         lines.append(f"{rest} more strategies were timed, and {len(values['refused'])} do not work here: --json.")
+    if values["answer"]["cross_check"]:
+        lines.append(values["answer"]["cross_check"])
     if values["left"]:
         lines.append(f"{len(values['left'])} strategies were not timed, as the seconds were over: --within.")
     if values["answer"]["would_change"]:

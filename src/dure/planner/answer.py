@@ -10,6 +10,7 @@ from dure import __version__
 from dure.core.target import Target
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import Command, ddp_script
+from dure.planner.explain import cross_check
 from dure.planner.learning import LearningCurve
 from dure.planner.price import cost_per_hour
 from dure.planner.ranking import Ranked
@@ -80,6 +81,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
             "command": plan.command,
             "why": list(plan.why),
             "would_change": list(plan.would_change),
+            "cross_check": cross_check(plan.rows),
             "plain_ddp": best.strategy == PLAIN,
             "ddp_script": ddp_script(scene) if best.strategy == PLAIN else None,
         },
@@ -113,7 +115,7 @@ def _row(plan: Ranking, rank: int, row: Ranked) -> dict[str, Any]:
         "servers": timing.server_machines,
         "cost_per_hour": cost_per_hour(scene.cluster, timing.server_machines),
         "bottleneck": plan.bottlenecks.get(row.strategy, ""),
-        "closed_form": None,
+        "closed_form": None if timing.closed_form is None else timing.closed_form._asdict(),
         "command": plan.commands[row.strategy].line,
     }
 

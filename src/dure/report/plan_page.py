@@ -6,7 +6,8 @@ and copies commands. A policy in the page (CSP) lets a browser run that script a
 `plan` holds plain values, and each part may be empty or missing:
 
     job, cluster, version; workers, parameters; target, target_measure ("loss" if it is missing, or "accuracy")
-    answer      strategy, command, why, would_change, plain_ddp, ddp_script
+    answer      strategy, command, why, would_change, plain_ddp, ddp_script; optional: cross_check, a sentence about
+                closed forms
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, closed_form (name, seconds),
                 command; optional: factor (samples for equal learning), servers (machines besides the workers')
@@ -39,7 +40,14 @@ from dure.report.plan_values import Plan, PlanRow, digits, positive
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_NO_ANSWER = {"command": "", "why": (), "would_change": (), "plain_ddp": False, "ddp_script": None}
+_NO_ANSWER = {
+    "command": "",
+    "why": (),
+    "would_change": (),
+    "plain_ddp": False,
+    "ddp_script": None,
+    "cross_check": "",
+}
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> Path:

@@ -70,6 +70,12 @@ def digits(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
+def difference_text(predicted: float, seconds: float) -> str:
+    """The difference of a prediction from a closed form: "+1.2 %"."""
+    rounded = round(100 * (predicted / seconds - 1), 1) + 0.0  # no "-0.0 %"
+    return f"{rounded:+.1f} %"
+
+
 def given_rows(plan: Plan) -> list[Mapping[str, Any]]:
     """The rows of the plan in the order of their ranks."""
     return sorted(plan.get("rows") or [], key=lambda row: number(row.get("rank")) or math.inf)
@@ -102,7 +108,7 @@ def forms(plan: Plan) -> list[Form]:
         form = given.get("closed_form") or {}
         seconds, predicted = positive(form.get("seconds")), positive(given.get("seconds_per_step"))
         if seconds is not None and predicted is not None:
-            difference = f"{100 * (predicted / seconds - 1):+.1f} %"
+            difference = difference_text(predicted, seconds)
             found.append(Form(row, str(form.get("name") or ""), seconds_text(seconds), difference))
     return found
 
