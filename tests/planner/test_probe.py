@@ -19,6 +19,7 @@ from dure.core.collective_cost import Path as Wire
 from dure.core.cost import codec_cost, fit
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.planner.probe import collectives
 from dure.planner.probe import measure as link_measure
 from dure.planner.probe.advice import advice, bend, curve_advice, disturbance, link_advice
 from dure.planner.probe.collectives import fitted, predicted
@@ -68,6 +69,7 @@ def found(bandwidths: list[float], steps: list[list[float]] | None = None) -> di
         "names": [f"node{host}" for host in world],
         "stragglers": [],
         "collectives": {},
+        "members": len(bandwidths),
         "advice": [],
     }
 
@@ -340,6 +342,18 @@ def test_a_machine_alone_is_a_host_whose_workers_share_its_cores(workers: int, s
     assert (cluster.alpha, cluster.beta) == pytest.approx((1e-4, 1.25e-8), rel=0.01)
 
 
+def test_without_a_job_rounds_have_the_line_of_the_measured_all_reduces() -> None:
+    """An all_reduce of 3 ranks has 4 rounds of a third of the bytes each; the file predicts the measured seconds."""
+    points = [(size, 2e-3 + size * 8e-9) for size in SIZES]
+    spent = [[0, 0.0, 0.0, 0.0], [4, 0.0006, 0.0002, 0.0002], [4004, 0.001, 0.0003, 0.0003]]
+    figures = found([1e9]) | {"hand_over": spent, "collectives": {"all_reduce": points}, "members": 3}
+    cluster = described(figures, workers=3)
+    assert cluster.host is not None
+    assert (cluster.host.all_reduce.start, cluster.host.all_reduce.byte) == pytest.approx((5e-4, 6e-9), rel=1e-3)
+    curve = fitted("all_reduce", points, cluster, 3)
+    assert curve["predicted"] == pytest.approx([seconds for _, seconds in points], rel=1e-3)
+
+
 def test_hosts_that_are_several_share_no_cores() -> None:
     assert described(found([1e9, 1e9]), workers=2).host is None
 
@@ -413,8 +427,8 @@ def test_a_curve_has_its_line_and_what_the_file_predicts() -> None:
     cluster = described(found([1e9, 1e9]), workers=2)
     path = Wire(cluster.link.latency, cluster.alpha, cluster.link.bandwidth, cluster.beta, cluster.gamma)
     expected = path.seconds(2048, adds=True) + path.seconds(2048)
-    assert predicted(cluster, "all_reduce", 4096) == pytest.approx(expected)
-    curve = fitted("all_reduce", [(4096, 3e-4), (8192, 4e-4), (16384, 6e-4)], cluster)
+    assert predicted(cluster, "all_reduce", 4096, 2) == pytest.approx(expected)
+    curve = fitted("all_reduce", [(4096, 3e-4), (8192, 4e-4), (16384, 6e-4)], cluster, 2)
     assert (curve["start"], curve["byte"]) == pytest.approx((2e-4, 1e-4 / 4096))
     assert curve["residual"] == pytest.approx(0, abs=1e-6)
     assert curve["predicted"][0] == pytest.approx(expected)
@@ -433,7 +447,7 @@ def test_the_table_shows_the_advice_the_stragglers_and_the_curves(capsys: pytest
     figures = found([1e9, 1e9]) | {"residual": 0.39, "advice": ["One line does not fit."]}
     figures["stragglers"] = [{"slow": "step", "rank": 1, "host": "node1", "factor": 2.5}]
     cluster = described(figures, 2)
-    figures["collectives"] = {"all_reduce": fitted("all_reduce", two_regimes(1e-9, 1e-9), cluster)}
+    figures["collectives"] = {"all_reduce": fitted("all_reduce", two_regimes(1e-9, 1e-9), cluster, 2)}
     Console(width=300).print(table(cluster, figures))
     shown = capsys.readouterr().out
     assert "One line does not fit." in shown
@@ -452,8 +466,12 @@ def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
     assert len(pairs) <= world * max(world - 1, 1).bit_length()
 
 
-def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_probed_and_the_file_is_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "here.yaml"
+    for module in (link_measure, collectives):
+        monkeypatch.setattr(module, "SIZES", module.SIZES[:5])
     asked = ["--workers", "3", "--codec", "1bit", "--codec", "sign+momentum"]
     assert main(["probe", "digits-mlp", *asked, "--out", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -465,6 +483,8 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(tmp_path: Path, capsys
     for cost in cluster.codecs.values():
         assert min(line.start + 4810 * line.value for _, line in cost) > 0
     assert told["pairs"] == []
+    assert {*told["collectives"]} == {"all_reduce", "all_gather", "broadcast"}
+    assert all(curve["ranks"] == 3 and curve["points"][-1][1] > 0 for curve in told["collectives"].values())
     assert len(told["compute"][0]) >= 20
     assert cluster.memory_of(2) == cluster.memory_of(0) == told["memory"][0] // 3 // 10**6 * 10**6
     assert len(told["runs"]["steps"]) == 3
@@ -487,14 +507,14 @@ def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(link_measure, "step_seconds", fails)
     monkeypatch.setattr(link_measure, "SIZES", SIZES[:3])
     with pytest.raises(ArithmeticError, match="too hot"):
-        probe(load_job("digits-mlp"))
+        probe(load_job("digits-mlp"), workers=1)
 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_even_where_messages_take_long_there_are_sizes_enough(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_measure, "LONGEST", 0.0 if slow else 1e9)
     monkeypatch.setattr(link_measure, "SIZES", [1 << power for power in range(10, 15)])
-    measured = probe()
+    measured = probe(workers=1)
     assert measured is not None
     assert len({size for size, *_ in measured["local"][0]["points"]}) == (3 if slow else 5)
 

@@ -151,7 +151,7 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
     from dure.planner.probe.probe import probe
 
     say("measuring this machine", 0, None)
-    found = probe(job, workers=config.workers or 4, codecs=(), name=config.job, data=config.data)
+    found = probe(job, workers=config.workers or 4, name=config.job, data=config.data, curves=False)
     assert found is not None
     cluster: Cluster = found["cluster"]
     return cluster

@@ -344,7 +344,7 @@ class WorkerProcess(RunProcess):
             await self._fail(error)
         if setup.topology.uses_engine:
             lead_engine(where[0])
-            node.collectives = _engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
+            node.collectives = engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
         self.worker = worker = build_worker(setup, node, node.rank, node.meter)
         if worker.over_servers:
             worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
@@ -507,7 +507,7 @@ class WorkerProcess(RunProcess):
         self.worker.asking = False
 
 
-def _engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device) -> Any:
+def engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device) -> Any:
     """Join the engine's process group of all workers; what makes a `Group` of ranks.
 
     Tensors on the `device` of this worker travel by the device's backend, others by Gloo.

@@ -67,20 +67,21 @@ async def curve(at_ranks: Callable[[int], Awaitable[Sequence[Sequence[float]]]])
     return points
 
 
-def fitted(kind: str, points: Points, cluster: Cluster) -> dict[str, Any]:
-    """A curve with its line, `start` + `byte` * bytes, its `residual`, and the seconds that `cluster` predicts."""
+def fitted(kind: str, points: Points, cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """A curve of so many ranks: its line, `start` + `byte` * bytes, its `residual`, and what `cluster` predicts."""
     line = fit(points)
     return {
+        "ranks": ranks,
         "points": points,
         "start": line.start,
         "byte": line.slopes[0],
         "residual": line.residual,
-        "predicted": [predicted(cluster, kind, nbytes) for nbytes, _ in points],
+        "predicted": [predicted(cluster, kind, nbytes, ranks) for nbytes, _ in points],
     }
 
 
-def predicted(cluster: Cluster, kind: str, nbytes: int) -> float:
-    """Seconds of a collective of all workers of `cluster` in virtual time."""
+def predicted(cluster: Cluster, kind: str, nbytes: int, ranks: int) -> float:
+    """Seconds of a collective of the first `ranks` workers of `cluster` in virtual time."""
     places = {f"worker {worker}": worker for worker in range(cluster.workers)}
     network = Network(cluster, Kernel(), cluster.placed(places), np.random.default_rng(0))
-    return network.cost(kind, nbytes, list(places)).seconds
+    return network.cost(kind, nbytes, list(places)[:ranks]).seconds

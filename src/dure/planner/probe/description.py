@@ -126,6 +126,10 @@ def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
         for name in ("all_reduce", "gradient")
         if runs is not None and runs[name] is not None
     }
+    if runs is None and "all_reduce" in found["collectives"]:
+        rounds = dict.fromkeys(
+            ("all_reduce", "gradient"), _round_of_curve(found["collectives"]["all_reduce"], found["members"])
+        )
     host = SharedHost(cores=cores, **rounds)
     link = cluster.link.model_copy(update={"latency": _rounded(wake)})
     return cluster.model_copy(
@@ -138,6 +142,12 @@ def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:
     rounds = 2 * (workers - 1)
     byte = min(byte, seconds / rounds / (4 * numel / workers))
     return RoundCost(start=_rounded(seconds / rounds - byte * 4 * numel / workers), byte=_rounded(byte))
+
+
+def _round_of_curve(points: Sequence[Sequence[float]], ranks: int) -> RoundCost:
+    """Cost of a round of all_reduces that took these seconds. Of n bytes, each of K ranks sends n / K in a round."""
+    line, rounds = fit(points), 2 * (ranks - 1)
+    return RoundCost(start=_rounded(max(line.start, 0.0) / rounds), byte=_rounded(line.slopes[0] * ranks / rounds))
 
 
 def _slowest(hosts: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> dict[str, list[tuple[int, float]]]:

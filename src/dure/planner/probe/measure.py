@@ -31,6 +31,7 @@ from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
 from dure.planner.probe.collectives import repeated
+from dure.run.process import engine_groups
 from dure.runtime.launch.machine_memory import usable_memory
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.alone import AloneGroup
@@ -335,7 +336,7 @@ def cores() -> int:
 
 
 def main(starter: Starter) -> None:
-    """Entry point of the second process on a host; with it, messages within the host are measured."""
+    """Entry point of another process on a host; with it, messages and collectives within the host are measured."""
     torch.set_num_threads(1)
     request = starter.request()
     identity = Identity(request["run"], request["name"], request["rank"])
@@ -344,5 +345,8 @@ def main(starter: Starter) -> None:
     node.serve(SERVICE, benchmark)
     port = node.wire.listen(request["interface"])
     starter.answer(port=port)
+    if request["workers"] > 1:
+        groups = engine_groups(node, request["workers"], request["store"], torch.device("cpu"))
+        benchmark.group = groups(range(request["workers"]))
     node.loop.run_until(benchmark.over)
     node.wire.close()

@@ -40,6 +40,7 @@ from dure.planner.probe.measure import PRODUCT_FLOPS, SERVICE, Figures, LinkBenc
 from dure.planner.probe.short_runs import short_runs
 from dure.planner.probe.stragglers import stragglers
 from dure.run.strategy import codec_name, make
+from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.runtime.launch.shared_key import credentials_of
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 RACES = 24
 """Number of races in total: two messages sent at once to one host."""
 
+MOST_MEMBERS = 8
+"""Largest number of processes that are started on one machine to measure collectives."""
+
 PAIR_SECONDS = 600.0
 """Timeout of the measurements of one pair, or of one host's steps."""
 
@@ -66,6 +70,7 @@ def probe(
     name: str = "",
     data: Path | None = None,
     key_file: Path | None = None,
+    curves: bool = True,
 ) -> Figures | None:
     """Measure all hosts. If torchrun has started several ranks, each calls this; only rank 0 returns the figures.
 
@@ -78,11 +83,13 @@ def probe(
     `codecs` (by name, for each rank), `cores`, `residual` (the worst fit of a link),
     and `advice` if that fit is bad. One process alone also has `hand_over`, `numel` and `runs` (`short_runs`).
 
+    Without `curves`, collectives are not measured on one machine, which saves seconds.
+
     Raises `PeerLost` if a host fails or exits.
     """
     if workers < 1:
         raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
-    found = _measured(job, _named(codecs), key_file)
+    found = _measured(job, _named(codecs), key_file, min(workers, MOST_MEMBERS) if curves else 1)
     if found is None:
         return None
     found["flops"] = PRODUCT_FLOPS if job is None else None
@@ -94,12 +101,17 @@ def probe(
     found["stragglers"] = stragglers(found)
     found["advice"] = advice(found)
     found["cluster"] = cluster = described(found, workers)
-    found["collectives"] = {kind: fitted(kind, points, cluster) for kind, points in found["collectives"].items()}
+    found["collectives"] = {
+        kind: fitted(kind, points, cluster, found["members"]) for kind, points in found["collectives"].items()
+    }
     return found
 
 
-def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | None) -> Figures | None:
-    """The figures of all hosts, at rank 0; None at other ranks, after their part."""
+def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | None, members: int) -> Figures | None:
+    """The figures of all hosts, at rank 0; None at other ranks, after their part.
+
+    If this process is alone, collectives are measured among `members` other processes, and not at all for one.
+    """
     here = place() or RankEnvironment()
     rendezvous = Rendezvous(here, "probe")
     run = rendezvous.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
@@ -112,9 +124,10 @@ def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | Non
     with ExitStack() as stack:
         stack.callback(node.wire.close)
         first = any(here.rank == ranks[0] for ranks in hosts)
-        beside = _begin_beside(node, here, credentials, stack) if first else None
+        alone = here.world_size == 1
+        besides = _begin_besides(node, here, credentials, stack, members if alone else int(first))
         stack.callback(benchmark.over.resolve)  # from here on, the exit of a peer is no error
-        _exchange_addresses(rendezvous, node, beside)
+        _exchange_addresses(rendezvous, node, besides)
         rendezvous.exchange("ready", True)
         node.on_lost = lambda loss: _lost(loss, benchmark)
         engine = Engine(node, rendezvous, torch.device("cpu"))
@@ -124,11 +137,17 @@ def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | Non
             node.loop.run_until(benchmark.over)
             found = None
         else:
-            found = node.loop.run_until(node.spawn(_conduct(node, hosts, list(codecs)), "the measurements"))
+            group = (
+                [f"beside {rank}" for rank in range(members)]
+                if alone
+                else [f"rank {rank}" for rank in range(here.world_size)]
+            )
+            measurements = _conduct(node, hosts, group, list(codecs))
+            found = node.loop.run_until(node.spawn(measurements, "the measurements"))
             found["names"] = [named_host(*names[ranks[0]], alone=len(hosts) == 1) for ranks in hosts]
             benchmark.over.resolve()
-        if beside is not None:
-            node.loop.run_until(node.call(Address(f"beside {here.rank}", SERVICE), "over"))
+        for name, beside in besides.items():
+            node.loop.run_until(node.call(Address(name, SERVICE), "over"))
             beside.until_gone()
         rendezvous.part()
     return found
@@ -163,23 +182,39 @@ def hosts_of(identities: Sequence[str]) -> list[list[int]]:
     return hosts
 
 
-def _begin_beside(node: ProcessNode, here: RankEnvironment, credentials: Credentials, stack: ExitStack) -> ShardProcess:
-    """Start a second process on this host."""
-    name = f"beside {here.rank}"
-    request = {"run": node.identity.job, "name": name, "rank": here.rank, "interface": here.interface}
-    request["credentials"] = credentials.plain()
-    helper = ShardProcess("dure.planner.probe.measure", name, request)
-    stack.push(lambda kind, error, trace: helper.kill() if kind is not None else None)
-    return helper
+def _begin_besides(
+    node: ProcessNode, here: RankEnvironment, credentials: Credentials, stack: ExitStack, count: int
+) -> dict[str, ShardProcess]:
+    """Start `count` other processes on this host, numbered from the rank on. Several are a group of the engine."""
+    shared: dict[str, Any] = {"run": node.identity.job, "interface": here.interface, "workers": count}
+    shared["credentials"] = credentials.plain()
+    if count > 1:
+        store = EngineStore(None, count)
+        stack.callback(store.close)
+        shared["store"] = store.place
+    besides = {}
+    for rank in range(here.rank, here.rank + count):
+        name = f"beside {rank}"
+        besides[name] = helper = ShardProcess(
+            "dure.planner.probe.measure", name, {**shared, "name": name, "rank": rank}
+        )
+        stack.push(partial(_kill_after_error, helper))
+    return besides
 
 
-def _exchange_addresses(rendezvous: Rendezvous, node: ProcessNode, beside: ShardProcess | None) -> None:
-    """Listen, and enter the addresses of all ranks and of the second processes into the node's directory."""
+def _kill_after_error(helper: ShardProcess, kind: type[BaseException] | None, *_: object) -> None:
+    if kind is not None:
+        helper.kill()
+
+
+def _exchange_addresses(rendezvous: Rendezvous, node: ProcessNode, besides: Mapping[str, ShardProcess]) -> None:
+    """Listen, and enter the addresses of all ranks and of the processes beside them into the node's directory."""
     interface = rendezvous.place.interface
     places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
     node.directory |= {f"rank {rank}": (host, port) for rank, (host, port) in enumerate(places)}
-    besides = rendezvous.exchange("beside", [interface, beside.answer()["port"] if beside else 0])
-    node.directory |= {f"beside {rank}": (host, port) for rank, (host, port) in enumerate(besides) if port}
+    mine = {name: [interface, beside.answer()["port"]] for name, beside in besides.items()}
+    for places in rendezvous.exchange("beside", mine):
+        node.directory |= {name: (host, port) for name, (host, port) in places.items()}
 
 
 def _lost(loss: Loss, benchmark: LinkBenchmark) -> None:
@@ -197,11 +232,16 @@ def _named(codecs: Sequence[str]) -> dict[str, Codec]:
     return dict(zip(names, made, strict=True))
 
 
-async def _conduct(node: ProcessNode, hosts: Sequence[Sequence[int]], codecs: Sequence[str]) -> Figures:
-    """Measure one thing after another, as measurements at the same time would disturb each other."""
+async def _conduct(
+    node: ProcessNode, hosts: Sequence[Sequence[int]], group: Sequence[str], codecs: Sequence[str]
+) -> Figures:
+    """Measure one thing after another, as measurements at the same time would disturb each other.
+
+    `group` are the processes among which collectives are measured.
+    """
     ranks = [Address(f"rank {rank}", SERVICE) for members in hosts for rank in members]
     found: Figures = {"hosts": [list(members) for members in hosts], "local": [], "inside": [], "pairs": []}
-    found |= {"apply": [], "cores": [], "memory": [], "codecs": {}}
+    found |= {"apply": [], "cores": [], "memory": [], "codecs": {}, "collectives": {}, "members": len(group)}
     for number, members in enumerate(hosts):
         found["local"].append(await _measure(node, members[0], f"beside {members[0]}"))
         reply = await node.call(ranks[members[0]], "apply", timeout=PAIR_SECONDS)
@@ -214,9 +254,9 @@ async def _conduct(node: ProcessNode, hosts: Sequence[Sequence[int]], codecs: Se
     for one, other in partners(len(hosts)):
         figures = await _measure(node, hosts[one][0], f"rank {hosts[other][0]}")
         found["pairs"].append({"hosts": [one, other], **figures})
-    found["collectives"] = {}
-    for kind in KINDS if len(ranks) > 1 else ():
-        found["collectives"][kind] = await curve(partial(_at_ranks, node, ranks, kind))
+    for kind in KINDS if len(group) > 1 else ():
+        addresses = [Address(name, SERVICE) for name in group]
+        found["collectives"][kind] = await curve(partial(_at_ranks, node, addresses, kind))
     found["compute"] = [reply["seconds"] for reply in await _together(node, ranks, "compute")]
     if len(ranks) == 1:
         reply = await node.call(ranks[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)

@@ -50,7 +50,7 @@ def table(cluster: Cluster, found: Figures) -> Table:
         shown.add_row("A round of an all_reduce", units.as_seconds(host.all_reduce.start))
         shown.add_row("A round of gradients' sum", units.as_seconds(host.gradient.start))
     for collective, curve in found["collectives"].items():
-        shown.add_row(f"{collective} of {cluster.workers} workers", _curve(curve))
+        shown.add_row(f"{collective} of {curve['ranks']} workers", _curve(curve))
     shown.add_row("Residual of the links", f"{found['residual']:.1%}")
     for each in found["advice"]:
         shown.add_row("Advice", each)
