@@ -66,7 +66,8 @@ def test_a_command_starts_as_many_ranks_as_the_machines_have_workers():
     given = "train digits-mlp --strategy bsp --batch-size 8"
     assert Command(options, [3]).line == f"dure {given} --workers 3 --on local"
     for ranks, each in (([2, 2], "2"), ([2, 2, 3], "RANKS")):
-        start = f"torchrun --nnodes {len(ranks)} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+        start = f"torchrun --nnodes {len(ranks)} --node-rank NODE --nproc-per-node {each}"
+        start += " --master-addr HOST --master-port 29500"
         assert Command(options, ranks).line == f"{start} -m dure {given} --on torchrun"
 
 

@@ -50,7 +50,7 @@ class Command:
     def line(self) -> str:
         """The line for a shell: on one machine for this machine, on several for each of them.
 
-        HOST stands for one of the machines, RANKS for the workers of a machine where they are not equally many.
+        NODE stands for a machine's number, HOST for machine 0, RANKS for the workers of a machine, where they differ.
         """
         if len(self.ranks) == 1:
             return shlex.join(["dure", *arguments_of(replace(self.config, workers=self.ranks[0], on="local"))])

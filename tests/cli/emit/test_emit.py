@@ -14,6 +14,7 @@ import yaml
 from support.structural_schema import faults
 
 from dure.cli.main import main, parse
+from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.run.config import TrainConfig
 from dure.run.emit import TARGETS, emitted
@@ -48,13 +49,13 @@ def program(folder, name, text):
     path.chmod(0o755)
 
 
-def started(text, cwd, **environ):
-    """Run a text in bash, with the programs in `cwd`/bin and those of this Python first."""
+def started(text, cwd, *, where=(), **environ):
+    """Run a text in bash, with the programs in `cwd`/bin and those of this Python first; `where` leads to a host."""
     paths = os.pathsep.join([str(cwd / "bin"), str(BIN), os.environ["PATH"]])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DURE_", "SLURM_"))}
     environment = {**kept, "PATH": paths, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
-        ["bash", "-c", text], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+        [*where, "bash", "-c", text], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -113,9 +114,9 @@ def test_the_shell_gives_torchrun_each_argument_whole(place):
 def test_the_line_of_several_machines_names_their_meeting(place):
     text = emitted("torchrun", launch([2, 2, 2], sync="bsp", out="r", checkpoint_every=4))
     words = words_of(started(text, place))
-    assert words[:4] == ["--nnodes", "3", "--nproc-per-node", "2"]
-    assert words[4:8] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]
-    assert words[8:11] == ["--max-restarts", "3", "-m"]
+    assert words[:6] == ["--nnodes", "3", "--node-rank", "NODE", "--nproc-per-node", "2"]
+    assert words[6:10] == ["--master-addr", "HOST", "--master-port", "29500"]
+    assert words[10:13] == ["--max-restarts", "3", "-m"]
 
 
 SRUN = """\
@@ -128,7 +129,7 @@ exit "${status:-0}"
 """
 """Starts the command once for each node, on this machine, as `srun` does on the nodes."""
 
-SCONTROL = '[[ "$*" == "show hostnames machine[1-2]" ]] && printf "localhost\\nmachine2\\n"\n'
+SCONTROL = '[[ "$*" == "show hostnames machine[1-2]" ]] && printf "%s\\n" machine1 localhost\n'
 
 
 @pytest.fixture
@@ -140,14 +141,14 @@ def slurm(tmp_path):
     return tmp_path
 
 
-def submitted(script, place, **environ):
+def submitted(script, place, *, where=(), **environ):
     """Run a batch script with the environment that `sbatch` makes of its directives."""
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     head = script.split("set -euo pipefail")[0]
     asked = dict(line.removeprefix("#SBATCH --").split("=") for line in head.splitlines() if line.startswith("#SBATCH"))
     given = {"SLURM_JOB_NODELIST": "machine[1-2]", "SLURM_JOB_ID": "4711", "MASTER_PORT": str(free_port())}
     sizes = {"SLURM_JOB_NUM_NODES": asked["nodes"], "SLURM_CPUS_PER_TASK": asked["cpus-per-task"]}
-    return started(script, place, **{**given, **sizes, **environ})
+    return started(script, place, where=where, **{**given, **sizes, **environ})
 
 
 def free_port():
@@ -160,12 +161,11 @@ def test_each_task_of_slurm_gives_torchrun_each_argument_whole(slurm):
     script = emitted("slurm", launch([2, 2], job="my jobs.py:job", out=NASTY, device="cuda", checkpoint_every=2))
     assert "\n#SBATCH --gpus-per-node=2\n" in script
     words = words_of(submitted(script, slurm, MASTER_PORT="29999"))
-    first = words[: words.index("end")]
-    assert first[:6] == ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3"]
-    assert first[6:12] == ["--rdzv-id", "4711", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29999"]
     options = ["--checkpoint-every", "2", "--device", "cuda", "--out", NASTY, "--on", "torchrun"]
-    assert first[12:] == ["-m", "dure", "train", "my jobs.py:job", *options]
-    assert words == 2 * [*first, "end"]
+    both = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-id", "4711"]
+    both += ["--master-addr", "127.0.0.1", "--master-port", "29999", "-m", "dure", "train", "my jobs.py:job", *options]
+    tasks = [["--node-rank", str(node), *both, "end"] for node in (0, 1)]
+    assert words in ([*tasks[0], *tasks[1]], [*tasks[1], *tasks[0]])
 
 
 def test_a_comment_stays_one_whatever_the_name_of_the_job(slurm):
@@ -214,6 +214,20 @@ def test_a_requeued_script_trains_on(slurm):
     assert summary(submitted(script, slurm), slurm / "run")["steps"] == 4
     done = submitted(script.replace("--resume run", "--resume run --steps 6"), slurm, SLURM_RESTART_COUNT="1")
     assert summary(done, slurm / "run")["steps"] == 6
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+@pytest.mark.parametrize("strategy", ["ssp:bound=3 ps:shards=2", "bsp"])
+def test_the_script_trains_across_hosts_whose_own_names_lead_to_their_loopbacks(strategy, slurm):
+    script = emitted("slurm", launch([1, 1], strategy=strategy, steps=3, out="run"))
+    with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
+        program(slurm / "bin", "scontrol", f"printf '%s\\n' {' '.join(hosts.addresses)}\n")
+        host = f"hosts=({' '.join(hosts.names)})\n"
+        program(slurm / "bin", "srun", host + SRUN.replace('"$@" &', 'ip netns exec "${hosts[node]}" "$@" &'))
+        done = submitted(script, slurm, where=["ip", "netns", "exec", hosts.names[0]])
+    assert (summary(done, slurm / "run")["workers"], summary(done, slurm / "run")["steps"]) == (2, 3)
 
 
 # ---- manifests

@@ -17,15 +17,25 @@ SCRIPT = """\
 set -euo pipefail
 
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# The address of this machine, the first, toward the last one: its own name may lead to its loopback.
+address=$(python -c '{toward}' "${{machines[-1]}}")
 port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}}
 run=({run})
 {again}
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-  torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {ranks}{restarts} \\
-  --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${{machines[0]}}:$port" \\
+  bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \\
+  --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {ranks}{restarts} \\
+  --rdzv-id "$SLURM_JOB_ID" --master-addr "$address" --master-port "$port" \\
   -m "${{run[@]}}"
 """
 """`srun` does not take over --cpus-per-task from `sbatch` (Slurm 22.05 and later)."""
+
+TOWARD = """\
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+  udp.connect((sys.argv[1], 9))
+  print(udp.getsockname()[0])"""
+"""A program that prints the address of this machine on its way to another; it sends nothing."""
 
 AGAIN = """\
 if [[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 && -e {latest} ]]; then  # Slurm has requeued the job
@@ -43,6 +53,7 @@ def emit(launch: Launch) -> str:
     return SCRIPT.format(
         described=launch.described,
         directives="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        toward=TOWARD,
         run=shlex.join(launch.arguments),
         again=_again(launch),
         ranks=launch.ranks,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dure.run.emit.launch import Launch
 
-PORT = 29400
+PORT = 29500
 """torchrun's own port of a rendezvous."""
 
 
@@ -16,16 +16,17 @@ def emit(launch: Launch) -> str:
     """The line, after a comment on the machines where it runs."""
     where = "Run this line on the machine."
     if launch.nodes > 1:
-        where = f"Run this line on each machine. HOST is the name of one of them, whose port {PORT} the others reach."
+        where = f"Run this line on each machine. NODE is its number, 0 to {launch.nodes - 1}; HOST is machine 0."
     return f"# {launch.described}. {where}\n{line(launch)}\n"
 
 
 def line(launch: Launch, ranks: str = "") -> str:
-    """The line alone. On several machines it has the placeholder HOST: the machine where torchrun's agents meet.
+    """The line alone. On several machines it has placeholders: NODE for a machine's number, HOST for machine 0.
 
-    `ranks` replaces the number of ranks.
+    `ranks` replaces the number of ranks. The rendezvous is static: torchrun's other one, c10d, needs a HOST that is
+    the name which that machine has for itself.
     """
-    where = ["--standalone"] if launch.nodes == 1 else ["--nnodes", str(launch.nodes)]
-    meeting = [] if launch.nodes == 1 else ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"HOST:{PORT}"]
+    where = ["--standalone"] if launch.nodes == 1 else ["--nnodes", str(launch.nodes), "--node-rank", "NODE"]
+    meeting = [] if launch.nodes == 1 else ["--master-addr", "HOST", "--master-port", str(PORT)]
     words = [*where, "--nproc-per-node", ranks or str(launch.ranks), *meeting, *launch.restarts]
     return shlex.join(["torchrun", *words, "-m", *launch.arguments])
