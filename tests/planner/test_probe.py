@@ -285,6 +285,12 @@ def test_one_of_two_workers_can_be_the_straggler() -> None:
     assert stragglers(found([1e9, 1e9], [[0.1], [0.12]])) == []
 
 
+def test_a_straggler_of_one_machine_is_found_in_its_short_runs() -> None:
+    runs = {"steps": [[0.1] * 9, [0.1, 0.1, 0.4] * 3], "all_reduce": None, "gradient": None}
+    (slow,) = stragglers(found([1e9], [[0.1]]) | {"runs": runs})
+    assert slow == {"slow": "step", "rank": 1, "host": "node0", "factor": 2.0}
+
+
 def test_a_host_with_a_slow_link_is_named() -> None:
     (slow,) = stragglers(found([100e6, 100e6, 100e6, 20e6]))
     assert (slow["slow"], slow["host"], slow["factor"]) == ("link", "node3", pytest.approx(5, rel=0.01))

@@ -279,7 +279,7 @@ class Probe:
     example: ClassVar[str] = "dure probe mnist-mlp --workers 8"
 
     job: Positional[str] = ""
-    """A job whose steps are timed too; none if left out."""
+    """A job whose steps are timed; products of matrices if left out."""
     workers: int = 4
     """How many workers share this machine, where it is alone."""
     codec: UseAppendAction[tuple[str, ...]] = ()
