@@ -384,14 +384,18 @@ def test_the_machines_are_those_of_a_cluster_file(tmp_path, capsys):
     assert text == emitted("kubernetes", launch([2, 2, 2], sync="bsp", key_file="k", on="torchrun"))
 
 
-def test_plan_prints_the_text_of_the_best_strategy(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "command",
+    ["plan digits-mlp", pytest.param("train digits-mlp --strategy auto --key-file k", marks=pytest.mark.soak)],
+)
+def test_the_best_strategy_of_a_plan_is_that_of_the_text(command, tmp_path, capsys):
     file = tmp_path / "fast.yaml"
     file.write_text("machines: [{count: 2, compute: {flops_per_second: 1e8}}]\nlink: {bandwidth: 100 Gbit/s}\n")
-    arguments = ["plan", "digits-mlp", "--on", str(file), "--within", "1", "--emit", "slurm"]
-    assert main(arguments) == 0
+    assert main([*command.split(), "--on", str(file), "--within", "1", "--emit", "slurm"]) == 0
     out, errors = capsys.readouterr()
-    assert out == emitted("slurm", launch([1, 1], strategy="bsp", batch_size=32))
-    assert "Plain data parallelism (DDP) is the best choice here." in errors
+    options = {"key_file": "k", "on": "torchrun"} if "--key-file" in command else {}
+    assert out == emitted("slurm", launch([1, 1], strategy="bsp", batch_size=32, **options))
+    assert ("auto: bsp" if options else "Plain data parallelism (DDP) is the best choice here.") in errors
 
 
 @pytest.mark.parametrize(
