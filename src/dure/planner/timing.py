@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
+from dure.planner.alike import simulated_workers
 from dure.planner.cross_check import closed_form
 from dure.planner.step_times import StepTimes
 from dure.planner.unaligned import unaligned
@@ -69,15 +70,17 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     setup = setup_in(scene, strategy, trace=trace)
     memory = largest_memory(setup)
     stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
-    outcome = VirtualRun(setup, _running(scene.cluster, setup.strategy), Callbacks(stepped=stepped)).run()
-    sizes = setup.batch_sizes
-    speed = sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
+    simulated = simulated_workers(setup, scene.cluster)
+    cluster, callbacks = _running(scene.cluster, setup.strategy), Callbacks(stepped=stepped)
+    outcome = VirtualRun(setup, cluster, callbacks, simulated).run()
+    sizes, alike = setup.batch_sizes, setup.workers // simulated
+    speed = alike * sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
     applied = speed * _applied(outcome.totals)
     step = scene.batch / applied
     return Timing(
         seconds=step,
         samples_per_second=applied,
-        bytes_per_step=stepped.bytes_per_second() * step / setup.workers,
+        bytes_per_step=stepped.bytes_per_second() * step / simulated,
         staleness=outcome.totals.staleness.mean,
         shares=_shares(outcome.totals),
         memory=memory,

@@ -85,14 +85,15 @@ def collecting_rarely(workers: int) -> Iterator[None]:
 
 
 class VirtualRun:
-    """Train `setup` on `cluster`.
+    """Train `setup` on `cluster`, or only the first `simulated` workers of it, if all others do as these.
 
     Raises `DeadlockError`, `DivergedError`, and the errors of workers and servers.
     """
 
-    def __init__(self, setup: Setup, cluster: Cluster, callbacks: Callbacks) -> None:
+    def __init__(self, setup: Setup, cluster: Cluster, callbacks: Callbacks, simulated: int | None = None) -> None:
         self.setup = setup
         self.cluster = cluster
+        self.simulated = setup.workers if simulated is None else simulated
         self.callbacks = callbacks
         config = setup.config
         self.gradient_engine = (
@@ -233,7 +234,7 @@ class VirtualSegment:
         if self.servers:
             self.servers[0].lead(self.setup.sync, self.started)
         absent = self.whole.cluster.absent - self.attendance.joined
-        ranks = range(self.setup.workers)
+        ranks = range(self.whole.simulated)
         for rank in ranks:
             self.runtime.node(f"worker {rank}", rank)
             self._draw_durations(rank)

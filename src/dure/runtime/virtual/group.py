@@ -64,14 +64,17 @@ class Round:
 class CollectiveRounds:
     """The rounds of one set of ranks; the n-th operation of each member is part of round n.
 
-    One object for all members holds what depends on the ranks alone.
+    One object for all members holds what depends on the ranks alone. `present` are the ranks that the runtime has: all,
+    or those of one replica, where replicas are alike. A round costs as many seconds as one of all `ranks`.
     """
 
     def __init__(self, runtime: GroupRuntime, ranks: Sequence[int]) -> None:
         self.runtime = runtime
         self.ranks = ranks
-        self.names = [f"worker {rank}" for rank in ranks]
-        self._indices = [runtime.network.node(name) for name in self.names]
+        self._indices = [runtime.network.node(f"worker {rank}") for rank in ranks]
+        self._places = [place for place, rank in enumerate(ranks) if f"worker {rank}" in runtime.nodes]
+        self.present = [ranks[place] for place in self._places]
+        self.names = [f"worker {rank}" for rank in self.present]
         self._costs: dict[tuple[str, int, int, bool], Cost] = {}
         self.rounds: dict[int, Round] = {}
         self.counts = dict.fromkeys(ranks, 0)
@@ -109,7 +112,7 @@ class CollectiveRounds:
             return
         round_ = self.rounds[number]
         round_.arrived[rank] = (operation, value)
-        if len(round_.arrived) == len(self.ranks):
+        if len(round_.arrived) == len(self.present):
             del self.rounds[number]
             end(round_)
 
@@ -125,10 +128,10 @@ class CollectiveRounds:
         cost = self.cost(kind, tensor.nbytes, _itemsize(tensor))
         self.runtime.network.count(cost, self._indices)
         if tensor.nbytes:
-            members = map(self.runtime.nodes.__getitem__, self.names)
-            for node, sent, received in zip(members, cost.sent, cost.received, strict=True):
-                node.payload_sent += sent
-                node.payload_received += received
+            for name, place in zip(self.names, self._places, strict=True):
+                node = self.runtime.nodes[name]
+                node.payload_sent += cost.sent[place]
+                node.payload_received += cost.received[place]
         return cost.seconds
 
 
@@ -175,7 +178,7 @@ class VirtualGroup:
         return self._collective("reduce_scatter", tensor, share)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
-        position = list(self.ranks).index(root)
+        position = self.collective_rounds.present.index(root)
 
         def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
             return [value if value is values[position] else value.copy_(values[position]) for value in values]
@@ -191,7 +194,7 @@ class VirtualGroup:
         number, _ = collective_rounds.join(self.node.rank, kind)
 
         def end(round_: Round) -> None:
-            order = [round_.arrived[rank] for rank in collective_rounds.ranks]
+            order = [round_.arrived[rank] for rank in collective_rounds.present]
             seconds = collective_rounds.charge(kind, order[0][1])
 
             def finish() -> None:
@@ -227,12 +230,12 @@ class VirtualGroup:
 
     def _end_gradients(self, round_: Round) -> None:
         runtime = self.node.runtime
-        order = [round_.arrived[rank] for rank in self.ranks]
+        order = [round_.arrived[rank] for rank in self.collective_rounds.present]
         started, ended = round_.started, round_.compute_ended
         self.collective_rounds.charge("all_reduce", order[0][1].values)
         last = max(ended.values())
         finish = max(last, self._slices_sent(started, ended, order[0][1].values))
-        for rank, name in zip(self.ranks, self.collective_rounds.names, strict=True):
+        for rank, name in zip(self.collective_rounds.present, self.collective_rounds.names, strict=True):
             meter = runtime.nodes[name].meter
             meter.add("compute", started[rank], ended[rank])
             meter.add("wait", ended[rank], last)
@@ -253,7 +256,7 @@ class VirtualGroup:
         backward, slices = self.node.runtime.cluster.backward, self.node.runtime.slices
         itemsize, free = _itemsize(gradient), 0.0
         for numel, left in slices or [(gradient.numel(), 0.0)]:
-            there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in self.ranks)
+            there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in ended)
             cost = self.collective_rounds.cost("all_reduce", numel * itemsize, itemsize, gradient=True)
             free = max(free, there) + cost.seconds
         return free
