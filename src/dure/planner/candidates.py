@@ -160,22 +160,34 @@ def _methods(shape: Shape) -> Iterator[str]:
 
 
 def _partitions(shape: Shape) -> Iterator[str]:
-    for stages in _divisors(shape.workers, shape.blocks):
-        copy = shape.batch * stages // shape.workers
-        for micro in (stages, 2 * stages, 4 * stages):
-            if micro <= copy:
-                yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile"
+    """One pipeline of each depth and one split of each width first, so that little time suffices for an outline."""
+    depths = [(stages, shape.batch * stages // shape.workers) for stages in _divisors(shape.workers, shape.blocks)]
+    for stages, copy in depths:
         if 2 * stages <= copy:
-            yield f"{PLAIN} zero-bubble:stages={stages},micro={2 * stages},cuts=profile"
-            if shape.blocks >= 2 * stages:
-                yield f"{PLAIN} interleaved:stages={stages},micro={2 * stages},cuts=profile"
-            yield f"{PLAIN} pipedream-2bw:stages={stages},micro={2 * stages},cuts=profile"
-        yield f"{PLAIN} pipedream:stages={stages},cuts=profile"
+            yield _one_f_one_b(stages, 2 * stages)
     for ways in _divisors(shape.workers, MOST_WAYS):
         yield f"{PLAIN} tensor:ways={ways}"
         if ways <= shape.per_machine:
             yield from _both(shape, ways)
     yield f"{PLAIN} one-weird-trick:ways={shape.workers}"
+    for stages, copy in depths:
+        for micro in (stages, 4 * stages):
+            if micro <= copy:
+                yield _one_f_one_b(stages, micro)
+        yield from _other_pipelines(shape, stages, copy)
+
+
+def _one_f_one_b(stages: int, micro: int) -> str:
+    return f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile"
+
+
+def _other_pipelines(shape: Shape, stages: int, copy: int) -> Iterator[str]:
+    if 2 * stages <= copy:
+        yield f"{PLAIN} zero-bubble:stages={stages},micro={2 * stages},cuts=profile"
+        if shape.blocks >= 2 * stages:
+            yield f"{PLAIN} interleaved:stages={stages},micro={2 * stages},cuts=profile"
+        yield f"{PLAIN} pipedream-2bw:stages={stages},micro={2 * stages},cuts=profile"
+    yield f"{PLAIN} pipedream:stages={stages},cuts=profile"
 
 
 def _both(shape: Shape, ways: int) -> Iterator[str]:
@@ -183,7 +195,7 @@ def _both(shape: Shape, ways: int) -> Iterator[str]:
     for stages in _divisors(shape.workers // ways, shape.blocks):
         micro = 2 * stages
         if micro <= shape.batch * stages * ways // shape.workers:
-            yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts=profile+tensor:ways={ways}"
+            yield f"{_one_f_one_b(stages, micro)}+tensor:ways={ways}"
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
