@@ -1,5 +1,7 @@
 """Timings on several processes are those of one process, in order."""
 
+import time
+
 import pytest
 
 from dure.job.job import load_job
@@ -31,3 +33,25 @@ def test_processes_find_what_one_process_finds(scenes, monkeypatch):
 
 def test_nothing_is_timed_after_the_deadline(scenes):
     assert [timing for _, timing in timings(scenes, WANTED, Deadline(-1.0))] == [None] * 4
+
+
+def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
+    """Its result is None, and so are those behind it; a timing that has ended counts."""
+
+    def slow(scenes, wanted, deadline):
+        if wanted[1] != "bsp":
+            time.sleep(600)
+        return "no"
+
+    monkeypatch.setattr(side_by_side, "_cores", lambda: 2)
+    monkeypatch.setattr(side_by_side, "_timed", slow)
+    found = list(timings(scenes, WANTED, Deadline(2.0)))
+    assert [timing for _, timing in found][2:] == [None, None]
+    assert {timing for _, timing in found[:2]} == {"no"}
+
+
+def test_figures_that_processes_measure_are_known_to_later_ones(scenes, monkeypatch):
+    monkeypatch.setattr(side_by_side, "_cores", lambda: 2)
+    assert not scenes[0].model.replica.figures
+    list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, NEVER))
+    assert scenes[0].model.replica.figures

@@ -19,5 +19,10 @@ class Deadline:
         """Whether the seconds have passed."""
         return self._clock() > self._end
 
+    @property
+    def left(self) -> float | None:
+        """The seconds that are left, at least 0; None without an end."""
+        return None if math.isinf(self._end) else max(0.0, self._end - self._clock())
+
 
 NEVER = Deadline(math.inf)

@@ -35,7 +35,10 @@ class Found:
 
 
 def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, strategy: None) -> Found:
-    """Time the candidates of `scene`; plain data parallelism always, others before the deadline."""
+    """Time the candidates of `scene` before the deadline; after it, only until one works.
+
+    Plain data parallelism is always timed.
+    """
     found = Found()
     shape = shape_of(scene)
     _time(scene, [PLAIN], NEVER, found, notify)
@@ -48,12 +51,13 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     for made in steps:
         new = [each for each in dict.fromkeys(made()) if each not in found.order]
         _time(scene, new, deadline, found, notify)
+    _until_one_works(scene, found, notify)
     found.rows = in_order(found.rows)
     return found
 
 
 def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Found, notify: Notify) -> None:
-    found.order += strategies
+    found.order += [each for each in strategies if each not in found.order]
     wanted = [(0, each) for each in strategies]
     for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline)):
         notify(number, len(strategies), strategy)
@@ -63,6 +67,11 @@ def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Fo
             found.refused[strategy] = timing
         else:
             found.rows.append(ranked(strategy, timing, scene.batch))
+
+
+def _until_one_works(scene: Scene, found: Found, notify: Notify) -> None:
+    while found.left and not found.rows:
+        _time(scene, [found.left.pop(0)], NEVER, found, notify)
 
 
 def _servers_of(found: Found, method: str) -> str | None:

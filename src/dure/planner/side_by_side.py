@@ -1,7 +1,8 @@
 """Timings of many strategies in several scenes, side by side on the cores of this machine.
 
-Each core has a process, forked from this one, so that jobs need not be pickled. With an accelerator all is timed in
-this process: what a fork inherits of an accelerator does not work.
+Each core has a process, forked from this one, so that jobs need not be pickled. Figures of the model that a process
+measures return to this one, for later processes. With an accelerator all is timed in this process: what a fork inherits
+of an accelerator does not work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.pool import Pool
+from typing import Any
 
 import torch
 
@@ -29,13 +31,24 @@ MOST = 8
 def timings(
     scenes: Sequence[Scene], wanted: Sequence[Wanted], deadline: Deadline
 ) -> Iterator[tuple[Wanted, Timing | str | None]]:
-    """The timing of each of `wanted`, in order; the reason where a strategy does not work, None after the deadline."""
+    """The timing of each of `wanted`, in order; the reason where a strategy does not work, None after the deadline.
+
+    At the deadline a timing under way ends, where processes can be forked.
+    """
     processes = min(MOST, _cores(), len(wanted))
     if processes < 2 or not _forks():
         yield from ((each, _timed(scenes, each, deadline)) for each in wanted)
         return
     with _pool(processes, scenes, deadline) as pool:
-        yield from zip(wanted, pool.imap(_timed_here, wanted), strict=True)
+        under_way = [(each, pool.apply_async(_timed_here, (each,))) for each in wanted]
+        for each, result in under_way:
+            try:
+                found, figures = result.get(deadline.left)
+            except multiprocessing.TimeoutError:
+                yield each, None
+            else:
+                scenes[each[0]].model.replica.figures.update(figures)
+                yield each, found
 
 
 def _timed(scenes: Sequence[Scene], wanted: Wanted, deadline: Deadline) -> Timing | str | None:
@@ -79,7 +92,11 @@ def _begin(scenes: Sequence[Scene], deadline: Deadline) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _timed_here(wanted: Wanted) -> Timing | str | None:
+def _timed_here(wanted: Wanted) -> tuple[Timing | str | None, dict[Any, Any]]:
+    """The timing, and the figures of the model that it has measured."""
     assert _inherited is not None
     scenes, deadline = _inherited
-    return _timed(scenes, wanted, deadline)
+    figures = scenes[wanted[0]].model.replica.figures
+    known = set(figures)
+    found = _timed(scenes, wanted, deadline)
+    return found, {key: figures[key] for key in figures.keys() - known}
