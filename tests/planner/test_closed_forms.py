@@ -184,22 +184,32 @@ CASES = [
 STEADY = Constant(flops_per_second=1e9, overhead=1e-3)
 
 
-@cache
-def first_scene(*, wide):
-    """A small job, or one whose gradient is sent in four slices, on one worker: other scenes share its model."""
-    data = Data(torch.zeros(256, 640), torch.zeros(256, dtype=torch.long))
-    layers = Job(lambda: nn.Sequential(*(nn.Linear(640, 640) for _ in range(4))), nn.functional.cross_entropy, data)
-    here = Scene(layers if wide else load_job("digits-mlp"), Cluster.uniform(1), 32)
-    assert here.model.replica.numel
-    return here
+JOBS = {
+    "slices": ((640,), lambda: nn.Sequential(*(nn.Linear(640, 640) for _ in range(4)))),
+    "heavy end": ((16,), lambda: nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 500), nn.Linear(500, 500))),
+    "convolution": ((1, 8, 8), lambda: nn.Sequential(nn.Conv2d(1, 32, 3), nn.Flatten(), nn.Linear(1152, 10))),
+}
+"""Shapes of inputs, and models: a gradient of four slices, a large last stage, a convolution before dense layers."""
 
 
 @cache
-def scene_of(workers, bandwidth, compute=STEADY, slow=1.0, wide=False, **rest):
+def first_scene(name):
+    """A job on one worker; other scenes share its model."""
+    if name not in JOBS:
+        return Scene(load_job(name), Cluster.uniform(1), 32)
+    shape, model = JOBS[name]
+    data = Data(torch.zeros(256, *shape), torch.zeros(256, dtype=torch.long))
+    return Scene(Job(model, nn.functional.cross_entropy, data), Cluster.uniform(1), 32)
+
+
+@cache
+def scene_of(workers, bandwidth, compute=STEADY, slow=1.0, job="digits-mlp", **rest):
     """A scene of `workers`, of which the last has the speed `slow`."""
     kinds = (Machines(count=workers - 1, compute=compute), Machines(compute=compute, speed=slow))
     link = Link(bandwidth=bandwidth, latency=1e-4)
-    return first_scene(wide=wide).on(Cluster(machines=kinds, link=link, **rest))
+    first = first_scene(job)
+    assert first.model.replica.numel  # scenes share a model that exists
+    return first.on(Cluster(machines=kinds, link=link, **rest))
 
 
 @cache
@@ -232,7 +242,7 @@ def test_a_timing_is_its_closed_form(strategy, scene, error):
 RANDOM = {"compute": LogNormal(flops_per_second=1e9, overhead=1e-3, sigma=0.5)}
 SLOW = {"slow": 0.2}
 HOST = {"host": SharedHost(cores=2)}
-WIDE = {"wide": True, "compute": Constant(flops_per_second=1e11, overhead=1e-3)}
+FAST_MACHINES = {"compute": Constant(flops_per_second=1e11, overhead=1e-3)}
 OTHERS = {
     "random": ("bsp", RANDOM, 0.05),
     "first of random": ("k-sync:k=3 ps", RANDOM, 0.1),
@@ -244,12 +254,15 @@ OTHERS = {
     "host, servers": ("bsp ps", HOST, 0.05),
     "host, averages": ("averaging:period=4", HOST, EXACT),
     "host, apart": ("downpour ps:shards=2", HOST, 0.1),
-    "slices": ("bsp", WIDE, EXACT),
+    "slices": ("bsp", {"job": "slices", **FAST_MACHINES}, EXACT),
+    "heavy end": ("bsp 1f1b:stages=2,micro=4,cuts=2", {"job": "heavy end", **FAST_MACHINES}, NEAR),
+    "sum over ways": ("bsp one-weird-trick:ways=4", {"job": "convolution"}, EXACT),
+    "slow servers": ("bsp ps:shards=2", {"gamma": 1e-7}, NEAR),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_random_steps_slow_machines_shared_cores_and_slices_have_closed_forms(name):
+def test_other_clusters_and_models_have_closed_forms(name):
     strategy, rest, error = OTHERS[name]
     assert abs(difference(strategy, 4, 1e9, **rest)) <= error
 

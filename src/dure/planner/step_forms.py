@@ -9,8 +9,8 @@ its cost, b per byte of the slowest link. A receiver adds up a byte in g seconds
     overlapped with backward   e_i = max(e_(i-1), r_i) + R(n_i), the end of slice i, computed at r_i     `overlapped`
     workers apart              max(K / sum of 1 / s_k, q): s_k of worker k alone, q of a step of all     `apart`
                                workers at the busiest link or server
-    pipeline with a flush      max over k of w_1 - w_k + U t_k + wait_k: (U + K - 1) t + 2 (K - 1) M(n)     `flushed`
-                               for K equal stages
+    pipeline with a flush      max over k of w_1 - w_k + U t_k + wait_k; for K equal stages              `flushed`
+                               (U + K - 1) t + 2 (K - 1) M(n)
     pipeline without a flush   U times the largest of t_k and w_k / (K - k + 1)                          `endless`
 
 Stage k of a 1F1B pipeline needs t_k for the forward f_k and the backward of one of U micro-batches. The way w_k of a

@@ -10,7 +10,8 @@ On one host, processes share its cores and work alpha + bytes * beta seconds for
 
     seconds  =  max(busiest sender, all / cores) + latency + max(busiest receiver, all / cores)
 
-A message of at most `small` bytes does not queue.
+A message of at most `small` bytes does not queue. Messages that leave at their own times need at least the seconds of
+the busiest direction, or of the cores of a machine for all of them (`busiest`).
 """
 
 from __future__ import annotations
