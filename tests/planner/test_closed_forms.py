@@ -20,7 +20,7 @@ from dure.planner.explain import cross_check as said
 from dure.planner.ranking import Ranked
 from dure.planner.scene import Scene
 from dure.planner.stage_passes import StageFigures, StagePasses
-from dure.planner.step_durations import StepDuration, slowest
+from dure.planner.step_durations import StepDuration, several, shared, slowest
 from dure.planner.step_forms import Between, ClosedForm, StageSeconds, apart, endless, flushed, overlapped, ring
 from dure.planner.timing import Timing, setup_in, timed
 from dure.planner.transfers import Flow, Transfers
@@ -113,7 +113,14 @@ def test_fixed_speeds_have_the_seconds_of_4_5():
     assert apart([1.0, 1.0, 5.0], busiest=0.0) == pytest.approx(3 / 2.2)
     mixed = [StepDuration(2.0, Constant()), StepDuration(1.0, LogNormal(sigma=0.1))]
     assert slowest(mixed) == pytest.approx(2.0, rel=1e-3)
-    assert slowest([StepDuration(1.0, Trace(durations=(1.0, 2.0)))] * 2) is None
+    trace = StepDuration(1.0, Trace(durations=(1.0, 2.0)))
+    assert slowest([trace] * 2) is shared([trace] * 2, cores=1) is several(trace, 2) is None
+
+
+def test_computations_that_share_cores_end_as_by_processor_sharing():
+    """Of 1, 2 and 4 s on two cores the first ends at 1.5 s; the others, alone on a core each, have 1 and 3 s to go."""
+    durations = [StepDuration(seconds, Constant()) for seconds in (4.0, 1.0, 2.0)]
+    assert [shared(durations, 2, first) for first in (1, 2, 3)] == [1.5, 2.5, 4.5]
 
 
 @pytest.mark.parametrize("micro", [1, 4, 16])
@@ -253,7 +260,9 @@ OTHERS = {
     "host": ("bsp", HOST, EXACT),
     "host, servers": ("bsp ps", HOST, 0.05),
     "host, averages": ("averaging:period=4", HOST, EXACT),
-    "host, apart": ("downpour ps:shards=2", HOST, 0.1),
+    "host, apart": ("downpour ps:shards=2", HOST, NEAR),
+    "random averages": ("averaging:period=8", RANDOM, 0.1),
+    "random host": ("bsp ps", RANDOM | HOST, 0.1),
     "slices": ("bsp", {"job": "slices", **FAST_MACHINES}, EXACT),
     "heavy end": ("bsp 1f1b:stages=2,micro=4,cuts=2", {"job": "heavy end", **FAST_MACHINES}, NEAR),
     "sum over ways": ("bsp one-weird-trick:ways=4", {"job": "convolution"}, EXACT),
@@ -301,6 +310,13 @@ BROKEN = {
     ),
     "ways without exchanges": (StageFigures, "_exchange", lambda *_: 0.0, "bsp tensor:ways=4"),
     "the pace of the slowest": (cross_check, "apart", lambda alone, busiest: max(*alone, busiest), "slow, apart"),
+    "steps that are all alike": (
+        cross_check,
+        "several",
+        lambda duration, steps: duration._replace(mean=steps * duration.mean),
+        "random averages",
+    ),
+    "cores for all": (cross_check, "shared", lambda durations, cores, first: slowest(durations, first), "random host"),
     "the mean of random steps": (cross_check, "slowest", lambda durations, first: durations[0].mean, "random"),
 }
 """The object, its attribute, what replaces it, and the strategy whose form then differs from its timing."""

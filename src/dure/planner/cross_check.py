@@ -14,8 +14,8 @@ The forms are those of `step_forms`, `exchanges` and `pipeline_forms`; X is an e
     ad-psgd                          workers apart: computation alone, as exchanges are beside it
     partitions                       of a mini-batch, instead of c + X
 
-Other methods, other topologies, votes, traces, events of a cluster, and pipelines on one host have no form here. Random
-durations have one in `bsp`, `backup` and `k-sync`, and by their means where workers are apart.
+Other methods, other topologies, votes, events of a cluster, and pipelines on one host have no form here, nor have
+pipelines with random steps. Traces have one where workers are apart, by their means.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dure.core.deployment import SERVER, WORKER
 from dure.planner.exchanges import Copies, exchange, over_servers
 from dure.planner.pipeline_forms import mini_batch
 from dure.planner.stage_passes import StageFigures
-from dure.planner.step_durations import StepDuration, slowest
+from dure.planner.step_durations import StepDuration, several, shared, slowest
 from dure.planner.step_forms import Between, ClosedForm, apart, overlapped, ring
-from dure.planner.transfers import Transfers
+from dure.planner.transfers import Flow, Transfers
 from dure.run.strategy import member_text
 from dure.runtime.virtual.paths import paths_of
 from dure.sync.ad_psgd import ADPSGD
@@ -89,13 +89,14 @@ class StepFigures:
         """Whether all steps of a worker take equally long."""
         return all(each.constant for each in self.durations)
 
-    def slowest(self, first: int | None = None) -> float | None:
-        """Seconds until all workers, or the `first` of them, have computed a mini-batch; None if no form is known."""
-        crowding = self.transfers.crowding(self.setup.workers)
-        if crowding > 1 and not self.constant:
+    def slowest(self, first: int | None = None, steps: int = 1) -> float | None:
+        """Seconds until all workers, or the `first` of them, have made so many `steps`; None if no form is known."""
+        together = [several(each, steps) for each in self.durations]
+        known = [each for each in together if each is not None]
+        if len(known) < len(together):
             return None
-        found = slowest(self.durations, first)
-        return None if found is None else found * crowding
+        host = self.cluster.host
+        return slowest(known, first) if host is None else shared(known, host.cores, first)
 
     def copies(self, part: int = 0) -> Copies:
         """The workers that hold a part of the model, or all of it."""
@@ -125,14 +126,12 @@ def _synchronous(_sync: BSP, figures: StepFigures) -> ClosedForm | None:
 
 
 def _periodic(figures: StepFigures, period: int) -> ClosedForm | None:
-    if not figures.constant:
-        return None
     if figures.setup.stages is not None:
         return _partitioned(figures, period)
-    computed, exchanged = figures.slowest(), exchange(figures.copies())
+    computed, exchanged = figures.slowest(steps=period), exchange(figures.copies())
     if computed is None or exchanged is None:
         return None
-    return ClosedForm(f"exchange every {period} steps", computed + exchanged / period)
+    return ClosedForm(f"exchange every {period} steps", (computed + exchanged) / period)
 
 
 def _averaging(sync: Averaging, figures: StepFigures) -> ClosedForm | None:
@@ -188,12 +187,13 @@ def _apart(figures: StepFigures, small: int, period: int, *, bounded: bool = Fal
         alone.append(duration.mean + exchanged / period)
     if bounded:
         alone = [max(alone)] * copies.count
-    return _with_busiest(figures, copies, alone, period)
+    return _with_busiest(figures, copies, alone, small, period)
 
 
-def _with_busiest(figures: StepFigures, copies: Copies, alone: list[float], period: int = 1) -> ClosedForm:
-    """The step of workers apart that need so many seconds `alone`, or of what is busiest."""
-    flows = [*copies.pushes(copies.workers), *copies.pulls(copies.workers)]
+def _with_busiest(figures: StepFigures, copies: Copies, alone: list[float], small: int, period: int = 1) -> ClosedForm:
+    """The step of workers apart that need so many seconds `alone`, or of what is busiest. `small`: as in `_apart`."""
+    requests = [Flow(worker, server, 0) for worker in copies.workers for server in copies.servers] * small
+    flows = [*copies.pushes(copies.workers), *copies.pulls(copies.workers), *requests]
     applying = copies.count * copies.applying
     computing = sum(each.mean for each in figures.durations) * period + applying * len(copies.servers)
     busiest = max(figures.transfers.busiest(flows, computing), applying) / period
@@ -207,7 +207,7 @@ def _grouped(sync: KBatchAsync, figures: StepFigures) -> ClosedForm | None:
         return None
     group = min(sync.quorum(copies.count), copies.count)
     exchanged = over_servers(copies, group, pulling=group)
-    return _with_busiest(figures, copies, [each.mean + exchanged for each in figures.durations])
+    return _with_busiest(figures, copies, [each.mean + exchanged for each in figures.durations], 0)
 
 
 def _gossip(_sync: ADPSGD, figures: StepFigures) -> ClosedForm | None:

@@ -3,6 +3,8 @@
     equal in all steps        the K-th of the durations in ascending order
     all of P, random          integral of 1 - product of F_k(x)
     K of P, random, equal     integral of P(binomial(P, F(x)) < K): (H_P - H_(P-K)) / mu for exponential durations
+    sharing C cores           sum over i = 1 .. P of (m_i - m_(i-1)) max(1, (P - i + 1) / C), m_i the i-th of P
+    several steps             as one step of the sum's mean and variance, log-normal
 
 F_k is the distribution of the durations of worker k. The second and third are order statistics (Dutta et al., "Slow and
 Stale Gradients Can Win the Race", AISTATS 2018).
@@ -10,6 +12,7 @@ Stale Gradients Can Win the Race", AISTATS 2018).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,6 +62,37 @@ def slowest(durations: Sequence[StepDuration], first: int | None = None) -> floa
     from scipy.stats import binom
 
     return expected(lambda x: binom.cdf(first - 1, count, below(durations[0], x)), scale)
+
+
+def shared(durations: Sequence[StepDuration], cores: int, first: int | None = None) -> float | None:
+    """As `slowest`, where all computations begin together and share `cores` equally.
+
+    >>> shared([StepDuration(1.0, Constant()), StepDuration(3.0, Constant())], cores=1)
+    4.0
+    """
+    count, total, before = len(durations), 0.0, 0.0
+    for number in range(1, (first or count) + 1):
+        own = slowest(durations, number)
+        if own is None:
+            return None
+        total, before = total + (own - before) * max(1.0, (count - number + 1) / cores), own
+    return total
+
+
+def several(duration: StepDuration, steps: int) -> StepDuration | None:
+    """The duration of so many steps of a worker; None where no form is known, or the variance is infinite."""
+    mean, compute = duration.mean * steps, duration.compute
+    if isinstance(compute, Constant) or steps == 1:
+        return StepDuration(mean, compute)
+    if isinstance(compute, LogNormal):
+        variance = math.expm1(compute.sigma**2)
+    elif isinstance(compute, ShiftedExponential):
+        variance = (1 - compute.shift) ** 2
+    elif isinstance(compute, Pareto) and compute.tail > 2:
+        variance = 1 / (compute.tail * (compute.tail - 2))
+    else:
+        return None
+    return StepDuration(mean, LogNormal(sigma=math.sqrt(math.log1p(variance / steps))))
 
 
 def below(duration: StepDuration, x: Vector) -> Vector:
