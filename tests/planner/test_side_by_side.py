@@ -1,5 +1,6 @@
 """Timings on several processes are those of one process, in order."""
 
+import signal
 import time
 
 import pytest
@@ -55,3 +56,17 @@ def test_figures_that_processes_measure_are_known_to_later_ones(scenes, monkeypa
     assert not scenes[0].model.replica.figures
     list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, NEVER))
     assert scenes[0].model.replica.figures
+
+
+def test_processes_that_end_before_they_have_begun_print_nothing(scenes, monkeypatch, capfd):
+    def answer(number, frame):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side, "_cores", lambda: 8)
+    before = signal.signal(signal.SIGTERM, answer)
+    try:
+        for _ in range(5):
+            assert [found for _, found in timings(scenes, WANTED * 2, Deadline(-1.0))] == [None] * 8
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not capfd.readouterr().err

@@ -79,8 +79,16 @@ def _forks() -> bool:
 _inherited: tuple[Sequence[Scene], Deadline] | None = None
 
 
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+
+
 def _pool(processes: int, scenes: Sequence[Scene], deadline: Deadline) -> Pool:
-    return multiprocessing.get_context("fork").Pool(processes, _begin, (scenes, deadline))
+    """The processes. Until one of them has begun, it has this process's answers to signals, so none arrives."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
+    try:
+        return multiprocessing.get_context("fork").Pool(processes, _begin, (scenes, deadline))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(scenes: Sequence[Scene], deadline: Deadline) -> None:
@@ -90,6 +98,7 @@ def _begin(scenes: Sequence[Scene], deadline: Deadline) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
 
 
 def _timed_here(wanted: Wanted) -> tuple[Timing | str | None, dict[Any, Any]]:
