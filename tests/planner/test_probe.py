@@ -544,6 +544,7 @@ def job():
 """A job whose steps take three times as long at rank 3. To save time, no message has more than 2 MiB."""
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) -> None:
