@@ -69,3 +69,8 @@ def test_a_pipeline_never_has_more_micro_batches_than_samples():
         chosen = Strategy.parse(text).partition
         copies = few.workers // parts_of(chosen)
         assert pipeline_of(chosen).micro_batches <= few.batch // copies, text
+
+
+def test_the_codec_of_gradients_is_not_joined_to_methods_that_send_models():
+    found = list(crossed([], ["diloco:period=30", "downpour ps"], ["bsp strom", "bsp fp16"]))
+    assert found == ["diloco:period=30 fp16", "downpour ps strom", "downpour ps fp16"]

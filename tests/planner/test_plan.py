@@ -10,11 +10,15 @@ from support.plan_values import plan_values
 
 import dure
 from dure.cli.main import main
-from dure.cli.plan import ending, table
+from dure.cli.plan import ending, sentences, table
+from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.commands import Command
 from dure.planner.fitting import smallest_change
+from dure.planner.learning import learned
+from dure.planner.options import PlanOptions
+from dure.planner.plan import plan
 from dure.planner.scene import Scene
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
@@ -55,7 +59,7 @@ def test_plain_data_parallelism_is_the_answer_on_a_fast_network_with_a_script(tm
 
 def test_large_differences_from_closed_forms_are_in_the_text():
     said = "Prediction and closed form differ by more than 25% for 1 of 2 strategies: a (+30%)."
-    values = {"rows": [], "refused": [], "left": [], "workers": 2, "batch": 64}
+    values = {"rows": [], "refused": [], "left": [], "workers": 2, "cluster": "here", "batch": 64}
     values["answer"] = {"would_change": [], "ddp_script": None, "cross_check": said}
     assert said in ending(values).splitlines()
     assert said in Outline(render_plan(plan_values() | {"answer": {"strategy": "a", "cross_check": said}})).text
@@ -124,3 +128,55 @@ def test_a_target_that_nothing_reaches_is_said_to_be_so():
     reached = dure.plan("digits-mlp", on=cluster(count=2), target=0.2, steps=40, learn=1, within=3)
     assert not any("No strategy reached" in sentence for sentence in reached.why)
     assert reached.best.seconds_to_target is not None
+
+
+def test_a_step_of_two_samples_has_sweeps():
+    found = plan("digits-mlp", on=Cluster.uniform(2), batch_size=1, within=2)
+    assert 0 not in found.sweeps["batch"].at
+
+
+def test_the_answer_says_that_others_were_not_timed():
+    found = plan("digits-mlp", on=Cluster.uniform(4), within=0.001)
+    assert found.found.left
+    assert f"{len(found.found.left)} others were not timed" in " ".join(found.why)
+    assert "no other" not in " ".join([*found.why, *sentences(found.values())])
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_plan(tmp_path):
+    for place, problem in ((tmp_path, "is a folder"), (tmp_path / "none" / "plan.html", "there is no folder")):
+        with pytest.raises(UsageError, match=problem):
+            PlanOptions(job="digits-mlp", report=place)
+
+
+BROKEN = """
+import dure, torch
+from dure.job.job import load_job
+
+class Broken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        raise ValueError("broken on purpose")
+
+def job():
+    here = load_job("digits-mlp")
+    return dure.Job(model=Broken, loss=here.loss, train=here.train, test=here.test, batch_size=8)
+"""
+
+
+def test_a_model_whose_forward_raises_is_an_error_with_its_name(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    with pytest.raises(UsageError, match=r"broken.py:job.*broken on purpose"):
+        plan(f"{path}:job", on=Cluster.uniform(2), within=2)
+
+
+def test_a_run_to_a_target_ends_at_it():
+    job = load_job("digits-mlp")
+    here = Scene(job, Cluster.uniform(2), 2 * job.batch_size)
+    (curve,) = learned(here, ["averaging:period=4"], Target(0.5, "loss"), 400, lambda *_: None).values()
+    assert curve.seconds_to_target is not None
+    assert curve.loss[-1] <= 0.5 < curve.loss[-2]
+    assert len(curve.loss) < 25

@@ -130,3 +130,26 @@ def test_speeds_are_those_of_whole_periods_before_the_first_worker_ends():
             times(worker, now, lambda number=number: 10 * number)
     assert times.steps_per_second() == {0: 2 / 2.0, 1: 1 / 2.0}
     assert times.bytes_per_second() == 20 / 2.0
+
+
+def test_exchanges_that_last_longer_than_many_steps_are_in_the_bytes():
+    """Gossip behind the computation: an exchange of this slow network takes some hundred steps."""
+    machines = (Machines(count=4, compute=Constant(flops_per_second=1e12, overhead=1e-4)),)
+    slow = Scene(load_job("digits-mlp"), Cluster(machines=machines, link=Link(bandwidth=1e6)), 128)
+    found = timed(slow, "ad-psgd")
+    run = dure.train(
+        "digits-mlp", strategy="ad-psgd", on=slow.cluster, timing_only=True, batch_size=32, steps=20_000
+    ).summary()
+    assert found.bytes_per_step == pytest.approx(run["bytes_sent"] / 4 / 20_000, rel=0.5)
+    assert found.seconds == pytest.approx(run["seconds"] / 20_000, rel=0.1)
+
+
+def test_dropped_gradients_of_a_worker_that_is_always_late_count_once():
+    """Its steps are no part of the speed, so their share of the gradients does not lower it."""
+    kinds = (Machines(count=3, compute=COMPUTE), Machines(count=1, speed=0.1, compute=COMPUTE))
+    here = scene(machines=kinds)
+    run = dure.train(
+        "digits-mlp", strategy="backup:backups=1 ps", on=here.cluster, timing_only=True, batch_size=32, steps=200
+    ).summary()
+    applied = run["updates_applied"] * 32 / run["seconds"]
+    assert timed(here, "backup:backups=1 ps").samples_per_second == pytest.approx(applied, rel=0.03)

@@ -79,7 +79,7 @@ def sentences(values: dict[str, Any]) -> list[str]:
     """The best strategy and the reasons for it."""
     found = values["answer"]
     head = (
-        "Plain data parallelism (DDP) is the best choice here."
+        f"Plain data parallelism (DDP) is the best {'of those timed' if values['left'] else 'choice here'}."
         if found["plain_ddp"]
         else f"The best choice here: {found['strategy']}"
     )
@@ -145,13 +145,12 @@ def ending(values: dict[str, Any]) -> str:
         lines.append(f"{rest} more strategies were timed, and {len(values['refused'])} do not work here: --json.")
     if values["answer"]["cross_check"]:
         lines.append(values["answer"]["cross_check"])
-    if values["left"]:
-        lines.append(f"{len(values['left'])} strategies were not timed, as the seconds were over: --within.")
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(
-        f"Seconds are predicted, in virtual time, for {values['workers']} workers and {values['batch']} samples in a "
-        "step of all workers. `x samples` is the assumed number of samples for equal learning."
+        f"Seconds are predicted, in virtual time, for {values['workers']} workers of {values['cluster']} and "
+        f"{values['batch']} samples in a step of all workers. `x samples` is the assumed number of samples for equal "
+        "learning."
     )
     if values["answer"]["ddp_script"]:
         lines += ["", values["answer"]["ddp_script"].rstrip()]

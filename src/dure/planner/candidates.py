@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dure.errors import DureError
+from dure.run.strategy import Strategy
+from dure.sync.base import traits_of
 
 if TYPE_CHECKING:
     from dure.planner.scene import Scene
@@ -47,6 +49,9 @@ LEFT_OUT: Mapping[str, str] = {
     "none": "the default",
 }
 """Members that a plan does not propose, with the reason."""
+
+OF_GRADIENTS = f"{PLAIN} strom"
+"""The codec whose threshold is for gradients: the bytes of changes of models are not known from those of gradients."""
 
 PERIODS = (4, 8, 16, 32)
 MOST_WAYS = 8
@@ -111,7 +116,8 @@ def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[
             yield f"{method} {partition.removeprefix(PLAIN).strip()}"
     for method in methods:
         for codec in codecs:
-            yield f"{method} {codec.removeprefix(PLAIN).strip()}"
+            if not (codec == OF_GRADIENTS and traits_of(Strategy.parse(method).sync).changes):
+                yield f"{method} {codec.removeprefix(PLAIN).strip()}"
 
 
 def wide(shape: Shape) -> Iterator[str]:

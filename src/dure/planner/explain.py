@@ -55,22 +55,28 @@ def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
     return "computation"
 
 
-def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str]) -> list[str]:
-    """Sentences with the reasons for the winner, the first of `rows`."""
+def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str], left: int = 0) -> list[str]:
+    """Sentences with the reasons for the winner, the first of `rows`; `left` strategies have not been timed."""
     winner = rows[0]
     plain = next((row for row in rows if row.strategy == PLAIN), None)
     found = []
+    if left:
+        found.append(
+            f"It is the best of {len(rows)} strategies. {left} others were not timed, as the seconds were over: give "
+            "more with --within."
+        )
     if winner is plain:
         faster = [row for row in rows[1:] if row.score > winner.score]
-        found.append("Plain data parallelism is the simplest strategy, and no other is more than 5 % better.")
+        others = "none of the others that were timed" if left else "no other"
+        found.append(f"Plain data parallelism is the simplest strategy, and {others} is more than 5 % better.")
         if faster:
             found.append(f"{faster[0].strategy} is {faster[0].score / winner.score - 1:.1%} better.")
     elif plain is not None:
         ratio = plain.timing.seconds / winner.timing.seconds
         compared = f"{ratio:.2f} times as many" if ratio >= 1 else f"only {ratio:.2f} times as many"
         found.append(
-            f"{winner.strategy} applies {compared} samples per second as plain data parallelism, whose bottleneck is: "
-            f"{bottlenecks.get(PLAIN, 'unknown')}."
+            f"{winner.strategy} applies {compared} samples per second as plain data parallelism"
+            + (f", whose bottleneck is: {bottlenecks[PLAIN]}." if PLAIN in bottlenecks else ".")
         )
         if winner.factor != plain.factor and winner.seconds_to_target is None:
             found.append(
@@ -81,7 +87,9 @@ def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str]) -> list[str]:
         found.append("Plain data parallelism does not work here.")
     second = next((row for row in rows[1:] if row is not plain), None)
     if second is not None and winner.seconds_to_target is None:
-        found.append(f"The next is {second.strategy}, at {second.score / winner.score:.0%} of its speed for learning.")
+        ratio = second.score / winner.score
+        compared = f"at {ratio:.0%} of its speed for learning" if ratio < 1 else "which is less simple and as fast"
+        found.append(f"The next is {second.strategy}, {compared}.")
     return found
 
 

@@ -6,16 +6,21 @@ better one counts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dure.core.target import Target
 from dure.errors import DivergedError
 from dure.planner.timing import config_of
+from dure.report.progress import Progress
+from dure.run.callbacks import Callbacks, Row
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
-from dure.run.train import run
+from dure.run.resolve import resolve
+from dure.run.virtual import VirtualRun
 from dure.sync.base import server_rule_of
 
 if TYPE_CHECKING:
@@ -61,10 +66,9 @@ def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, sc
     options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "eval_samples": SAMPLES}
     options |= {"scale_lr": scaled}
     try:
-        made = run(TrainConfig.of(options), Prebuilt(scene.job, scene.cluster, told=True))
+        history = _until(target, TrainConfig.of(options), scene)
     except DivergedError:
         return None
-    history = made.history
     return LearningCurve(
         seconds=[row["seconds"] for row in history],
         loss=[row["loss"] for row in history],
@@ -72,6 +76,25 @@ def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, sc
         seconds_to_target=crossed(history, target),
         scaled=scaled,
     )
+
+
+class _Reached(Exception):
+    """The target of a run is reached."""
+
+
+def _until(target: Target, config: TrainConfig, scene: Scene) -> list[Row]:
+    """The rows of a virtual run until it reaches `target`, or until its end."""
+    setup, _ = resolve(config, Prebuilt(scene.job, scene.cluster, times=scene.times))
+    history: list[Row] = []
+
+    def row(values: Row) -> None:
+        history.append(values)
+        if crossed(history, target) is not None:
+            raise _Reached
+
+    with Progress(config.strategy, " (virtual)", clock=time.monotonic) as progress, suppress(_Reached):
+        VirtualRun(setup, scene.cluster, Callbacks(row, progress.update, progress.evaluating)).run()
+    return history
 
 
 def crossed(history: Sequence[Mapping[str, Any]], target: Target) -> float | None:

@@ -20,6 +20,7 @@ from dure.errors import DureError, UsageError
 from dure.job.initial_model import is_on_meta
 from dure.job.job import load_job
 from dure.job.shapes import numel_of, shapes_of
+from dure.job.validation import try_to_count
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import PLAIN
@@ -95,7 +96,7 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found.rows, causes), *unreached(curves, target)],
+        why=[*why(found.rows, causes, len(found.left)), *unreached(curves, target)],
         would_change=would_change(scene, found.rows, swept, Deadline(CHANGE * within)),
         sweeps=swept,
         curves=curves,
@@ -111,6 +112,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         if not config.job:
             raise UsageError("no job is named. Write, for example, dure plan digits-mlp.")
         job = load_job(config.job, config.data, batch_size=config.batch_size)
+    try_to_count(job, config.job or job.name or "the job")
     if cluster is None:
         cluster = _cluster(config, job, say)
     if config.workers not in (None, cluster.workers):

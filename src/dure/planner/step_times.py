@@ -8,6 +8,7 @@ others would no longer meet it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 
 class StepTimes:
@@ -24,6 +25,18 @@ class StepTimes:
         self._times.setdefault(worker, []).append(now)
         if worker == next(iter(self._times)):
             self._sent.append(sent())
+
+    @property
+    def count(self) -> int:
+        """The steps of all workers."""
+        return sum(map(len, self._times.values()))
+
+    @property
+    def sendings(self) -> int:
+        """The steps that count, of the first worker, in which a worker has sent something."""
+        first, count = self._window(next(iter(self._until_the_end().values())))
+        sent = self._sent[first : first + count + 1]
+        return sum(after > before for before, after in pairwise(sent))
 
     def steps_per_second(self) -> dict[int, float]:
         """The speed of each worker."""

@@ -72,7 +72,9 @@ def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[
     factors = FACTORS_OF_BANDWIDTH if sum(kind.count for kind in cluster.machines) > 1 else (1.0,)
     points = {
         "bandwidth": {each * bandwidth: scene.on(with_bandwidth(cluster, each)) for each in factors},
-        "workers": {float(count): other for count in _workers(scene) if (other := _of_workers(scene, count))},
+        "workers": {
+            float(count): other for count in _times(FACTORS, scene.workers) if (other := _of_workers(scene, count))
+        },
         "batch": {float(count): scene.of(count) for count in _times(FACTORS, scene.batch)},
     }
     swept = {
@@ -98,12 +100,9 @@ def _ranked(strategy: str, timing: Timing | str | None, scene: Scene) -> Ranked 
     return ranked(strategy, timing, scene.batch) if isinstance(timing, Timing) else None
 
 
-def _workers(scene: Scene) -> list[int]:
-    return [count for count in _times(FACTORS, scene.workers) if count >= 1]
-
-
 def _times(factors: Sequence[float], number: int) -> list[int]:
-    return list(dict.fromkeys(round(factor * number) for factor in factors))
+    products = [round(factor * number) for factor in factors]
+    return list(dict.fromkeys(product for product in products if product >= 1))
 
 
 def _of_workers(scene: Scene, workers: int) -> Scene | None:

@@ -19,7 +19,7 @@ from dure.planner.step_times import StepTimes
 from dure.planner.unaligned import unaligned
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.outcome import Totals
+from dure.run.outcome import Outcome, Totals
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 TOGETHER, APART, RANDOM = 1, 16, 60
 """Measured steps of each worker at least, and one period of the method: of workers in lockstep, whose periods are equal
 in the steady state, of others, and of durations drawn at random."""
+
+ENOUGH, LONGER, MOST = 8, 8, 4000
+"""Steps with messages that suffice, factor of the steps where there are fewer, and steps that are not multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,16 @@ class Timing:
 def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     """Time `strategy` in `scene`. Raises `UsageError` where the strategy does not work there or does not fit."""
     setup = setup_in(scene, strategy, trace=trace)
-    memory = largest_memory(setup)
-    stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
-    simulated = simulated_workers(setup, scene.cluster)
-    cluster, callbacks = _running(scene.cluster, setup.strategy), Callbacks(stepped=stepped)
-    outcome = VirtualRun(setup, cluster, callbacks, simulated).run()
+    memory, simulated = largest_memory(setup), simulated_workers(setup, scene.cluster)
+    cluster = _running(scene.cluster, setup.strategy)
+    outcome, stepped = _run(setup, cluster, simulated)
+    while setup.topology.graph is not None and stepped.sendings < ENOUGH and setup.steps < MOST:
+        # exchanges behind the computation that take many steps
+        setup = setup_in(scene, strategy, trace=trace, steps=LONGER * setup.steps)
+        outcome, stepped = _run(setup, cluster, simulated)
     sizes, alike = setup.batch_sizes, setup.workers // simulated
     speed = alike * sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
-    applied = speed * _applied(outcome.totals)
+    applied = speed * _applied(outcome.totals, stepped.count)
     step = scene.batch / applied
     return Timing(
         seconds=step,
@@ -93,11 +98,16 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     )
 
 
-def setup_in(scene: Scene, strategy: str, *, trace: bool = False) -> Setup:
-    """The set-up of a timing-only run of `strategy` in `scene`."""
+def _run(setup: Setup, cluster: Cluster, simulated: int) -> tuple[Outcome, StepTimes]:
+    stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
+    return VirtualRun(setup, cluster, Callbacks(stepped=stepped), simulated).run(), stepped
+
+
+def setup_in(scene: Scene, strategy: str, *, trace: bool = False, steps: int | None = None) -> Setup:
+    """The set-up of a timing-only run of `strategy` in `scene`, of so many `steps` or those of the steady state."""
     config = config_of(scene, strategy)
     chosen = config.chosen()
-    steps = _steps(chosen, scene.cluster)
+    steps = steps or _steps(chosen, scene.cluster)
     given = {**config.plain(), "steps": steps, "eval_every": steps, "timing_only": True}
     setup, _ = resolve(
         TrainConfig.of(given), Prebuilt(scene.job, scene.cluster, chosen, model=scene.model, times=scene.times)
@@ -162,10 +172,13 @@ def _warm_of(strategy: Strategy) -> int:
     )
 
 
-def _applied(totals: Totals) -> float:
-    """The share of gradients that are applied: methods with backup workers drop the others."""
-    applied, refused = totals.counts["updates_applied"], totals.counts["updates_refused"]
-    return applied / (applied + refused) if applied else 1.0
+def _applied(totals: Totals, steps: int) -> float:
+    """The share of steps whose gradients are applied: methods with backup workers drop the others.
+
+    A worker that is always too late ends no step, so its gradients are not among the `steps` of all workers.
+    """
+    counts = totals.counts
+    return min(1.0, counts["updates_applied"] / steps) if counts["updates_refused"] else 1.0
 
 
 def _shares(totals: Totals) -> dict[str, float]:
