@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dure.planner.probe.short_runs import Steps, described, short_runs, slowest
+from dure.planner.probe.short_runs import PERIOD, WARM, Steps, _beyond, _plain_gaps, described, short_runs, slowest
 
 
 def test_steps_are_described_by_their_mean_and_the_spread_of_their_logarithms() -> None:
@@ -39,3 +39,13 @@ def test_short_runs_give_every_worker_s_steps_and_the_meetings() -> None:
     assert len(found["steps"]) == 2
     assert all(min(each) > 0 and len(each) == 31 for each in found["steps"])  # 40 begun, the first 8 not counted
     assert min(found["all_reduce"], found["gradient"]) >= 0
+
+
+def test_an_all_reduce_is_found_whatever_the_speed_of_the_machine_in_its_run() -> None:
+    """Steps of 3 ms, and 7 ms of all_reduce after each eighth."""
+    ends = np.cumsum([3e-3 + (7e-3 if number % PERIOD == 0 else 0.0) for number in range(1, 81)])
+    begun = [[0.0, *ends.tolist()]] * 2
+    plain = _plain_gaps(begun[0])
+    assert len(plain) == (80 - WARM) * (PERIOD - 1) // PERIOD
+    assert plain == pytest.approx([3e-3] * len(plain))
+    assert _beyond(begun, described([plain, plain]), PERIOD) == pytest.approx(7e-3)

@@ -6,7 +6,8 @@
       `bsp`                   an all_reduce of a gradient that is sent during backward
 
 An all_reduce ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the
-mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce.
+mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce. Of the second run the
+steps that end in no all_reduce are compared with its cycles: the speed of a machine can change between two runs.
 """
 
 from __future__ import annotations
@@ -60,15 +61,20 @@ def short_runs(job: str, data: Path | None, workers: int, step: float) -> Figure
     found: Figures = {"all_reduce": None, "gradient": None}
     with ForkServer() as fork_server:
         found["steps"] = [_gaps(each) for each in _begun(shared | {"strategy": "one-shot"}, fork_server)]
-        alone = described(found["steps"])
-        for name, strategy, period in (("all_reduce", f"averaging:period={PERIOD}", PERIOD), ("gradient", "bsp", 1)):
-            if workers == 1:
-                break
-            begun = _begun(shared | {"strategy": strategy}, fork_server)
-            rounds = (len(begun[0]) - 1 - WARM) // period
-            cycle = statistics.median((each[WARM + rounds * period] - each[WARM]) / rounds for each in begun)
-            found[name] = max(cycle - slowest(alone, workers, period), 0.0)
+        if workers > 1:
+            begun = _begun(shared | {"strategy": f"averaging:period={PERIOD}"}, fork_server)
+            plain = [_plain_gaps(each) for each in begun]
+            found["all_reduce"] = _beyond(begun, described(plain), PERIOD)
+            begun = _begun(shared | {"strategy": "bsp"}, fork_server)
+            found["gradient"] = _beyond(begun, described([*found["steps"], *plain]), 1)
     return found
+
+
+def _beyond(begun: Sequence[Sequence[float]], steps: Steps, period: int) -> float:
+    """Mean seconds of a period beyond those that its slowest worker computes."""
+    rounds = (len(begun[0]) - 1 - WARM) // period
+    cycle = statistics.median((each[WARM + rounds * period] - each[WARM]) / rounds for each in begun)
+    return max(cycle - slowest(steps, len(begun), period), 0.0)
 
 
 def described(steps: Sequence[Sequence[float]]) -> Steps:
@@ -101,6 +107,11 @@ def slowest(steps: Steps, workers: int, period: int) -> float:
 
 def _gaps(begun: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in zip(begun[WARM:], begun[WARM + 1 :], strict=False)]
+
+
+def _plain_gaps(begun: Sequence[float]) -> list[float]:
+    """The steps of a run of averages without those that end in an all_reduce: of the same minutes as its cycles."""
+    return [gap for number, gap in enumerate(_gaps(begun), start=WARM + 1) if number % PERIOD]
 
 
 def _begun(options: Mapping[str, Any], fork_server: ForkServer) -> list[list[float]]:
