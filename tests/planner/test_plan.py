@@ -180,3 +180,15 @@ def test_a_run_to_a_target_ends_at_it():
     assert curve.seconds_to_target is not None
     assert curve.loss[-1] <= 0.5 < curve.loss[-2]
     assert len(curve.loss) < 25
+
+
+def test_plain_data_parallelism_is_in_the_table_whatever_its_rank(capsys):
+    """All methods with rare or no waiting are faster on this network."""
+    found = plan("digits-mlp", on=cluster(8, bandwidth=1e5), within=20)
+    ranks = [row.strategy for row in found.rows]
+    assert ranks.index("bsp") >= 10
+    out = io.StringIO()
+    Console(file=out, width=200).print(table(found.values()))
+    names = [line.split() for line in out.getvalue().splitlines()[1:]]
+    assert [int(number) for number, *_ in names] == [*range(1, 11), ranks.index("bsp") + 1]
+    assert names[-1][1] == "bsp"

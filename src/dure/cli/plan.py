@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.emission import of_plan
+from dure.planner.candidates import PLAIN
 from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
 from dure.report.plan_values import difference_text
 
@@ -87,7 +88,7 @@ def sentences(values: dict[str, Any]) -> list[str]:
 
 
 def table(values: dict[str, Any]) -> Any:
-    """The strategies, the best first."""
+    """The strategies, the best first, and plain data parallelism, to which they are compared."""
     from rich.table import Table
 
     rows = values["rows"]
@@ -110,7 +111,7 @@ def table(values: dict[str, Any]) -> Any:
         shown.add_column(
             head, justify="left" if head in ("strategy", "bottleneck") else "right", no_wrap=head != "strategy"
         )
-    for row in rows[:SHOWN]:
+    for row in [*rows[:SHOWN], *(row for row in rows[SHOWN:] if row["strategy"] == PLAIN)]:
         cells = [
             str(row["rank"]),
             row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
@@ -121,7 +122,7 @@ def table(values: dict[str, Any]) -> Any:
             f"{row['factor']:.2f}",
             bytes_text(sum(row["memory"].values())),
             bytes_text(row["bytes_per_step"]),
-            row["bottleneck"],
+            row["bottleneck"] or NOTHING,
         ]
         cells += [seconds_text(row["seconds_to_target"])] * timed
         cells += ["" if row["cost_per_hour"] is None else f"{row['cost_per_hour']:.2f}"] * priced

@@ -59,8 +59,11 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
 def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Found, notify: Notify) -> None:
     found.order += [each for each in strategies if each not in found.order]
     wanted = [(0, each) for each in strategies]
-    for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline)):
-        notify(number, len(strategies), strategy)
+    for each in strategies[:1]:
+        notify(0, len(strategies), each)
+    for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline), start=1):
+        for each in strategies[number : number + 1]:
+            notify(number, len(strategies), each)
         if timing is None:
             found.left.append(strategy)
         elif isinstance(timing, str):

@@ -73,7 +73,9 @@ def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[
     points = {
         "bandwidth": {each * bandwidth: scene.on(with_bandwidth(cluster, each)) for each in factors},
         "workers": {
-            float(count): other for count in _times(FACTORS, scene.workers) if (other := _of_workers(scene, count))
+            float(count): other
+            for count in _times(FACTORS, scene.workers)
+            if count > 1 and (other := _of_workers(scene, count))
         },
         "batch": {float(count): scene.of(count) for count in _times(FACTORS, scene.batch)},
     }

@@ -1,0 +1,79 @@
+"""Real seconds and memory of plans of large models.
+
+    python bench/plan_seconds.py [--only bert,vgg,gpt]
+
+    bert    BERT-base on 64 workers: 8 machines of 8, 100 Gbit/s between them
+    vgg     VGG-16 on the 8 machines of examples/clusters/ten_gigabit_rack.yaml
+    gpt     a transformer of 7 billion parameters on 256 workers: 32 machines of 8, 100 Gbit/s
+
+A plan runs in a process of its own. `peak` is the largest memory of that process or of one that it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import dure
+from dure.job.job import Job, load_job
+from dure.job.models.transformers import base_shapes
+from dure.job.models.vgg16 import vgg16_shapes
+from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.compute import Constant
+
+RACK = Path(__file__).parents[1] / "examples/clusters/ten_gigabit_rack.yaml"
+
+
+def machines(count: int, flops: float, memory: int) -> Cluster:
+    """Machines of 8 workers each."""
+    kind = Machines(count=count, workers=8, compute=Constant(flops_per_second=flops, overhead=5e-4), memory=memory)
+    return Cluster(
+        machines=(kind,), link=Link(bandwidth=12.5e9, latency=2e-5), inside=InsideLink(bandwidth=200e9, latency=5e-6)
+    )
+
+
+def gpt() -> Job:
+    """A decoder of 35 layers of width 4,096 on 1,024 characters, 4 texts per worker."""
+    return load_job("char-gpt:width=4096,layers=35,heads=32,context=1024", batch_size=4)
+
+
+PLANS: dict[str, tuple[Callable[[], Job], Callable[[], Cluster], int]] = {
+    "bert": (lambda: base_shapes("bert"), lambda: machines(8, 5e13, 32 * 10**9), 64),
+    "vgg": (vgg16_shapes, lambda: Cluster.from_yaml(RACK), 8),
+    "gpt": (gpt, lambda: machines(32, 1e14, 80 * 10**9), 256),
+}
+
+
+def plan(name: str) -> None:
+    """Plan, and print the figures."""
+    made, cluster, workers = PLANS[name]
+    start = time.perf_counter()
+    found = dure.plan(made(), on=cluster())
+    seconds = time.perf_counter() - start
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(
+        f"{name}: {workers} workers, {found.scene.model.replica.numel / 1e6:,.0f} million parameters: {seconds:.0f} s, "
+        f"peak {peak / 1e6:.2f} GB of memory. {found.strategy}; {len(found.rows)} strategies work, "
+        f"{len(found.found.refused)} do not, {len(found.found.left)} were not timed.",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Plan each in a forked process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PLANS))
+    for name in parser.parse_args().only:
+        child = os.fork()
+        if child == 0:
+            plan(name)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
