@@ -589,3 +589,12 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no job is called" in capsys.readouterr().err
     assert main(["probe", "--out", str(tmp_path / "no" / "x.yaml")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("numel", "cost"), [(1 << 18, 1e-10), (1 << 26, 3e-10), (None, None)])
+def test_the_cost_of_an_update_is_that_of_the_models_size(numel: int | None, cost: float | None) -> None:
+    """Updates up to 4 MiB stay in the caches here."""
+    sizes = [(1 << power, 1e-10 if power <= 22 else 3e-10) for power in (21, 22, 24, 26)]
+    here = found([1e9]) | {"apply": [[(size, 1e-5 + size * each) for size, each in sizes]], "numel": numel}
+    gamma = described(here, 1).gamma
+    assert gamma == pytest.approx(cost, rel=0.05) if cost else 1e-10 < gamma < 3e-10

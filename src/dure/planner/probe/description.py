@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,12 +96,20 @@ def described(found: Figures, workers: int) -> Cluster:
         inside=inside or InsideLink(),
         alpha=_rounded(alpha),
         beta=_rounded(statistics.median(wire_of(each).slopes[0] for each in between)),
-        gamma=_rounded(statistics.median(fit(points).slopes[0] for points in found["apply"])),
+        gamma=_rounded(statistics.median(_applying(points, found.get("numel")) for points in found["apply"])),
         unfairness=_rounded(unfairness_of(found.get("races", ())), 2),
         memory_bandwidth=_rounded(1 / statistics.median(sum(wire_of(each).slopes) for each in found["local"])),
         codecs={name: codec_cost(_slowest(each)) for name, each in found.get("codecs", {}).items()},
     )
     return one_host(cluster, found, workers) if "hand_over" in found else cluster
+
+
+def _applying(points: Sequence[Sequence[float]], numel: int | None) -> float:
+    """Seconds per byte of an update, at the two sizes nearest to the model's: small ones stay in a core's cache."""
+    if not numel:
+        return fit(points).slopes[0]
+    near = sorted(points, key=lambda point: abs(math.log(point[0] / (4 * numel))))[:2]
+    return fit(near).slopes[0]
 
 
 def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:

@@ -65,6 +65,9 @@ TRAIN = 3
 APPLIED = (1 << 21, 1 << 22, 1 << 23, 1 << 24)
 """Sizes in bytes of the updates whose application is measured."""
 
+MOST_APPLIED = 1 << 26
+"""A model of more bytes than these sizes is measured too, up to so many."""
+
 STEPS = 20
 """Least number of steps whose durations are measured."""
 
@@ -227,7 +230,9 @@ class LinkBenchmark:
         """Time updates that a shard of this process applies on arrival, as in Downpour, without the wire."""
         points = []
         spec = OptimizerSpec() if self._job is None else self._job.optimizer
-        for nbytes in APPLIED:
+        model = 0 if self._job is None else 4 * Replica(self._job.build(0)).numel
+        larger = [min(model, MOST_APPLIED) // 4 * 4] if model > APPLIED[-1] else []
+        for nbytes in [*APPLIED, *larger]:
             values = torch.zeros(nbytes // 4)
             update = torch.full_like(values, 1e-6)
             self._node.serve("shard", OpenShard(self._node, values, spec))
