@@ -12,7 +12,7 @@ Temporary memory of computations and messages is not counted, so a process needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.ranges import equal_ranges
@@ -76,7 +76,7 @@ def of_part(
     """
     rank = part // layout.ways
     nbytes = sum(held.stop - held.start for held in layout.held[part]) * layout.whole.params.element_size()
-    versions = _versions(layout.pipeline, rank)
+    versions = _versions(layout)[rank]
     optimizers = vectors * layout.pipeline.versions  # each version of the model has one of its own
 
     def of_chunk(chunk: int, rows: int) -> int:
@@ -91,11 +91,23 @@ def steady(pipeline: Pipeline) -> range:
     return range(2 if pipeline.flushes else 4 * pipeline.stages)
 
 
-def _versions(pipeline: Pipeline, rank: int) -> int:
-    """The most versions of its weights that a worker keeps at once."""
+def _versions(layout: StageLayout) -> list[int]:
+    """The most versions of its weights that each rank of a pipeline keeps at once: one schedule shows all of them."""
+    pipeline, known = layout.pipeline, layout.whole.figures
     if pipeline.flushes or isinstance(pipeline, Programmed):
-        return 1
-    return weights_read(pipeline, rank, schedule(Orders.of(pipeline, steady(pipeline))).workers[rank]).most_versions
+        return [1] * pipeline.stages
+    key = "versions", pipeline
+    if not isinstance(pipeline, Hashable):  # a class of the user's
+        return _most_versions(pipeline)
+    if key not in known:
+        known[key] = _most_versions(pipeline)
+    found: list[int] = known[key]
+    return found
+
+
+def _most_versions(pipeline: Pipeline) -> list[int]:
+    workers = schedule(Orders.of(pipeline, steady(pipeline))).workers
+    return [weights_read(pipeline, rank, work).most_versions for rank, work in enumerate(workers)]
 
 
 def _activations(layout: StageLayout, rank: int, batch_size: int, activations: Kept) -> int:
