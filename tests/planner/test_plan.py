@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 from support.outline import Outline
 from support.plan_values import plan_values
@@ -18,7 +19,7 @@ from dure.planner.commands import Command
 from dure.planner.fitting import smallest_change
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
-from dure.planner.plan import plan
+from dure.planner.plan import LARGE, plan
 from dure.planner.scene import Scene
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
@@ -192,3 +193,14 @@ def test_plain_data_parallelism_is_in_the_table_whatever_its_rank(capsys):
     names = [line.split() for line in out.getvalue().splitlines()[1:]]
     assert [int(number) for number, *_ in names] == [*range(1, 11), ranks.index("bsp") + 1]
     assert names[-1][1] == "bsp"
+
+
+def shapes_alone():
+    assert torch.get_default_device().type == "meta", "a plan needs no values of a large model"
+    return torch.nn.Sequential(torch.nn.Linear(64, 1_000_000), torch.nn.Linear(1_000_000, 10, bias=False))
+
+
+def test_a_plan_never_holds_the_values_of_a_large_model():
+    digits = load_job("digits-mlp")
+    job = dure.Job(model=shapes_alone, loss=digits.loss, train=digits.train, batch_size=8, name="large")
+    assert plan(job, on=Cluster.uniform(2), within=1).scene.model.replica.numel > LARGE

@@ -112,7 +112,6 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         if not config.job:
             raise UsageError("no job is named. Write, for example, dure plan digits-mlp.")
         job = load_job(config.job, config.data, batch_size=config.batch_size)
-    try_to_count(job, config.job or job.name or "the job")
     if cluster is None:
         cluster = _cluster(config, job, say)
     if config.workers not in (None, cluster.workers):
@@ -122,6 +121,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         )
     if config.goal is None:
         job = _without_values(job, cluster)
+    try_to_count(job, config.job or job.name or "the job")
     times = None
     if is_measured(cluster) and not is_on_meta(job):
         say("measuring the job's blocks", 0, None)
