@@ -124,7 +124,7 @@ def test_the_plan_with_unequal_replicas_has_the_steady_state_of_its_seconds():
 @pytest.mark.parametrize(("stages", "workers"), [(2, 2), (3, 3), (2, 6)])
 def test_runs_of_pipedream_have_the_steady_state_of_their_slowest_stage(stages, workers):
     machines = Machines(count=workers, compute=Constant(flops_per_second=1e6))
-    here = Scene(load_job("mnist-cnn"), Cluster(machines=(machines,), **FREE), 12 * workers)
+    here = Scene(load_job("digits-mlp:depth=4"), Cluster(machines=(machines,), **FREE), 12 * workers)
     strategy = f"bsp pipedream:stages={stages},cuts=profile"
     shares = setup_in(here, strategy).stages.layout.shares
     computed = 12 * workers / (workers // stages) * here.job.flops_per_sample / 1e6

@@ -395,7 +395,7 @@ def test_the_best_strategy_of_a_plan_is_that_of_the_text(command, tmp_path, caps
     out, errors = capsys.readouterr()
     options = {"key_file": "k", "on": "torchrun"} if "--key-file" in command else {}
     assert out == emitted("slurm", launch([1, 1], strategy="bsp", batch_size=32, **options))
-    assert ("auto: bsp" if options else "Plain data parallelism (DDP) is the best choice here.") in errors
+    assert ("auto: bsp" if options else "Plain data parallelism (DDP) is the best") in errors
 
 
 @pytest.mark.parametrize(
