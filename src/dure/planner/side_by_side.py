@@ -83,7 +83,7 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _pool(processes: int, scenes: Sequence[Scene], deadline: Deadline) -> Pool:
-    """The processes. Until one of them has begun, it has this process's answers to signals, so none arrives."""
+    """The processes. A new process inherits this one's signal handlers, so signals are blocked until `_begin`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
     try:
         return multiprocessing.get_context("fork").Pool(processes, _begin, (scenes, deadline))
