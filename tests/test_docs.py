@@ -26,6 +26,8 @@ from dure.run.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
+HALF_A_MINUTE = ("05_trainer_hook", "07_bert_pipeline")
+"""Examples that `make soak` runs: other tests train a pipeline and the hook."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -81,7 +83,13 @@ def test_python_blocks_run(page, index, said):
     assert said[page, index] == ""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.soak] if path.stem in HALF_A_MINUTE else [])
+        for path in EXAMPLES
+    ],
+)
 def test_examples_print_their_golden_output(example, tmp_path):
     if "from transformers import" in example.read_text(encoding="utf-8") and not find_spec("transformers"):
         pytest.skip("the example needs transformers and accelerate: pip install '.[dev]'")

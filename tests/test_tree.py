@@ -264,3 +264,10 @@ def test_no_marker_of_unfinished_work():
     markers = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
     found = [name(path) for path in FILES if any(marker in path.read_text(encoding="utf-8") for marker in markers)]
     assert found == []
+
+
+@pytest.mark.xdist_group("tree")
+def test_the_tests_of_a_group_run_in_one_process(request):
+    """A fixture of a minute would otherwise be made in each process."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@tree"), "this pytest-xdist does not group tests under this pytest"

@@ -10,6 +10,7 @@ from laws import LAWS
 from oracles.test_resume import check_every_stop
 from support.real_runs import Trial, configured
 from support.runs import local, virtual
+from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run.strategy import REMEDY, catalogue
@@ -127,7 +128,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
         virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
 
 
-@pytest.mark.parametrize("law", SURVIVORS, ids=str)
+@pytest.mark.parametrize("law", [*SURVIVORS[0::2], *soaked(*SURVIVORS[1::2])], ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
     trial = Trial(configured("digits_at_a_pace", law.strategy, workers=3, steps=200, data=tmp_path, **law.options))

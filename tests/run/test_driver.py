@@ -64,7 +64,8 @@ def check_exactly_once(trial, notes, outcome, kills):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ssp:bound=3 ps:shards=3", "ssp:bound=3 ps", "downpour ps:shards=3", "downpour:at_once=true ps"]
+    "strategy",
+    ["ssp:bound=3 ps:shards=3", "downpour:at_once=true ps", *soaked("ssp:bound=3 ps", "downpour ps:shards=3")],
 )
 def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
     trial = Trial(configured("counted", strategy, workers=4, steps=800, data=tmp_path))

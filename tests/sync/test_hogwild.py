@@ -13,6 +13,7 @@ from oracles.test_equivalences import plain_gradients, staggered
 from support import sparse_jobs
 from support.real_runs import Trial
 from support.runs import Fixed, bowls, local, virtual
+from support.soak import soaked
 from support.sparse_jobs import PER_SAMPLE
 from torch import Tensor
 
@@ -247,7 +248,9 @@ def loss_of_one_alone():
     return virtual(sparse_jobs.sparse(), "hogwild", workers=1, steps=5000).rows[-1]["loss"]
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "hogwild shared:mode=atomic,locks=8", "hogbatch:batch=4,scale=sum"])
+@pytest.mark.parametrize(
+    "strategy", ["hogwild", *soaked("hogwild shared:mode=atomic,locks=8", "hogbatch:batch=4,scale=sum")]
+)
 def test_processes_learn_a_sparse_model_as_well_as_one_alone(strategy, fork_server, loss_of_one_alone):
     run = local(f"{JOBS}:sparse", strategy, fork_server=fork_server, workers=2, steps=2500)
     assert run.outcome.history[-1]["accuracy"] > 0.9

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.soak import soaked
 
 import dure
 from dure.codec.coder import SliceLayout
@@ -53,8 +54,7 @@ def test_servers_are_sent_what_is_encoded_and_send_all():
     ("strategy", "workers"),
     [
         ("bsp collective it-sign:start=3", 3),
-        ("bsp ps:shards=2 it-sign:start=3", 3),
-        ("bsp collective strom:threshold=0.001", 3),
+        *soaked(("bsp ps:shards=2 it-sign:start=3", 3), ("bsp collective strom:threshold=0.001", 3)),
         ("bmuf:period=3,momentum=0.5 collective strom:threshold=0.001", 2),  # a mean of two that are alike is exact
     ],
 )
