@@ -115,7 +115,8 @@ class _Int8Coder(DenseCoder):
 def _to_steps(values: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor) -> None:
     """Write the scale of each row of `values` (rows, 256) to `scale`, and the elements in units of it to `steps`."""
     largest = torch.abs(values, out=steps).amax(dim=1)
-    torch.div(largest, 127, out=scale)
+    # CUDA multiplies by the reciprocal of a Python number, which rounds otherwise than a division by a tensor does.
+    torch.div(largest, scale.new_full((), 127.0), out=scale)
     scale.masked_fill_((scale > _MOST_SCALE) & (largest <= _MOST), _MOST_SCALE)
     torch.div(values, scale[:, None], out=steps)
     if scale.device.type != "cpu" or not bool(scale.all()):
