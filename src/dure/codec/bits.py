@@ -91,8 +91,11 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, low: float | torch.Tens
     if packed.device != out.device:
         raise ValueError(f"bits on {packed.device} and elements on {out.device}: both must be on one device.")
     if packed.device.type != "cpu":
-        out.copy_(low) if isinstance(low, torch.Tensor) else out.fill_(low)
-        out.masked_fill_(_unpack_by_operations(packed, out.numel()), high)
+        bits = _unpack_by_operations(packed, out.numel())
+        if isinstance(low, torch.Tensor):  # CUDA's `masked_fill_` would read `high` on the host and wait for the device
+            out.copy_(torch.where(bits, high, low))
+        else:
+            out.fill_(low).masked_fill_(bits, high)
         return
     target = out.numpy()
     table = _table(float(low), float(high), target.dtype.str)
