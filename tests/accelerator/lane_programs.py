@@ -2,7 +2,8 @@
 
     python -m accelerator.lane_programs [NAME ...]      one line of JSON per program: name, then an outcome per fault
 
-A program has a correct form, whose fault is "", and forms with one fault each, which is planted in the lane.
+A program has a correct form, whose fault is "", and forms with one fault each, which is planted in the lane. Those run
+on the stand-in alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from dure.core.node import Address, Call, Reply, TensorSpec, nothing
 from dure.runtime.process.lane import Lane
 from dure.runtime.process.node import ProcessNode
+from dure.runtime.process.pinned import ALIGNMENT, SLOTS
 from dure.runtime.wire import Identity, WireLimits
 
 NUMEL = 16
@@ -70,8 +72,9 @@ class Two:
     """A worker with a device, and a server on the CPU."""
 
     def __init__(self, numel: int = NUMEL) -> None:
-        signal.alarm(10)  # a faulty form may wait for ever
         self.device = target.device_type()
+        torch.empty(1, device=self.device)  # the first use of a GPU takes seconds
+        signal.alarm(10)  # a faulty form may wait for ever
         limits = WireLimits(lent_nbytes=1 << 40)  # as between machines: no memory is shared
         self.worker = ProcessNode(Identity("job", "worker 0", 0), CREDENTIALS, limits=limits, device=self.device)
         self.server = ProcessNode(Identity("job", "server 0", 0), CREDENTIALS, limits=limits)
@@ -176,7 +179,8 @@ def a_tensor_may_be_dropped_once_it_is_sent(fault):
     two.store.hold = True
     two.add(sent)
     two.until_given(1)
-    two.lane._queues["calls of server 0"][0].tensors = [torch.empty(NUMEL)]  # the lane itself keeps them longer
+    for message in two.lane._queues["calls of server 0"]:  # on a GPU it may have left
+        message.tensors = [torch.empty(NUMEL)]  # the lane itself keeps them longer
     del sent
     gc.collect()
     again = torch.full((NUMEL,), 7.0, device=two.device)
@@ -265,12 +269,14 @@ def a_cancelled_call_returns_its_buffers(fault):
 
 @program()
 def pinned_memory_stays_as_it_is(fault):
+    """Two buffers for each direction; the second one is taken where the first is still in use, as on a GPU."""
     two = Two()
     sizes = []
     for number in range(200):
         two.add(values(number).to(two.device))()
-        sizes.append(float(two.lane.pool.nbytes))
-    return torch.tensor(sizes[10:]), torch.full((190,), sizes[0])
+        sizes.append(two.lane.pool.nbytes)
+    assert max(sizes) <= 2 * SLOTS * ALIGNMENT
+    return torch.tensor(sizes[100:]), torch.full((100,), sizes[100])
 
 
 @program("event_left_out")
@@ -332,7 +338,8 @@ def main(names: list[str]) -> None:
     target.prepare()
     for name in names or PROGRAMS:
         run, faults = PROGRAMS[name]
-        print(json.dumps([name, {fault: outcome(run, fault) for fault in faults}]), flush=True)
+        forms = faults if target.device_type() == "standin" else faults[:1]
+        print(json.dumps([name, {fault: outcome(run, fault) for fault in forms}]), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ MORE = [
 
 
 def ran(*names):
-    """The values of both ranks, by name."""
-    return {name: ranks for name, *ranks in target.results("attach_programs", *names, ranks=2)}
+    """The values of both ranks, by name. They may share a device."""
+    return {name: ranks for name, *ranks in target.results("attach_programs", *names)}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def trained_long():
 
 
 def check_equal(ranks, within=0.0):
+    within = max(within, target.ROUNDING)
     for rank in ranks:
         assert not isinstance(rank, str), rank
         assert rank["difference"] <= within
@@ -111,12 +112,14 @@ def test_the_loss_of_a_server_or_of_a_needed_rank_is_an_error_on_a_device_too(ca
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2,split=layer @default", BESIDE])
 def test_the_host_waits_for_the_device_once_in_a_step(trained, strategy):
     """To look for NaN in the gradient."""
+    target.skip_without_counts()
     for rank in trained[strategy]:
         assert set(rank["waits"]) == {1}
 
 
 def test_a_gradient_scaler_costs_no_further_wait(trained):
     """Where a gradient has overflowed, each of its elements is looked at."""
+    target.skip_without_counts()
     first, second = trained["averaging:period=2 ps @scaler"]
     assert first["waits"] == [1, 2, 1, 1, 1, 1]
     assert second["waits"] == [1, 2, 1, 2, 1, 1]
@@ -124,5 +127,6 @@ def test_a_gradient_scaler_costs_no_further_wait(trained):
 
 @pytest.mark.parametrize("strategy", soaked(*(each for each in MORE if "scaler" not in each)))
 def test_with_the_other_methods_the_host_waits_once_in_a_step_too(trained_long, strategy):
+    target.skip_without_counts()
     for rank in trained_long[strategy]:
         assert set(rank["waits"]) == {1}

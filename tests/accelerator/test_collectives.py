@@ -25,8 +25,8 @@ MORE += [f"{sync} collective:algorithm={each}" for sync in ENGINE[1:5] for each 
 
 
 def ran(*names):
-    """The values of both ranks, by name."""
-    return {name: ranks for name, *ranks in target.results("collective_programs", *names, ranks=2)}
+    """The values of both ranks, by name. They may share a device."""
+    return {name: ranks for name, *ranks in target.results("collective_programs", *names)}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,7 @@ def trained_long():
 
 
 def check_equal(ranks, within=0.0):
+    within = max(within, target.ROUNDING)
     for rank in ranks:
         assert not isinstance(rank, str), rank
         assert rank["difference"] <= within
@@ -60,6 +61,7 @@ def test_the_other_methods_on_a_device_equal_those_on_the_cpu(trained_long, stra
 @pytest.mark.parametrize("strategy", [*ENGINE, *SENT])
 def test_the_host_waits_for_the_device_at_most_twice_in_a_step(trained, strategy):
     """Once to look for NaN in the gradient, and once where buffers are merged."""
+    target.skip_without_counts()
     for rank in trained[strategy]:
         merges = [0] * 6 if strategy.startswith(("bsp", "one-shot", "eamsgd")) else [0, 1] * 3
         assert rank["waits"] == [1 + each for each in merges]

@@ -47,6 +47,8 @@ from dure.runtime.virtual.compute import LogNormal
 DEVICE = target.prepare()
 CASES: dict[str, Callable[[], Any]] = {}
 OPTIONS = {"workers": 4, "steps": 10, "seed": 3, "batch_size": 16, "eval_every": 4}
+SIGNS = ("sign", "ternary", "it-sign")
+"""Codecs of a sign for each element: where a sum is nearly zero, its rounding decides on a whole step."""
 WORKERS = 16
 """Workers of the runs in which the host's waits are counted."""
 
@@ -68,6 +70,7 @@ class Finished:
     """Of the batches of the first worker."""
     parts: dict[int, Parts]
     """The parts of each checkpoint, as they are read from a disk: on the CPU."""
+    signs: bool
 
     @property
     def params(self) -> Tensor:
@@ -110,17 +113,27 @@ def train(text: str, device: str, job: str | Job = "digits-mlp", *, start: Parts
     losses: list[float] = []
     callbacks = Callbacks(checkpoint=keep, progress=lambda clock, steps, loss, samples: losses.append(loss))
     done = VirtualRun(setup, cluster, callbacks).run(start)
-    return Finished(done, setup.replica.params.cpu(), losses, kept)
+    signs = any(member.startswith(SIGNS) for member in text.split())
+    return Finished(done, setup.replica.params.cpu(), losses, kept, signs)
 
 
 def compared(one: Finished, other: Finished) -> dict[str, Any]:
     """Two runs: the largest difference of parameters and of grades, and counts that differ. How far training went."""
-    params, moved = (float((one.params - each).abs().max()) for each in (other.params, one.initial))
     differ = {key: [value, other.counts[key]] for key, value in one.counts.items() if value != other.counts[key]}
-    grades = 0.0 if "rows" in differ else float((one.grades - other.grades).abs().max())
     steps = min(len(one.losses), len(other.losses))  # a resumed run has those after the checkpoint
-    losses = float((one.last_losses(steps) - other.last_losses(steps)).abs().max())
-    return {"params": params, "grades": grades, "losses": losses, "differ": differ, "moved": moved}
+    return {
+        "params": apart(one.params, other.params),
+        "grades": 0.0 if "rows" in differ else apart(one.grades, other.grades),
+        "losses": apart(one.last_losses(steps), other.last_losses(steps)),
+        "differ": differ,
+        "moved": float((one.params - one.initial).abs().max()),
+        "signs": one.signs,
+    }
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference; where values exceed 1, relative to the largest."""
+    return float((one - other).abs().max() / one.abs().max().clamp_(min=1))
 
 
 def both(text: str, job: str | Job = "digits-mlp", **options: Any) -> dict[str, Any]:
