@@ -107,11 +107,20 @@ def need_devices(ranks: int) -> None:
 
 
 def exact_arithmetic() -> None:
-    """TF32 off, and deterministic algorithms where there are some, because results are compared."""
+    """TF32 off, and deterministic algorithms where there are some, because results are compared.
+
+    Of the kernels of attention only the plain one ("math") has a backward that adds in a fixed order.
+    """
     for precise in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
         precise.fp32_precision = "ieee"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # it is read before the first product
     torch.backends.cudnn.benchmark = False
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

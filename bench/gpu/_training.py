@@ -19,14 +19,14 @@ class Training:
     Every rank has the same initial values and batches of its own.
     """
 
-    def __init__(self, rank: int, setting: Setting) -> None:
+    def __init__(self, rank: int, setting: Setting, lr: float = 0.1) -> None:
         self.device = torch.device(target.of_rank(rank))
         length = setting.size(256, 8)
         layers, width, batch = setting.size(6, 1), setting.size(512, 16), setting.size(16, 2)
         characters, vocabulary = text()
         torch.manual_seed(0)
         self.model = GPT(vocabulary, layers=layers, width=width, length=length).to(self.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         draw = torch.Generator().manual_seed(1337 + rank)
         starts = torch.randint(len(characters) - length, (8, batch), generator=draw)
         rows = [torch.stack([characters[start : start + length + 1] for start in each]) for each in starts]
@@ -65,8 +65,10 @@ class WithDDP(Training):
 class WithAttach(Training):
     """`dure.attach` under a strategy such as `bsp` or `ssp:bound=3 ps`."""
 
-    def __init__(self, rank: int, setting: Setting, strategy: str = "bsp", **options: float) -> None:
-        super().__init__(rank, setting)
+    def __init__(
+        self, rank: int, setting: Setting, strategy: str = "bsp", *, lr: float = 0.1, **options: float
+    ) -> None:
+        super().__init__(rank, setting, lr)
         sync, _, topology = strategy.partition(" ")
         self.replica = dure.attach(self.model, self.optimizer, sync=sync, topology=topology or None, **options)
 
