@@ -105,6 +105,8 @@ JOBS = {"cnn": "mnist-cnn", "mlp": f"{Path(__file__).resolve()}:wide_mlp", "bert
 RING, AVERAGING = "bsp", f"averaging:period={PERIOD}"
 SERVERS, DOWNPOUR = "bsp ps:shards=2,colocated=true", "downpour ps:shards=2,colocated=true"
 SIGN = "bsp ps:colocated=true sign"
+CODECS = ("sign",)
+"""Codecs whose costs a probe measures, as the probe of a plan does for those that the plan proposes."""
 GPIPE, ONE_F_ONE_B, TENSOR = "gpipe:stages=2,micro=4", "1f1b:stages=2,micro=4", "tensor:ways=2"
 WITHOUT_TENSOR = (RING, SERVERS, AVERAGING, DOWNPOUR, SIGN, ONE_F_ONE_B)
 WITHOUT_GPIPE = (RING, SERVERS, AVERAGING, DOWNPOUR, ONE_F_ONE_B, TENSOR)
@@ -269,7 +271,7 @@ def _task(plan: Row, task: Row) -> None:
         return
     if task["kind"] == "probe":
         job = load_job(task["job"], task["data"])
-        found = probe(job)
+        found = probe(job, codecs=CODECS)
         if found is not None:
             del found["cluster"]
             write(Path(plan["rows"]), {"setting": plan["setting"], "probe": found})
@@ -346,7 +348,7 @@ class Bench:
             self._on_hosts(setting, [{"kind": "probe", "job": JOBS[setting.job], "data": str(folder)}])
             return
         name = JOBS[setting.job]
-        found = probe(job_of(setting, self.rows), workers=setting.workers, name=name, data=folder)
+        found = probe(job_of(setting, self.rows), workers=setting.workers, codecs=CODECS, name=name, data=folder)
         assert found is not None
         del found["cluster"]
         write(self.rows, {"setting": setting.name, "probe": found})

@@ -170,6 +170,13 @@ class Job:
         """
         return _count_flops(self)
 
+    def adjusted(self, **changes: Any) -> Job:
+        """The same job with other values that a sample's operations do not depend on: their count stays."""
+        found = dataclasses.replace(self, **changes)
+        if "flops_per_sample" in self.__dict__:
+            found.__dict__["flops_per_sample"] = self.flops_per_sample
+        return found
+
     def to(self, dtype: torch.dtype) -> Job:
         """The same job with floating-point data and parameters of `dtype`."""
         train = self.train.to(dtype)

@@ -292,7 +292,7 @@ class StageLayout:
 
     def measured(self, rows: int) -> MeasuredPass:
         """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
-        found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+        found = self.known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
         found.check(self.bounds)
         return found
 
@@ -312,9 +312,9 @@ class StageLayout:
     def _counted(self) -> Profile:
         """The profile of the blocks by their operations."""
         size = self.job.batch_size
-        return self._known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
+        return self.known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
 
-    def _known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
+    def known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
         """The figures of the whole model under `key`, which are measured once."""
         known = self.whole.figures
         if key not in known:

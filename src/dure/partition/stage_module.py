@@ -10,7 +10,7 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -94,8 +94,6 @@ class StageModule:
             self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
-        self._costs: dict[tuple[int, int, str], PassCost] = {}
-        self._kept: dict[tuple[int, int], int] = {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
 
@@ -205,18 +203,23 @@ class StageModule:
         The backward is that of an action of this `kind`: of inputs and weights (B), of inputs (I) or of weights (W). It
         computes a gradient, so that no process may be forked after it where there are accelerators.
         """
-        key = chunk, rows, kind
-        if key not in self._costs:
-            self._costs[key] = self._recorded(chunk, rows, kind)
-        return self._costs[key]
+        return self.layout.known(self._pass(chunk, rows, kind), lambda: self._recorded(chunk, rows, kind))
 
     def kept(self, chunk: int, rows: int) -> int:
         """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
-        key = chunk, rows
-        if key not in self._kept:
-            known = self._costs.get((chunk, rows, "B"))
-            self._kept[key] = (known or self._recorded(chunk, rows)).kept
-        return self._kept[key]
+        known: PassCost | None = self.layout.whole.figures.get(self._pass(chunk, rows, "B"))
+        if known is not None:
+            return known.kept
+        return self.layout.known(self._pass(chunk, rows, "kept"), lambda: self._recorded(chunk, rows).kept)
+
+    def _pass(self, chunk: int, rows: int, kind: str) -> tuple[object, ...]:
+        """The key of a chunk's figures: equal for layouts that cut and share these blocks alike."""
+        assert self.ways is not None
+        shared: object = self.layout.shared
+        if not isinstance(shared, Hashable):  # a class of the user's
+            shared = id(self.layout)
+        blocks = len(self.layout.blocks), self.layout.blocks_in(self.stages[chunk])
+        return "part", shared, self.ways.rank, *blocks, rows, kind
 
     def _recorded(self, chunk: int, rows: int, kind: str | None = None) -> PassCost:
         assert self.ways is not None

@@ -54,6 +54,7 @@ OF_GRADIENTS = f"{PLAIN} strom"
 """The codec whose threshold is for gradients: the bytes of changes of models are not known from those of gradients."""
 
 PERIODS = (4, 8, 16, 32)
+CODECS = ("fp16", "int8", "1bit", "top-k", "strom")
 MOST_WAYS = 8
 
 
@@ -148,7 +149,7 @@ def _servers(shape: Shape) -> Iterator[str]:
 
 
 def _codecs() -> Iterator[str]:
-    for codec in ("fp16", "int8", "1bit", "top-k", "strom"):
+    for codec in CODECS:
         yield f"{PLAIN} {codec}"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from dure.core.target import Target
 from dure.errors import UsageError
-from dure.run.config import Count, Seconds, checked, goal
+from dure.run.config import Count, Seconds, adapters, checked, goal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class PlanOptions:
     """File of a page to explore the plan; none if left out."""
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        for name, adapter in adapters(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            object.__setattr__(self, name, checked(name, getattr(self, name), adapter))
         if self.target is not None or self.target_loss is not None:
             goal(self.target, self.target_loss)
         if self.report is not None:

@@ -23,7 +23,7 @@ from dure.job.shapes import numel_of, shapes_of
 from dure.job.validation import try_to_count
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
-from dure.planner.candidates import PLAIN
+from dure.planner.candidates import CODECS, PLAIN
 from dure.planner.commands import command_of
 from dure.planner.deadline import Deadline
 from dure.planner.explain import bottlenecks, why, would_change
@@ -153,7 +153,7 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
     from dure.planner.probe.probe import probe
 
     say("measuring this machine", 0, None)
-    found = probe(job, workers=config.workers or 4, name=config.job, data=config.data, curves=False)
+    found = probe(job, workers=config.workers or 4, codecs=CODECS, name=config.job, data=config.data, curves=False)
     assert found is not None
     cluster: Cluster = found["cluster"]
     return cluster

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -102,8 +103,8 @@ class Options:
     """Folder for the run's record; nothing is written if left out."""
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            object.__setattr__(self, name, checked(name, getattr(self, name), hint))
+        for name, adapter in adapters(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            object.__setattr__(self, name, checked(name, getattr(self, name), adapter))
         if self.device is not None:
             check_form(self.device)
         if self.warn_after is not None and self.warn_after > self.frozen_after:
@@ -275,10 +276,16 @@ def goal(target: float | None, target_loss: float | None) -> Target:
     return Target(0.95 if target is None else target) if target_loss is None else Target(target_loss, "loss")
 
 
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """Convert the `value` of the option `name` to the type `hint`. Raises `UsageError` if it does not fit."""
+@cache
+def adapters(options: type) -> dict[str, TypeAdapter[Any]]:
+    """The checks of the fields of a class of options."""
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(options, include_extras=True).items()}
+
+
+def checked(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+    """Convert the `value` of the option `name` to the type of `adapter`. Raises `UsageError` if it does not fit."""
     try:
-        return TypeAdapter(hint).validate_python(value)
+        return adapter.validate_python(value)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Input ")
         raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {value!r}.") from error

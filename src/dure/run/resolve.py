@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,16 +90,16 @@ def _build_job(config: TrainConfig, strategy: Strategy, copies: int, given: Job 
     averaged = server_rule_of(strategy.sync).averaged(copies)
     local = traits_of(strategy.sync).local_optimizer
     if config.optimizer is None and local is not None:
-        job = replace(job, optimizer=local)
-    job = replace(job, optimizer=config.optimizer_over(job.optimizer, averaged))
+        job = job.adjusted(optimizer=local)
+    job = job.adjusted(optimizer=config.optimizer_over(job.optimizer, averaged))
     if job.groups is not None and config.scale_lr:
-        job = replace(job, groups=scaled(job.groups, averaged))
+        job = job.adjusted(groups=scaled(job.groups, averaged))
     return job
 
 
 def _adjusted(job: Job, config: TrainConfig) -> Job:
     given: dict[str, Any] = {"batch_size": config.batch_size, "split": config.split}
-    adjusted = replace(job, **{name: value for name, value in given.items() if value is not None})
+    adjusted = job.adjusted(**{name: value for name, value in given.items() if value is not None})
     return adjusted if config.dtype is None else adjusted.to(dtype_named(config.dtype))
 
 
