@@ -83,7 +83,7 @@ class StageLayout:
         self.call = call_of(job, whole=self._is_one_block(whole.module))
         self.depth = pipeline.stages * pipeline.chunks
         if job.stages is not None and len(self.blocks) > 1:
-            check_composition(job, whole.module, self.blocks)
+            self.known(("composition", len(self.blocks)), lambda: check_composition(job, whole.module, self.blocks))
         cuts = cut_of(
             pipeline.cuts,
             self.blocks,
@@ -94,6 +94,7 @@ class StageLayout:
         )
         self.bounds = (0, *cuts, len(self.blocks))
         self._speeds = speeds
+        self._measured: dict[int, MeasuredPass] = {}
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
 
@@ -292,9 +293,11 @@ class StageLayout:
 
     def measured(self, rows: int) -> MeasuredPass:
         """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
-        found = self.known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
-        found.check(self.bounds)
-        return found
+        if rows not in self._measured:
+            found = self.known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+            found.check(self.bounds)
+            self._measured[rows] = found
+        return self._measured[rows]
 
     @property
     def outputs(self) -> Border:

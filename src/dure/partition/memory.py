@@ -13,6 +13,7 @@ Temporary memory of computations and messages is not counted, so a process needs
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.ranges import equal_ranges
@@ -112,7 +113,7 @@ def _most_versions(pipeline: Pipeline) -> list[int]:
 
 def _activations(layout: StageLayout, rank: int, batch_size: int, activations: Kept) -> int:
     """The most bytes that a worker keeps at once between forwards and backwards."""
-    pipeline = layout.pipeline
+    pipeline, activations = layout.pipeline, cache(activations)
     rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
     if isinstance(pipeline, Programmed) or pipeline.overwrites:  # activations are those of one forward
         return sum(activations(chunk, rows[0]) for chunk in range(pipeline.chunks))

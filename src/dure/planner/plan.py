@@ -42,8 +42,9 @@ from dure.runtime.virtual.cluster import Cluster
 if TYPE_CHECKING:
     from dure.job.job import Job
 
-SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.1, 0.2, 0.1
-"""Shares of the parts of a plan in its seconds: of the candidates, their bottlenecks, sweeps, and stragglers."""
+SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.1, 0.2, 0.05
+"""Shares of the parts of a plan in its seconds: of the candidates, their bottlenecks, sweeps, and stragglers. The rest
+is for the job and the answer."""
 
 SHOWN, SWEPT = 10, 6
 """Strategies with a bottleneck in the answer, and those of the sweeps."""
