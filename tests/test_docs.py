@@ -131,12 +131,13 @@ def test_the_command_on_a_page_is_one_that_was_measured(name):
     assert (given.sync, given.steps, given.lr) in measured()
 
 
-def test_the_reference_is_what_the_classes_say():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    again = "the classes say something else by now: run python docs/reference.py"
-    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == reference.page(), again
+@pytest.mark.parametrize("name", ["reference", "papers"])
+def test_a_written_page_is_what_its_script_writes(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    again = f"its source says something else by now: run python docs/{name}.py"
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == script.page(), again
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

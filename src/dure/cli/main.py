@@ -227,14 +227,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """A table or figure of a paper, made again."""
+    """Tables and figures of papers, made again; without a name, the list of them."""
 
     example: ClassVar[str] = "dure reproduce sharding"
 
-    name: Positional[str]
+    name: Positional[str] = ""
     """Name of the result: sharding, it-signsgd, byzantine, pipelines, one-weird-trick, bert-albert or table1.
 
-    Each has some of the flags below."""
+    Each has some of the flags below. Without a name, the rows of all papers with their commands."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     dataset: str | None = None
@@ -261,12 +261,19 @@ class Reproduce:
     """Print one JSON object as the last line."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
-        """Reproduce the result; return its rows and their table."""
-        from dure.cli.reproduce import check, find
+        """Reproduce the result; return its rows and their table. Without a name, list what can be reproduced."""
+        from dure.cli.reproduce import check, find, papers
 
-        module = find(self.name)
         asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "json"))
         flags = {name: value for name, value in asked if value is not None}
+        if not self.name:
+            if flags:
+                raise UsageError(
+                    f"--{next(iter(flags))} belongs to one result: name it, as in dure reproduce pipelines."
+                )
+            rows = papers.listed()
+            return CommandResult(rows, [papers.table(rows)])
+        module = find(self.name)
         check(self.name, module, flags)
         result: dict[str, Any] = module.reproduce(**flags)
         return CommandResult(result, [module.table(result)])

@@ -10,8 +10,10 @@
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
-Each module has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
-parameters of `reproduce` are the flags that apply to it, all with defaults.
+`papers` lists the sections, figures, tables and claims of the papers, with the commands that show them.
+
+Each module but `papers` has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which
+shows it. The parameters of `reproduce` are the flags that apply to it, all with defaults.
 """
 
 from __future__ import annotations
