@@ -32,7 +32,7 @@ from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.runtime.wire import Identity
 from dure.topology.collective.message_group import SentGroup
 
-SENT = ("ring", "tree", "halving-doubling")
+SENT = ("ring", "tree", "halving-doubling", "all-to-all")
 SIZES = {"1 kB": (1_000, 40), "1 MB": (1_000_000, 8), "16 MB": (16_000_000, 2)}
 """Bytes, and all-reduces per turn."""
 

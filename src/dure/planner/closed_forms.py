@@ -22,13 +22,17 @@ parts, the larger part counts.
                                     host, 2 (L - 1) / (L m) n  A + 2 (L - 1) M(n / (L m)) + (L - 1) / (L m) n G over
                                     over the card              1 / m of the card
 
+    all-to-all         all_reduce   (K - 1) n                  A + latency + (K - 1) (M(n) - latency + n G)
+                       all_gather   (K - 1) n                  A + latency + (K - 1) (M(n) - latency)
+
     M(x) = latency + alpha + (x + 64) (beta + 1 / bandwidth), without beta up to 4 KiB in all
 
 A receiver sends a request for each message; requests sent ahead hide A. A rank spends `gamma` on each byte it adds.
 
 Bytes and messages are exact; a rank's messages are those it sends and its requests. Seconds are exact in the network
 model if links are equal, machines have at least two cores, nothing else is sent, and K (P for halving-doubling, L
-among hosts) divides the length. Otherwise they are an upper bound; ring and tree reach the bound.
+among hosts) divides the length. Otherwise they are an upper bound; ring and tree reach the bound. So are the seconds
+of all-to-all, whose ranks prepare several messages at once; messages of up to 4 KiB do not queue.
 """
 
 from __future__ import annotations
@@ -331,6 +335,32 @@ def _across(
     return cost._replace(seconds=cost.seconds + path.message() - shared.message()) if hosts > 1 else cost
 
 
+# ---- all to all
+
+
+def all_to_all(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-reduce: every tensor to every rank, which adds them up.
+
+    >>> all_to_all(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0))
+    Cost(seconds=11.0, sent=(32, 32, 32), received=(32, 32, 32), messages=(4, 4, 4))
+    """
+    cost = all_to_all_gather(numel, ranks, path, itemsize)
+    return cost._replace(seconds=cost.seconds + (ranks - 1) * numel * itemsize * path.gamma)
+
+
+def all_to_all_gather(numel: int, ranks: int, path: Path, itemsize: int = 4) -> Cost:
+    """All-gather: every tensor to every rank, all messages of a rank at once.
+
+    >>> all_to_all_gather(4, 3, Path(latency=1.0, alpha=0.0, bandwidth=16.0, small=0)).seconds
+    16.0
+    """
+    nbytes, others = numel * itemsize, ranks - 1
+    queued = 1 if nbytes + path.header <= path.small else others
+    seconds = path.message() + path.latency + queued * (path.message(nbytes) - path.latency) if others else 0.0
+    moved = (others * nbytes,) * ranks
+    return Cost(seconds, moved, moved, (2 * others,) * ranks)
+
+
 # ---- barrier and catalogue
 
 
@@ -352,6 +382,7 @@ SENT: dict[str, dict[str, Form]] = {
         "reduce_scatter": halving_doubling,
         "all_gather": doubling,
     },
+    "all-to-all": {"all_reduce": all_to_all, "reduce_scatter": all_to_all, "all_gather": all_to_all_gather},
 }
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from dure.core.parameter import parameter
 
-ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical", "torus")
+ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical", "torus", "all-to-all")
 """Collectives by name."""
 
 HOSTED = ("hierarchical", "torus")
@@ -27,7 +27,7 @@ class Collective:
         "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005"
     )
 
-    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical", "torus"] = parameter(
+    algorithm: Literal["engine", "ring", "tree", "halving-doubling", "hierarchical", "torus", "all-to-all"] = parameter(
         "engine",
         "engine: that of torch.distributed, in virtual time its closed form; the others: written from sends",
         shown=False,

@@ -6,6 +6,7 @@
     halving-doubling   by halves with ranks far away  doubling (Bruck)        `halving_doubling`
     hierarchical       tree, ring of hosts, tree      tree, ring, tree        `hierarchical`
     torus              rings in hosts and across      rings across and in     `torus`
+    all-to-all         all vectors to all ranks       all to all              `all_to_all`
 
 All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
 the others each rank keeps its slice of an all_reduce. What each costs: `planner.closed_forms`.
@@ -21,6 +22,7 @@ import torch
 
 from dure.core.node import Operation, nothing
 from dure.core.ranges import Range, equal_ranges
+from dure.topology.collective.all_to_all import AllToAll
 from dure.topology.collective.halving_doubling import HalvingDoubling
 from dure.topology.collective.hierarchical import Hierarchical, hosts_of
 from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
@@ -59,6 +61,7 @@ def algorithm_of(topology: Collective, line: Ranks, machines: Sequence[int]) -> 
         "ring": Ring,
         "tree": Tree,
         "halving-doubling": HalvingDoubling,
+        "all-to-all": AllToAll,
     }
     return makers[topology.algorithm](line)
 
