@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from dure.cli.reproduce.papers import Paper, Row, papers
+from dure.cli.reproduce.papers import Paper, PaperRow, papers
 
 HERE = Path(__file__).parent
 
@@ -33,7 +33,7 @@ def _paper(paper: Paper) -> str:
     return "\n".join([*lines, *map(_row, paper.rows), ""])
 
 
-def _row(row: Row) -> str:
+def _row(row: PaperRow) -> str:
     command = f"`{row.command}`" if row.command else ""
     if row.minutes is not None:
         command += f", {row.minutes:g} min"

@@ -8,7 +8,7 @@ import pytest
 
 from dure.cli.main import Train, main, parse
 from dure.cli.reproduce import NAMES
-from dure.cli.reproduce.papers import Row, papers
+from dure.cli.reproduce.papers import PaperRow, papers
 
 ROOT = Path(__file__).parents[3]
 ROWS = [(paper.name, row) for paper in papers() for row in paper.rows]
@@ -51,7 +51,7 @@ def test_without_a_name_all_rows_are_listed(capsys):
     assert main(["reproduce", "--json"]) == 0
     out = capsys.readouterr()
     found = json.loads(out.out.splitlines()[-1])["rows"]
-    assert [(row.pop("paper"), Row(**row)) for row in found] == ROWS
+    assert [(row.pop("paper"), PaperRow(**row)) for row in found] == ROWS
     assert "one-weird-trick" in out.err
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PaperRow:
     """A section, figure, table or claim. `papers.toml` says what each field is."""
 
     part: str
@@ -34,7 +34,7 @@ class Paper:
 
     name: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[PaperRow, ...]
 
 
 @cache
@@ -42,7 +42,7 @@ def papers() -> tuple[Paper, ...]:
     """All papers, with the rows of `papers.toml`."""
     text = files(__package__).joinpath("papers.toml").read_text(encoding="utf-8")
     return tuple(
-        Paper(name=paper["name"], title=paper["title"], rows=tuple(Row(**row) for row in paper["row"]))
+        Paper(name=paper["name"], title=paper["title"], rows=tuple(PaperRow(**row) for row in paper["row"]))
         for paper in tomllib.loads(text)["paper"]
     )
 
