@@ -184,6 +184,15 @@ def test_the_overhead_of_a_run_is_what_was_asked_for(topology, meetings):
     assert 0.07 < meter["communicate"] / segment.totals.seconds < 0.13
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_workers_meet_once_an_epoch(topology, meetings):
+    """1,437 samples in mini-batches of 32 are 22.45 steps of two workers, rounded; `period=22` gives the same bits."""
+    run = virtual("digits-mlp", f"averaging:schedule=epoch {topology}", workers=2, steps=50)
+    assert [(rhythm.began, rhythm.period) for rhythm in agreed(meetings)] == [(0, 22), (22, 22), (44, 22), (50, 22)]
+    said = virtual("digits-mlp", f"averaging:period=22 {topology}", workers=2, steps=50)
+    assert torch.equal(run.params, said.params)
+
+
 @pytest.mark.parametrize("schedule", ["decay,factor=0.7", "adaptive,factor=0.7"])
 def test_newcomers_and_returned_workers_fall_in(schedule, meetings):
     events = (
@@ -450,7 +459,7 @@ def test_adam_reset_at_every_step_is_a_first_step_each_time():
         ({"overhead": 1.0}, "overhead is a share"),
         ({"interval": 0}, "interval counts mini-batches"),
         ({"temperature": 0.0}, "temperature divides a loss"),
-        ({"schedule": "often"}, 'schedule must be one of fixed, decay, overhead, adaptive, got "often"'),
+        ({"schedule": "often"}, 'schedule must be one of fixed, decay, overhead, adaptive, epoch, got "often"'),
     ],
 )
 def test_bad_parameters_are_refused(given, words):
@@ -467,6 +476,7 @@ def test_over_servers_weights_are_numbers():
     ("text", "words"),
     [
         ("averaging:schedule=adaptive", "the loss stays in the loop"),
+        ("averaging:schedule=epoch", "the loop alone knows its samples"),
         ("averaging:weights=loss", "the loss stays in the loop"),
         ("averaging:state=average", "state=keep"),
     ],

@@ -35,7 +35,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import ServerRule, Traits
 from dure.sync.local_sgd import LocalSGD
 from dure.sync.pace import EqualSteps, EqualTime, Pace
-from dure.sync.period import AdaptivePeriod, DecayingPeriod, FixedPeriod, OverheadPeriod, Schedule
+from dure.sync.period import AdaptivePeriod, DecayingPeriod, EpochPeriod, FixedPeriod, OverheadPeriod, Schedule
 from dure.sync.weights import FisherWeights, LossWeights, SampleWeights, UniformWeights, Weights
 from dure.topology.parameter_server.policies import Barrier
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dure.sync.worker import Worker
 
 _CHOICES = {
-    "schedule": ("fixed", "decay", "overhead", "adaptive"),
+    "schedule": ("fixed", "decay", "overhead", "adaptive", "epoch"),
     "weights": ("samples", "uniform", "loss", "fisher"),
     "state": ("keep", "average", "reset"),
     "pace": ("steps", "time"),
@@ -65,9 +65,10 @@ class Averaging:
         unit="steps",
         symbol="τ",
     )
-    schedule: Literal["fixed", "decay", "overhead", "adaptive"] = parameter(
+    schedule: Literal["fixed", "decay", "overhead", "adaptive", "epoch"] = parameter(
         "fixed",
-        "fixed: a constant period; decay: times `factor`; overhead: by measured times; adaptive: by the loss",
+        "fixed: a constant period; decay: times `factor`; overhead: by measured times; adaptive: by the loss; "
+        "epoch: a pass over all samples, whatever `period` is",
     )
     factor: float = parameter(
         0.5, "schedule=decay or adaptive: factor of the period at a change", range="> 0, <= 1", symbol="γ"
@@ -122,6 +123,7 @@ class Averaging:
             "decay": DecayingPeriod(self.factor, self.interval),
             "overhead": OverheadPeriod(self.overhead),
             "adaptive": AdaptivePeriod(self.period, self.factor, self.interval),
+            "epoch": EpochPeriod(),
         }
         weights: dict[str, Weights] = {
             "samples": SampleWeights(),

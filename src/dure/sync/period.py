@@ -1,4 +1,4 @@
-"""Schedules of the period of model averaging: constant, decaying, by the loss (AdaComm), or by measured seconds.
+"""Schedules of the period of model averaging: constant, decaying, by the loss (AdaComm), by seconds, or by epochs.
 
 | schedule   | the next period                                                                            |
 |------------|--------------------------------------------------------------------------------------------|
@@ -7,6 +7,7 @@
 | `adaptive` | every `interval` steps: ceil(sqrt(F / F_0) times the first period), where F is the mean    |
 |            | loss of the round and F_0 of the first; `factor` times the last one if that is less        |
 | `overhead` | the least one at which averaging takes at most `overhead` of the time                      |
+| `epoch`    | the steps of one pass of all workers over all samples                                      |
 
 All workers compute the same period from the same figures, which travel with each average.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dure.sync.worker import Worker
     from dure.topology.replica import Stats
 
 
@@ -81,6 +83,10 @@ class Schedule(Protocol):
     unstaged: ClassVar[str] = ""
     no_loop: ClassVar[str] = ""
 
+    def first_period(self, period: int, worker: Worker) -> int:
+        """Return the period of the first round, given the method's."""
+        return period
+
     def next_period(self, last: Rounds, now: Rounds, sent: Sequence[Stats]) -> int:
         """Return the period, given the state before and after a round, and the figures that workers `sent`."""
         ...
@@ -92,6 +98,16 @@ class FixedPeriod(Schedule):
 
     def next_period(self, last: Rounds, now: Rounds, sent: Sequence[Stats]) -> int:
         return last.period
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPeriod(FixedPeriod):
+    """The steps in which all workers together see as many samples as there are."""
+
+    no_loop: ClassVar[str] = "the loop alone knows its samples; write their steps as `period`"
+
+    def first_period(self, period: int, worker: Worker) -> int:
+        return max(1, round(worker.samples / worker.total_weight))
 
 
 @dataclass(frozen=True, slots=True)
