@@ -57,8 +57,10 @@ def test_the_drawing_of_a_mesh_is_that_of_its_pipeline(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draw", "pipedream"], "--draw needs a partition before it"),
-        (["bsp", "--draw"], '"bsp" is a sync, not a partition'),
+        (["--draw", "pipedream"], "--draw needs a method or a partition before it"),
+        (["ps", "--draw"], '"ps" is a topology, not a partition'),
+        (["ssp", "--draw", "a.svg", "b.svg"], "--draw writes one file, and 2 are named: a.svg, b.svg"),
+        (["ssp", "--draw", "nowhere/a.svg"], "cannot write nowhere/a.svg: there is no folder nowhere"),
         (["none", "--draw"], "none makes no stages"),
         (["tensor", "--draw"], "tensor makes no stages, and a drawing shows stages"),
         (["gpipe", "--draw", "a.svg", "b.svg"], "--draw writes one file, and 2 are named: a.svg, b.svg"),

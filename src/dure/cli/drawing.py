@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,20 +60,26 @@ def draw(name: str, files: Sequence[Path]) -> Drawn:
     Raises `UsageError` for a name that is no pipeline, and for a file that cannot be written.
     """
     if not name:
-        raise UsageError("--draw needs a partition before it: write dure methods pipedream:stages=4 --draw FILE.svg.")
+        raise UsageError("--draw needs a method or a partition before it, as in dure methods ssp --draw FILE.svg.")
     made = make(name, "partition")
     pipeline = made.pipeline if isinstance(made, Mesh) else made
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"{name} makes no stages, and a drawing shows stages: draw pipedream, for example.")
-    if len(files) > 1:
-        raise UsageError(f"--draw writes one file, and {len(files)} are named: {', '.join(map(str, files))}.")
-    path = files[0] if files else Path(f"{name.partition(':')[0]}.svg")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
+    path = file_of(name, files)
     drawn = Drawn(Picture.of(pipeline, name), path)
     with replacing(path) as file:
         file.write(svg(drawn.picture))
     return drawn
+
+
+def file_of(name: str, files: Sequence[Path]) -> Path:
+    """The file of `files`, or NAME.svg. Raises `UsageError` for several files, and for one that cannot be written."""
+    if len(files) > 1:
+        raise UsageError(f"--draw writes one file, and {len(files)} are named: {', '.join(map(str, files))}.")
+    path = files[0] if files else Path(f"{re.split('[: ]', name)[0]}.svg")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
+    return path
 
 
 def shown(drawn: Drawn) -> list[RenderableType]:

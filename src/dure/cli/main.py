@@ -76,7 +76,8 @@ class Methods:
     workers: int | None = None
     """How many gossip with each other; 8, 16 and 64 if left out."""
     draw: tuple[Path, ...] | None = None
-    """Draw a partition, as in pipedream:stages=4 --draw FILE.svg: its timetable as text and, in the file, in color."""
+    """Draw a method over time, as in ssp --draw FILE.svg, or the timetable of a partition, as in pipedream:stages=4: as
+    text and, in the file, in color."""
     json: bool = False
     """Print one JSON object as the last line."""
 
@@ -86,7 +87,11 @@ class Methods:
 
         if self.draw is not None:
             from dure.cli.drawing import draw, shown
+            from dure.cli.time_drawing import draw_method, is_method, shown_method
 
+            if is_method(self.name):
+                drawing = draw_method(self.name, self.draw)
+                return CommandResult({"drawing": drawing.row}, shown_method(drawing))
             drawn = draw(self.name, self.draw)
             return CommandResult({"drawing": drawn.row}, shown(drawn))
         rows = members(self.name, self.workers)

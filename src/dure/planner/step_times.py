@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dure.sync.worker import Worker
 
 
 class StepTimes:
@@ -20,10 +24,10 @@ class StepTimes:
         self._times: dict[int, list[float]] = {}
         self._sent: list[int] = []
 
-    def __call__(self, worker: int, now: float, sent: Callable[[], int]) -> None:
+    def __call__(self, worker: Worker, now: float, sent: Callable[[], int]) -> None:
         """Note that a worker has finished a step."""
-        self._times.setdefault(worker, []).append(now)
-        if worker == next(iter(self._times)):
+        self._times.setdefault(worker.number, []).append(now)
+        if worker.number == next(iter(self._times)):
             self._sent.append(sent())
 
     @property

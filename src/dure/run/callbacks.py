@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dure.run.checkpoint import Parts
+
+if TYPE_CHECKING:
+    from dure.sync.worker import Worker
 
 Row = dict[str, Any]
 """A row of the history."""
@@ -17,8 +20,8 @@ Row = dict[str, Any]
 class Callbacks:
     """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out.
 
-    `stepped` receives a worker's number, the seconds at which its gradient was complete, and a function for the payload
-    bytes that workers have sent so far (virtual runs).
+    `stepped` receives a worker, the seconds at which its gradient was complete, and a function for the payload bytes
+    that workers have sent so far (virtual runs).
     """
 
     row: Callable[[Row], None] = lambda row: None
@@ -27,4 +30,4 @@ class Callbacks:
     checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None
     notice: Callable[[str], None] = lambda text: None
-    stepped: Callable[[int, float, Callable[[], int]], None] = lambda worker, seconds, sent: None
+    stepped: Callable[[Worker, float, Callable[[], int]], None] = lambda worker, seconds, sent: None

@@ -323,7 +323,7 @@ class VirtualSegment:
         setup = self.setup
         if setup.reports(worker.number):
             self.totals.counts["samples"] += worker.source.batch_size
-            self.whole.callbacks.stepped(worker.number, self.runtime.kernel.now, self._bytes_sent)
+            self.whole.callbacks.stepped(worker, self.runtime.kernel.now, self._bytes_sent)
         self._on_made(worker)
         if worker.number == self.first:
             self.whole.callbacks.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])

@@ -1,0 +1,84 @@
+"""Pictures of methods over time: their cells are what the methods' definitions say."""
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from dure.cli.main import main
+from dure.report.time_drawing import COMPUTE, WAIT, Cell, TimePicture, svg, text
+from dure.run.method_picture import WORKERS, picture_of
+from dure.run.strategy import Strategy, catalogue
+
+SLOW = f"worker {WORKERS - 1}"
+
+
+def picture(strategy: str) -> TimePicture:
+    return picture_of(Strategy.parse(strategy), strategy)
+
+
+def computations(drawn: TimePicture) -> dict[str, list[Cell]]:
+    return {name: [cell for cell in cells if cell.kind == COMPUTE] for name, cells in drawn.rows.items()}
+
+
+@pytest.mark.parametrize("method", sorted(catalogue("sync")))
+def test_every_method_has_a_picture(method):
+    drawn = picture(method)
+    assert list(drawn.rows)[:WORKERS] == [f"worker {rank}" for rank in range(WORKERS)]
+    for cells in drawn.rows.values():
+        assert cells
+        assert all(0 <= cell.start < cell.end for cell in cells)
+        steps = [cell.step for cell in cells if cell.kind == COMPUTE and not cell.aborted]
+        assert steps == list(range(1, len(steps) + 1))
+    ElementTree.fromstring(svg(drawn))
+    assert len(text(drawn, 120).splitlines()) == len(drawn.rows)
+
+
+def test_synchronous_workers_read_the_version_of_the_step():
+    for cells in computations(picture("bsp ps")).values():
+        assert [cell.version for cell in cells] == [str(step) for step in range(len(cells))]
+
+
+def test_the_fast_workers_of_bsp_wait_for_the_slow_one():
+    rows = picture("bsp").rows
+    assert sum(cell.end - cell.start for cell in rows["worker 0"] if cell.kind == WAIT) > 0.04
+    assert not [cell for cell in rows[SLOW] if cell.kind == WAIT]
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_under_ssp_no_worker_leads_by_more_than_the_bound(bound):
+    drawn = computations(picture(f"ssp:bound={bound}"))
+    leads = [
+        cell.step - 1 - sum(other.end <= cell.start for other in drawn[SLOW])
+        for name, cells in drawn.items()
+        for cell in cells
+        if name != SLOW
+    ]
+    assert max(leads) == bound
+
+
+def test_downpours_slow_worker_reads_what_others_will_have_changed():
+    """While it computes, three workers of twice its speed push two gradients each: about six versions go by."""
+    read = [int(cell.version) for cell in computations(picture("downpour"))[SLOW]]
+    later = [after - before for before, after in pairwise(read)]
+    assert all(3 <= each <= 8 for each in later), later
+
+
+def test_backup_workers_compute_in_vain():
+    drawn = computations(picture("backup"))
+    assert all(cell.aborted for cell in drawn[SLOW][:-1])
+    assert not any(cell.aborted for cell in drawn["worker 0"])
+
+
+def test_local_models_have_no_version_of_a_server():
+    assert {cell.version for cells in computations(picture("averaging:period=3")).values() for cell in cells} == {""}
+
+
+def test_a_drawing_is_written_and_shown(capsys, tmp_path):
+    path = tmp_path / "ssp.svg"
+    assert main(["methods", "ssp:bound=2", "--draw", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^worker \d \|.*\|$", shown, re.MULTILINE)) == WORKERS
+    assert "virtual time" in shown
+    assert path.read_text(encoding="utf-8").startswith("<svg")
