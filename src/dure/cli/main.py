@@ -29,7 +29,7 @@ from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.planner.options import PlanOptions
-from dure.run.config import CompareConfig, Count, Options, TrainConfig, adapters, checked, goal
+from dure.run.config import CompareConfig, Count, Options, TrainConfig, checked, goal
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
@@ -488,7 +488,9 @@ def _check_numbers(kind: type, arguments: Sequence[str]) -> None:
         try:
             number(text)
         except ValueError:
-            checked(option.name, text, adapters(kind)[option.name])
+            from pydantic import TypeAdapter
+
+            checked(option.name, text, TypeAdapter(hints[option.name]))
 
 
 def _number(hint: Any) -> Callable[[str], float] | None:
