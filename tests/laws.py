@@ -57,6 +57,7 @@ LAWS = [
     Law("averaging:period=6,schedule=decay,interval=6,weights=uniform ps", options={"optimizer": "momentum"}),
     Law("averaging:period=6,schedule=adaptive,interval=6,weights=loss ps:shards=2", tensors=True),
     Law("averaging:period=4,pace=time ps:shards=2"),
+    Law("averaging:schedule=epoch ps:shards=2"),
     Law("averaging:schedule=overhead,overhead=0.3,weights=fisher,state=average collective", survives=False),
     Law("bmuf:period=4,momentum=0.5 collective", survives=False),
     Law("bmuf:period=4,momentum=0.5,nesterov=true ps:shards=2"),

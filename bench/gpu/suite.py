@@ -26,7 +26,7 @@ import torch
 from _check import ROOT, Finding, Setting, main, target
 from _ranks import on_ranks
 from _training import WithAttach
-from torch.cuda._sanitizer import CUDASanitizerErrors
+from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
 from dure.errors import PeerLost
 from dure.runtime.process.lane import _Message
@@ -74,13 +74,20 @@ def sanitized(setting: Setting) -> Iterator[Finding]:
         for strategy in STRATEGIES[:1] if setting.rehearse else STRATEGIES:
             reports = on_ranks(reports_of, setting, strategy, group=False)
             text = "; ".join(filter(None, reports))
-            yield Finding(f"reports of the CUDA sanitizer, {strategy}", text or "none", "none", not text)
+            ended = reports.count("") == len(reports)
+            measured = text or ("none" if ended else "a training that did not end, without a report")
+            yield Finding(f"reports of the CUDA sanitizer, {strategy}", measured, "none", ended)
     finally:
         os.environ.pop(SANITIZER, None)
 
 
-def reports_of(rank: int, setting: Setting, strategy: str) -> str:
-    """The reports of a training on a stream of the rank's own; empty if it ends without one."""
+def reports_of(rank: int, setting: Setting, strategy: str) -> str | None:
+    """The reports of a training on a stream of the rank's own; empty if it ends without one, None if the other fails.
+
+    Raises `RuntimeError` without the sanitizer.
+    """
+    if not setting.rehearse and not cuda_sanitizer.enabled:
+        raise RuntimeError(f"the sanitizer is off, though {SANITIZER} is {os.environ.get(SANITIZER)!r}")
     small = replace(setting, rehearse=True)  # the order of operations does not depend on the size of the model
     own = torch.Stream(target.of_rank(rank))
     own.wait_stream(torch.accelerator.current_stream())
@@ -93,7 +100,7 @@ def reports_of(rank: int, setting: Setting, strategy: str) -> str:
     except CUDASanitizerErrors as error:
         return "; ".join(map(str, error.errors))
     except PeerLost:
-        return ""  # the other rank has the report
+        return None  # the other rank has the report
     return ""
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support import dyadic_jobs
 from support.runs import local, virtual
-from support.soak import soaked
 
 from dure.runtime.launch.fork_server import ForkServer
 
@@ -33,10 +32,8 @@ def check(job: str, strategy: str, **options: Any) -> None:
         ("bsp ps:shards=2,split=layer", 2, "float32", "momentum"),
         ("averaging:period=3 collective", 3, "float32", "adam"),
         ("averaging:period=3 ps:shards=2", 2, "float64", "momentum"),
-        *soaked(
-            ("bsp ps:shards=3,split=hybrid,bound=1000", 2, "float32", "adam"),
-            ("bsp ps:shards=2,split=keys", 2, "float64", "sgd"),
-        ),
+        ("bsp ps:shards=3,split=hybrid,bound=1000", 2, "float32", "adam"),
+        ("bsp ps:shards=2,split=keys", 2, "float64", "sgd"),
     ],
 )
 def test_digits(strategy, workers, dtype, optimizer):

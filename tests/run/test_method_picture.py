@@ -29,8 +29,10 @@ def test_every_method_has_a_picture(method):
     for cells in drawn.rows.values():
         assert cells
         assert all(0 <= cell.start < cell.end for cell in cells)
-        steps = [cell.step for cell in cells if cell.kind == COMPUTE and not cell.aborted]
+        steps = [cell.step for cell in cells if cell.step is not None]
         assert steps == list(range(1, len(steps) + 1))
+        others = [cell for cell in cells if cell.kind == COMPUTE and cell.step is None and not cell.aborted]
+        assert bool(others) == (method == "asysvrg") or cells[-1].kind == COMPUTE
     ElementTree.fromstring(svg(drawn))
     assert len(text(drawn, 120).splitlines()) == len(drawn.rows)
 
@@ -73,6 +75,22 @@ def test_backup_workers_compute_in_vain():
 
 def test_local_models_have_no_version_of_a_server():
     assert {cell.version for cells in computations(picture("averaging:period=3")).values() for cell in cells} == {""}
+
+
+def test_gradients_that_are_no_steps_have_no_number():
+    """Of each inner step of AsySVRG the first gradient is the step, the second is that at the snapshot."""
+    cells = [cell for cell in picture("asysvrg").rows["worker 0"] if cell.kind == COMPUTE]
+    assert {cell.step is None for cell in cells} == {True, False}
+
+
+def test_rows_are_in_the_order_of_ranks():
+    names = list(picture("ssp ps:shards=12").rows)
+    assert names == sorted(names, key=lambda name: (not name.startswith("worker"), int(name.split()[1])))
+
+
+def test_a_partition_is_refused(capsys):
+    assert main(["methods", "bsp gpipe:stages=2,micro=4", "--draw"]) == 2
+    assert "leave it out, or draw it alone, as in dure methods gpipe:stages=2,micro=4 --draw" in capsys.readouterr().err
 
 
 def test_a_drawing_is_written_and_shown(capsys, tmp_path):

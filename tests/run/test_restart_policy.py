@@ -106,7 +106,7 @@ def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(t
 
 @pytest.mark.parametrize(
     ("strategy", "victim", "pause"),
-    [("bsp ps:shards=2", "server 1", 0.0), *soaked(("bsp ps:shards=2", "server 0", 0.0), ("bsp ps", "server 0", 1.5))],
+    [("bsp ps:shards=2", "server 0", 0.0), *soaked(("bsp ps:shards=2", "server 1", 0.0), ("bsp ps", "server 0", 1.5))],
 )
 def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kill(
     strategy, victim, pause, tmp_path, fork_server

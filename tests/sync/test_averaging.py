@@ -11,9 +11,11 @@ import pytest
 import torch
 from support import attached
 from support.runs import Finished, bowls, resolved, virtual
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.errors import StrategyError, UsageError
+from dure.job.data.stream import Stream
+from dure.job.job import Job
 from dure.run.callbacks import Callbacks
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
@@ -186,11 +188,20 @@ def test_the_overhead_of_a_run_is_what_was_asked_for(topology, meetings):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_workers_meet_once_an_epoch(topology, meetings):
-    """1,437 samples in mini-batches of 32 are 22.45 steps of two workers, rounded; `period=22` gives the same bits."""
+    """1,437 samples in mini-batches of 32 are 22.45 steps of two workers, rounded up; `period=23` has the same bits."""
     run = virtual("digits-mlp", f"averaging:schedule=epoch {topology}", workers=2, steps=50)
-    assert [(rhythm.began, rhythm.period) for rhythm in agreed(meetings)] == [(0, 22), (22, 22), (44, 22), (50, 22)]
-    said = virtual("digits-mlp", f"averaging:period=22 {topology}", workers=2, steps=50)
+    assert [(rhythm.began, rhythm.period) for rhythm in agreed(meetings)] == [(0, 23), (23, 23), (46, 23), (50, 23)]
+    said = virtual("digits-mlp", f"averaging:period=23 {topology}", workers=2, steps=50)
     assert torch.equal(run.params, said.params)
+    assert run.summary["payoff"] == said.summary["payoff"]
+
+
+def test_an_epoch_of_random_windows_has_as_many_as_fit_into_the_text():
+    """As `Stream.steps`: 63 windows of 4 tokens, 4 workers with 5 windows each; 252 windows begin somewhere."""
+    text = Stream(torch.arange(256) % 7, block=4)
+    job = Job(model=lambda: nn.Embedding(7, 7), loss=lambda outputs, targets: outputs.square().mean(), train=text)
+    setup, _ = resolved(job, "averaging:schedule=epoch", on="virtual", workers=4, batch_size=5, steps=10)
+    assert setup.period == math.ceil(63 / 20)
 
 
 @pytest.mark.parametrize("schedule", ["decay,factor=0.7", "adaptive,factor=0.7"])

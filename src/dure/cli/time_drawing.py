@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.drawing import file_of
+from dure.errors import UsageError
 from dure.report.files import replacing
 from dure.report.time_drawing import COMPUTE, TimePicture, svg, text
 from dure.run.method_picture import picture_of
@@ -58,6 +59,12 @@ def draw_method(name: str, files: Sequence[Path]) -> TimeDrawing:
 
     Raises `UsageError` for a strategy that does not run, and for a file that cannot be written.
     """
+    partition = by_axis(name).get("partition")
+    if partition is not None:
+        raise UsageError(
+            f"a method is drawn without a partition, and {partition} is one: leave it out, or draw it alone, as in "
+            f"dure methods {partition} --draw."
+        )
     path = file_of(name, files)
     drawing = TimeDrawing(picture_of(Strategy.parse(name), name), path)
     with replacing(path) as file:

@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -61,6 +61,10 @@ BUILT_IN: Mapping[str, str] = {
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
 }
+
+
+COUNTED = "_counted"
+"""The attribute of a job with its count of operations, and the model, the loss and the data that were counted."""
 
 
 @dataclass
@@ -161,20 +165,24 @@ class Job:
         data: DataSet = self.train if self.test is None else self.test
         return dataclasses.replace(data, windows="contiguous") if isinstance(data, Stream) else data
 
-    @cached_property
+    @property
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample's forward and backward pass, counted by PyTorch's counter.
 
         The counter includes matrix products and convolutions only. A model without them is charged six operations per
         parameter, the cost of a dense layer.
         """
-        return _count_flops(self)
+        of = (self.model, self.loss, self.train)
+        counted: tuple[tuple[object, ...], float] | None = self.__dict__.get(COUNTED)
+        if counted is None or any(one is not other for one, other in zip(counted[0], of, strict=True)):
+            counted = self.__dict__[COUNTED] = of, _count_flops(self)
+        return counted[1]
 
     def adjusted(self, **changes: Any) -> Job:
-        """The same job with other values that a sample's operations do not depend on: their count stays."""
+        """The same job with other values, such as its optimizer; the count of a sample's operations is kept."""
         found = dataclasses.replace(self, **changes)
-        if "flops_per_sample" in self.__dict__:
-            found.__dict__["flops_per_sample"] = self.flops_per_sample
+        if COUNTED in self.__dict__:
+            found.__dict__[COUNTED] = self.__dict__[COUNTED]
         return found
 
     def to(self, dtype: torch.dtype) -> Job:

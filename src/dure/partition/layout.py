@@ -83,7 +83,7 @@ class StageLayout:
         self.call = call_of(job, whole=self._is_one_block(whole.module))
         self.depth = pipeline.stages * pipeline.chunks
         if job.stages is not None and len(self.blocks) > 1:
-            self.known(("composition", len(self.blocks)), lambda: check_composition(job, whole.module, self.blocks))
+            self._known(("composition", len(self.blocks)), lambda: check_composition(job, whole.module, self.blocks))
         cuts = cut_of(
             pipeline.cuts,
             self.blocks,
@@ -294,7 +294,7 @@ class StageLayout:
     def measured(self, rows: int) -> MeasuredPass:
         """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
         if rows not in self._measured:
-            found = self.known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+            found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
             found.check(self.bounds)
             self._measured[rows] = found
         return self._measured[rows]
@@ -315,9 +315,9 @@ class StageLayout:
     def _counted(self) -> Profile:
         """The profile of the blocks by their operations."""
         size = self.job.batch_size
-        return self.known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
+        return self._known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
 
-    def known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
+    def _known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
         """The figures of the whole model under `key`, which are measured once."""
         known = self.whole.figures
         if key not in known:

@@ -10,7 +10,7 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +94,7 @@ class StageModule:
             self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
+        self._figures = layout.whole.figures if _is_hashable(layout.shared) else {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
 
@@ -203,21 +204,25 @@ class StageModule:
         The backward is that of an action of this `kind`: of inputs and weights (B), of inputs (I) or of weights (W). It
         computes a gradient, so that no process may be forked after it where there are accelerators.
         """
-        return self.layout.known(self._pass(chunk, rows, kind), lambda: self._recorded(chunk, rows, kind))
+        key = self._pass(chunk, rows, kind)
+        if key not in self._figures:
+            self._figures[key] = self._recorded(chunk, rows, kind)
+        found: PassCost = self._figures[key]
+        return found
 
     def kept(self, chunk: int, rows: int) -> int:
         """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
-        known: PassCost | None = self.layout.whole.figures.get(self._pass(chunk, rows, "B"))
-        if known is not None:
-            return known.kept
-        return self.layout.known(self._pass(chunk, rows, "kept"), lambda: self._recorded(chunk, rows).kept)
+        key = self._pass(chunk, rows, "kept")
+        if key not in self._figures:
+            known: PassCost | None = self._figures.get(self._pass(chunk, rows, "B"))
+            self._figures[key] = (known or self._recorded(chunk, rows)).kept
+        found: int = self._figures[key]
+        return found
 
     def _pass(self, chunk: int, rows: int, kind: str) -> tuple[object, ...]:
         """The key of a chunk's figures: equal for layouts that cut and share these blocks alike."""
         assert self.ways is not None
-        shared: object = self.layout.shared
-        if not isinstance(shared, Hashable):  # a class of the user's
-            shared = id(self.layout)
+        shared = self.layout.shared if self._figures is self.layout.whole.figures else None
         blocks = len(self.layout.blocks), self.layout.blocks_in(self.stages[chunk])
         return "part", shared, self.ways.rank, *blocks, rows, kind
 
@@ -320,3 +325,12 @@ def seed_of(draw: Sequence[int]) -> int:
     """A seed for random layers, of the 32 bits that PyTorch's CPU generator uses."""
     text = "/".join(map(str, draw))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def _is_hashable(value: object) -> bool:
+    """Whether a value can be a part of a key; a frozen dataclass with a list, for example, cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

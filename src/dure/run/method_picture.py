@@ -5,10 +5,10 @@ The picture is drawn from the spans of the run, so it shows what the method's co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dure.core.deployment import SERVER, WORKER
+from dure.core.deployment import SERVER, WORKER, NodeId
 from dure.errors import UsageError
 from dure.report.time_drawing import APPLY, COMMUNICATE, COMPUTE, WAIT, Cell, TimePicture
 from dure.run.callbacks import Callbacks
@@ -29,15 +29,22 @@ STEP = 0.010
 STEPS, SHOWN = 16, 9
 """Steps of each worker in the run, and of a fast one in the picture."""
 
-KINDS = {"compute": COMPUTE, "send": COMMUNICATE, "recv": COMMUNICATE, "communicate": COMMUNICATE, "wait": WAIT}
+KINDS = {
+    "compute": COMPUTE,
+    "send": COMMUNICATE,
+    "recv": COMMUNICATE,
+    "communicate": COMMUNICATE,
+    "wait": WAIT,
+    "apply": APPLY,
+}
 
 
 def picture_of(strategy: Strategy, title: str) -> TimePicture:
     """Run `strategy` and make its picture. Raises `UsageError` for one that does not run in virtual time."""
-    versions: dict[str, list[str]] = {}
+    steps: dict[str, list[tuple[float, str]]] = {}
 
     def stepped(worker: Worker, now: float, sent: Callable[[], int]) -> None:
-        versions.setdefault(str(worker.node.name), []).append(_version(worker))
+        steps.setdefault(f"{WORKER} {worker.number}", []).append((now, _version(worker)))
 
     setup, cluster = resolve(_config(strategy), Prebuilt(cluster=_cluster(), strategy=strategy))
     assert cluster is not None
@@ -45,9 +52,7 @@ def picture_of(strategy: Strategy, title: str) -> TimePicture:
     seconds = min(SHOWN * STEP * 1.6, max((span.end for span in outcome.spans), default=0.0))
     if not seconds:
         raise UsageError(f"{title} has no steps to draw.")
-    rows = {
-        name: list(_cells(spans, versions.get(name, []), seconds)) for name, spans in _by_node(outcome.spans).items()
-    }
+    rows = {name: list(_cells(spans, steps.get(name, []), seconds)) for name, spans in _by_node(outcome.spans).items()}
     about = f"{WORKERS} workers, the last at {SLOW:g} of the others' speed; steps of {STEP * 1e3:g} ms, virtual time"
     return TimePicture(title, about, seconds, rows)
 
@@ -75,25 +80,27 @@ def _version(worker: Worker) -> str:
 
 
 def _by_node(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """The spans of workers, then of servers, in the order of their starts."""
-    found: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: (not span.rank_name.startswith(WORKER), span.rank_name, span.start)):
-        if span.rank_name.startswith((WORKER, SERVER)):
-            found.setdefault(span.rank_name, []).append(span)
-    return found
+    """The spans of workers, then of servers, each in the order of their starts."""
+    found: dict[NodeId, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.rank_name.startswith((f"{WORKER} ", f"{SERVER} ")):
+            found.setdefault(NodeId.of(span.rank_name), []).append(span)
+    order = sorted(found, key=lambda node: (node.kind != WORKER, node.rank))
+    return {str(node): found[node] for node in order}
 
 
-def _cells(spans: Iterable[Span], versions: list[str], seconds: float) -> Iterator[Cell]:
-    step = 0
-    for span in spans:
-        if span.start >= seconds:
-            continue
-        if span.kind == APPLY:
-            yield Cell(APPLY, span.start, span.end)
-        elif span.kind != COMPUTE:
-            yield Cell(KINDS[span.kind], span.start, span.end)
-        elif span.detail == "aborted":
-            yield Cell(COMPUTE, span.start, span.end, aborted=True)
-        else:
-            yield Cell(COMPUTE, span.start, span.end, step + 1, versions[step] if step < len(versions) else "")
-            step += 1
+def _cells(spans: Sequence[Span], steps: Sequence[tuple[float, str]], seconds: float) -> Iterator[Cell]:
+    """The cells of a node. A step has the last computation that had ended when its gradient was complete.
+
+    Other computations, as those of a gradient that is no step, have no number.
+    """
+    computed = [number for number, span in enumerate(spans) if span.kind == COMPUTE and span.detail != "aborted"]
+    of_step: dict[int, tuple[int, str]] = {}
+    for step, (now, version) in enumerate(steps, start=1):
+        ended = [number for number in computed if spans[number].end <= now * (1 + 1e-9)]
+        if ended:
+            of_step[ended[-1]] = step, version
+    for number, span in enumerate(spans):
+        if span.start < seconds:
+            step, version = of_step.get(number, (None, ""))
+            yield Cell(KINDS[span.kind], span.start, span.end, step, version, span.detail == "aborted")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ from dure.run.whole_gradient import check_clip, check_ties
 from dure.run.worker_memory import check_worker_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
-from dure.sync.base import server_rule_of, traits_of
+from dure.sync.base import OfEpochs, server_rule_of, traits_of
 
 EVALUATIONS = 20
 """Evaluations of a run without `eval_every`."""
@@ -54,6 +55,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     parts = check_without_job(config, strategy, workers)
     job = _build_job(config, strategy, workers // parts, prebuilt.job)
     whole = config.batch_sizes or (job.batch_size,) * (workers // parts)
+    if isinstance(strategy.sync, OfEpochs):
+        strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
     steps = _steps(config, job, sum(sizes), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)

@@ -68,7 +68,7 @@ class Averaging:
     schedule: Literal["fixed", "decay", "overhead", "adaptive", "epoch"] = parameter(
         "fixed",
         "fixed: a constant period; decay: times `factor`; overhead: by measured times; adaptive: by the loss; "
-        "epoch: a pass over all samples, whatever `period` is",
+        "epoch: `period` is that of a pass of all workers over the samples, whatever is given",
     )
     factor: float = parameter(
         0.5, "schedule=decay or adaptive: factor of the period at a change", range="> 0, <= 1", symbol="γ"
@@ -133,6 +133,10 @@ class Averaging:
         }
         paces: dict[str, Pace] = {"steps": EqualSteps(), "time": EqualTime()}
         return LocalSGD(self.period, schedules[self.schedule], weights[self.weights], paces[self.pace], self.state)
+
+    def with_epoch(self, steps: int) -> Averaging:
+        """The method for a job whose epoch has so many steps of each worker."""
+        return replace(self, period=max(1, steps)) if self.schedule == "epoch" else self
 
     def adapted(self) -> Traits:
         """The traits under these parameters."""

@@ -112,6 +112,15 @@ class Periodic(Protocol):
 
 
 @runtime_checkable
+class OfEpochs(Protocol):
+    """A method whose period may be an epoch of the job."""
+
+    def with_epoch(self, steps: int) -> Sync:
+        """The method for a job whose epoch has so many steps of each worker."""
+        ...
+
+
+@runtime_checkable
 class Adapted(Protocol):
     """A method whose traits depend on its parameters."""
 

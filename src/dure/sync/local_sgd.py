@@ -53,15 +53,10 @@ class LocalSGD:
     def enter(self, worker: Worker) -> None:
         """Begin at the round of the other workers, or at the round of this worker before a restart."""
         kept = worker.kept_plain
-        rounds = self.after(worker.stats) if worker.stats else self.begun(worker)
+        rounds = self.after(worker.stats) if worker.stats else Rounds(**kept.get("rhythm", {"period": self.period}))
         if kept.get("rhythm") != rounds.plain or worker.clock == kept["began"]:
             self.begin(worker, rounds)
         worker.last_sync = kept["began"]
-
-    def begun(self, worker: Worker) -> Rounds:
-        """Return the state of the round that this worker was in, or that of the first round."""
-        kept = worker.kept_plain.get("rhythm")
-        return Rounds(**kept) if kept else Rounds(self.schedule.first_period(self.period, worker))
 
     def begin(self, worker: Worker, rounds: Rounds) -> None:
         """Begin a round."""

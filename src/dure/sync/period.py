@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dure.sync.worker import Worker
     from dure.topology.replica import Stats
 
 
@@ -83,10 +82,6 @@ class Schedule(Protocol):
     unstaged: ClassVar[str] = ""
     no_loop: ClassVar[str] = ""
 
-    def first_period(self, period: int, worker: Worker) -> int:
-        """Return the period of the first round, given the method's."""
-        return period
-
     def next_period(self, last: Rounds, now: Rounds, sent: Sequence[Stats]) -> int:
         """Return the period, given the state before and after a round, and the figures that workers `sent`."""
         ...
@@ -102,12 +97,9 @@ class FixedPeriod(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class EpochPeriod(FixedPeriod):
-    """The steps in which all workers together see as many samples as there are."""
+    """The steps of an epoch, which the method's period is once the job is known (`base.OfEpochs`)."""
 
     no_loop: ClassVar[str] = "the loop alone knows its samples; write their steps as `period`"
-
-    def first_period(self, period: int, worker: Worker) -> int:
-        return max(1, round(worker.samples / worker.total_weight))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dure.codec.timing import random_slices, slices_of, timed
+from dure.codec.timing import Slice, random_slices, slices_of, timed
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import Method
 from dure.errors import Refused
@@ -250,9 +250,14 @@ class LinkBenchmark:
         return Reply({"seconds": await repeated(self.group, kind, nbytes)})
 
     async def _code(self, codec: str) -> Reply:
-        slices = random_slices() if self._job is None else slices_of(self._job)
+        slices = self._slices
         await self.group.barrier()
         return Reply(timed(self._codecs[codec], slices))
+
+    @cached_property
+    def _slices(self) -> list[Slice]:
+        """The slices on which codecs are measured."""
+        return list(random_slices() if self._job is None else slices_of(self._job))
 
     async def _hand_over(self, peer: str) -> Reply:
         """Time a loop of steps that pushes to a shard in the second process and pulls the values.

@@ -1,7 +1,7 @@
 """All-reduce by an exchange of all with all: one round, in which every rank sends its whole vector to every other one.
 
-It is the exchange without an algorithm, for comparison: each rank sends (K - 1) n bytes, a ring sends 2 (K - 1) / K n.
-Vectors are added in the order of the ranks, so that all ranks end with the same bits.
+It is the exchange without an algorithm, for comparison: each rank sends (K - 1) n bytes, a ring sends 2 (K - 1) / K n,
+and each holds K vectors at once. Vectors are added in the order of the ranks, so that all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AllToAll:
     line: Ranks
 
     async def all_reduce(self, whole: torch.Tensor) -> None:
-        own = whole.clone()  # `whole` is added to while this is lent
+        own = whole.clone()  # it is added in its turn, and `whole` begins with the vector of the first rank
         vectors = [own if place == self.line.here else whole.new_empty(whole.numel()) for place in self._places()]
         await self._exchange(own, vectors)
         whole.copy_(vectors[0])
