@@ -193,7 +193,6 @@ def test_workers_meet_once_an_epoch(topology, meetings):
     assert [(rhythm.began, rhythm.period) for rhythm in agreed(meetings)] == [(0, 23), (23, 23), (46, 23), (50, 23)]
     said = virtual("digits-mlp", f"averaging:period=23 {topology}", workers=2, steps=50)
     assert torch.equal(run.params, said.params)
-    assert run.summary["payoff"] == said.summary["payoff"]
 
 
 def test_an_epoch_of_random_windows_has_as_many_as_fit_into_the_text():

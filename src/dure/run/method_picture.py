@@ -95,12 +95,12 @@ def _cells(spans: Sequence[Span], steps: Sequence[tuple[float, str]], seconds: f
     Other computations, as those of a gradient that is no step, have no number.
     """
     computed = [number for number, span in enumerate(spans) if span.kind == COMPUTE and span.detail != "aborted"]
-    of_step: dict[int, tuple[int, str]] = {}
+    of_step: dict[int, tuple[int | None, str]] = {}
     for step, (now, version) in enumerate(steps, start=1):
         ended = [number for number in computed if spans[number].end <= now * (1 + 1e-9)]
         if ended:
             of_step[ended[-1]] = step, version
     for number, span in enumerate(spans):
         if span.start < seconds:
-            step, version = of_step.get(number, (None, ""))
-            yield Cell(KINDS[span.kind], span.start, span.end, step, version, span.detail == "aborted")
+            own, version = of_step.get(number, (None, ""))
+            yield Cell(KINDS[span.kind], span.start, span.end, own, version, span.detail == "aborted")
