@@ -266,8 +266,9 @@ def on_host(plan: Row) -> None:
 def _task(plan: Row, task: Row) -> None:
     here = place()
     assert here is not None
-    late = Rendezvous(here, "limit").exchange("late", time.time() > plan["until"])[0]
-    if late:
+    limit = Rendezvous(here, "limit")
+    if limit.exchange("late", time.time() > plan["until"])[0]:
+        limit.part()  # rank 0 has the store, which the others still read
         return
     if task["kind"] == "probe":
         job = load_job(task["job"], task["data"])
