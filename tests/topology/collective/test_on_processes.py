@@ -76,6 +76,7 @@ def real(request: Any) -> Iterator[Real]:
     world.close()
 
 
+@pytest.mark.alone  # beside others, in a process that has run many tests, each message took tens of milliseconds
 def test_over_sockets_too_it_is_numpys_sum_at_the_cost_of_the_closed_form(real):
     size = len(real.nodes)
     for topology in ALGORITHMS:
