@@ -26,7 +26,7 @@ from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers
 from dure.report.comparison import seconds_text
 from dure.report.plan_page import render_plan
 from dure.run.config import TrainConfig
-from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.cluster import Cluster, Link, Machines, SharedHost
 from dure.runtime.virtual.compute import Constant
 
 FAST = Constant(flops_per_second=1e9, overhead=1e-3)
@@ -204,3 +204,10 @@ def test_a_plan_never_holds_the_values_of_a_large_model():
     digits = load_job("digits-mlp")
     job = dure.Job(model=shapes_alone, loss=digits.loss, train=digits.train, batch_size=8, name="large")
     assert plan(job, on=Cluster.uniform(2), within=1).scene.model.replica.numel > LARGE
+
+
+@pytest.mark.parametrize(("workers", "cautioned"), [(2, False), (3, True)])
+def test_more_workers_than_cores_are_cautioned_of(workers, cautioned):
+    one_machine = Cluster(machines=[Machines(count=workers)], host=SharedHost(cores=2))
+    found = dure.plan("digits-mlp", on=one_machine, within=3.0)
+    assert any("workers share 2 cores" in each for each in found.why) == cautioned

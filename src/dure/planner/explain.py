@@ -29,6 +29,17 @@ BEST = 6
 """Strategies that are timed again with varying durations of steps."""
 
 
+def crowded(scene: Scene) -> list[str]:
+    """A caution if workers outnumber the cores of their one machine; none otherwise."""
+    host = scene.cluster.host
+    if host is None or scene.workers <= host.cores:
+        return []
+    return [
+        f"Caution: {scene.workers} workers share {host.cores} cores. Predictions of such runs were off by 41 % in the "
+        "median, and their order was often wrong: a waiting process needs a core when a message comes."
+    ]
+
+
 def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dict[str, str]:
     """The bottleneck of strategies: the network, unequal workers, bubbles of a pipeline, or computation.
 

@@ -26,7 +26,7 @@ from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import CODECS, PLAIN
 from dure.planner.commands import command_of
 from dure.planner.deadline import Deadline
-from dure.planner.explain import bottlenecks, why, would_change
+from dure.planner.explain import bottlenecks, crowded, why, would_change
 from dure.planner.fitting import smallest_change
 from dure.planner.job_profile import profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
@@ -97,7 +97,7 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found.rows, causes, len(found.left)), *unreached(curves, target)],
+        why=[*why(found.rows, causes, len(found.left)), *unreached(curves, target), *crowded(scene)],
         would_change=would_change(scene, found.rows, swept, Deadline(CHANGE * within)),
         sweeps=swept,
         curves=curves,
