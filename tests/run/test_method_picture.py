@@ -31,8 +31,9 @@ def test_every_method_has_a_picture(method):
         assert all(0 <= cell.start < cell.end for cell in cells)
         steps = [cell.step for cell in cells if cell.step is not None]
         assert steps == list(range(1, len(steps) + 1))
-        others = [cell for cell in cells if cell.kind == COMPUTE and cell.step is None and not cell.aborted]
-        assert bool(others) == (method == "asysvrg") or cells[-1].kind == COMPUTE
+        computed = [cell for cell in cells if cell.kind == COMPUTE and not cell.aborted]
+        if method != "asysvrg":  # the last one may not have ended
+            assert all(cell.step is not None for cell in computed[:-1])
     ElementTree.fromstring(svg(drawn))
     assert len(text(drawn, 120).splitlines()) == len(drawn.rows)
 

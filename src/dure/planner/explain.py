@@ -30,7 +30,7 @@ BEST = 6
 
 
 def crowded(scene: Scene) -> list[str]:
-    """A caution if workers outnumber the cores of their one machine; none otherwise."""
+    """A caution if workers outnumber the cores of their one machine (`bench/plan.md`); none otherwise."""
     host = scene.cluster.host
     if host is None or scene.workers <= host.cores:
         return []

@@ -27,7 +27,7 @@ LEFT, TOP, HEIGHT, GAP, WIDTH, MARGIN = 96, 64, 34, 10, 1080, 18
 
 @dataclass(frozen=True)
 class Cell:
-    """What a node does from `start` to `end`, in seconds. `step` and `version` are those of a computation."""
+    """An activity of a node from `start` to `end`, in seconds. `step` and `version` are those of a computation."""
 
     kind: str
     start: float
