@@ -20,6 +20,7 @@ def check(job: str, strategy: str, **options: Any) -> None:
     for key in ("samples", "updates_applied"):
         assert real.summary[key] == modelled.summary[key]
     assert real.summary["staleness"] == modelled.summary["staleness"]
+    assert real.summary.get("version_skew") == modelled.summary.get("version_skew")
     assert real.rows[-1]["loss"] == pytest.approx(modelled.rows[-1]["loss"], rel=1e-5)
 
 

@@ -263,6 +263,7 @@ def test_a_real_run_is_resumed(strategy, tmp_path):
         values = [row[key] for row in resumed.outcome.history]
         assert values == sorted(values), key
     if "bsp" in strategy:
+        assert resumed.summary.get("version_skew") == whole.summary().get("version_skew")
         exact = virtual("digits-mlp", strategy, **options)
         assert float((resumed.params - exact.params).abs().max()) < 1e-12
         for key in ("bytes_sent", "bytes_received", "messages"):

@@ -11,6 +11,7 @@ from dure.report import Run, write_report
 from dure.report.comparison import NOTHING, entries
 from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
+from dure.report.metrics import VersionCounts
 
 
 def page(runs, *, title="Runs", target=Target()):
@@ -43,6 +44,25 @@ def test_there_is_a_figure_for_everything_that_was_asked(made):
         assert ("title", part) in outline.attributes
     assert outline.text.count("Histogram") == 0
     assert len(figures(page([made("bsp")]))) == 7
+
+
+def with_skew(run, histogram):
+    figures = {**run.summary(), "version_skew": VersionCounts.of(histogram).as_dict()}
+    return replace(run, figures=figures)
+
+
+def test_pulls_of_inconsistent_models_have_a_histogram(made):
+    runs = [with_skew(made("downpour"), {"0": 30, "2": 10}), with_skew(made("bsp"), {"0": 40}), made("ad-psgd")]
+    text = page(runs)
+    outline = Outline(text)
+    assert ("aria-label", "Histogram of version skew: downpour") in outline.attributes
+    assert "Always consistent (in every pull, all parts had one version): bsp." in outline.text
+    assert "version skew (versions)" in outline.text
+    assert re.findall(r"Version skew, (?:mean|largest)\s+(\S+)\s+(\S+)\s+(\S+)", outline.text) == [
+        ("0.50", "0.00", NOTHING),
+        ("2", "0", NOTHING),
+    ]
+    assert "ersion skew" not in page([made("downpour"), made("bsp")])
 
 
 def test_the_page_says_which_time_it_is(made):

@@ -3,35 +3,35 @@ import math
 import pytest
 
 from dure.core.target import Target
-from dure.report import Staleness, TimeShare, time_to
+from dure.report import TimeShare, VersionCounts, time_to
 
 
 def test_staleness_is_weighted_by_updates():
-    staleness = Staleness()
+    staleness = VersionCounts()
     staleness.add(10)
-    staleness.add(0, updates=3)
+    staleness.add(0, count=3)
     staleness.add(2)
     assert staleness.as_dict() == {"mean": 12 / 5, "max": 10, "histogram": {"0": 3, "2": 1, "10": 1}}
 
 
 def test_staleness_merges_and_comes_back_from_its_record():
-    left, right = Staleness(), Staleness()
-    left.add(1, updates=2)
+    left, right = VersionCounts(), VersionCounts()
+    left.add(1, count=2)
     right.add(1)
     right.add(5)
     left.merge(right)
-    assert Staleness.from_dict(left.as_dict()) == left
+    assert VersionCounts.from_dict(left.as_dict()) == left
     assert left.histogram == {1: 3, 5: 1}
     assert right.histogram == {1: 1, 5: 1}
 
 
 def test_no_updates_have_no_staleness():
-    assert Staleness().as_dict() == {"mean": 0.0, "max": 0, "histogram": {}}
+    assert VersionCounts().as_dict() == {"mean": 0.0, "max": 0, "histogram": {}}
 
 
 def test_staleness_below_zero_is_refused():
     with pytest.raises(ValueError, match="got -1"):
-        Staleness().add(-1)
+        VersionCounts().add(-1)
 
 
 def test_shares_of_time_sum_to_one():

@@ -1,7 +1,8 @@
-"""Time of a node by kind of activity: totals always, spans only for a trace."""
+"""Time of a node by kind of activity: totals always, spans only for a trace. Its pulls by their version skew."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,11 +29,15 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Meter:
-    """Adds up the seconds of one node by kind. `spans` is a list where a trace is recorded, else None."""
+    """Adds up the seconds of one node by kind. `spans` is a list where a trace is recorded, else None.
+
+    `skew` counts the node's pulls from several servers by their version skew.
+    """
 
     node: str
     spans: list[Span] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    skew: Counter[int] = field(default_factory=Counter)
 
     def add(self, kind: str, start: float, end: float, detail: str = "") -> None:
         self.seconds[kind] += end - start

@@ -6,7 +6,7 @@
 | `figures`    | the figures of the report, as SVG                                |
 | `files`      | JSON that any reader can parse; files that are complete or absent|
 | `html`       | the report: one HTML file that opens offline                     |
-| `metrics`    | staleness, time shares, time to a target                         |
+| `metrics`    | staleness, version skew, time shares, time to a target           |
 | `plan_bars`  | memory of a plan's workers, and the timeline of its winner       |
 | `plan_chart` | axes, lines and marks of a plan's charts                         |
 | `plan_figures` | the charts of a plan, and the ranking of its slider            |
@@ -30,7 +30,7 @@ Nothing here reads a clock, and nothing imports a runtime or a method.
 from dure.core.meter import Span
 from dure.core.target import Target
 from dure.report.html import write_report
-from dure.report.metrics import Staleness, TimeShare, time_to
+from dure.report.metrics import TimeShare, VersionCounts, time_to
 from dure.report.progress import Progress
 from dure.report.record import RunFolder
 from dure.report.run import Run, read_run
@@ -46,10 +46,10 @@ __all__ = [
     "RunFolder",
     "Sink",
     "Span",
-    "Staleness",
     "Target",
     "TensorBoard",
     "TimeShare",
+    "VersionCounts",
     "comparison_table",
     "read_run",
     "time_to",

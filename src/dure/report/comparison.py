@@ -243,11 +243,22 @@ def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, li
                 _figure_row(found, "Updates refused", count_text, "updates_refused"),
                 _figure_row(found, "Staleness, mean", mean_text, "staleness", "mean"),
                 _figure_row(found, "Staleness, largest", count_text, "staleness", "max"),
+                *_skew(found),
                 _figure_row(found, "Failures survived", count_text, "failures_survived"),
             ],
         ),
         ("Share of time", [_figure_row(found, part.capitalize(), percent_text, "time_share", part) for part in shares]),
         *_compression(found),
+    ]
+
+
+def _skew(found: Sequence[Entry]) -> list[FigureRow]:
+    """The rows on versions of parts of a model, if any run has pulled from several servers."""
+    if all(entry.figure("version_skew", "max") is None for entry in found):
+        return []
+    return [
+        _figure_row(found, "Version skew, mean", mean_text, "version_skew", "mean"),
+        _figure_row(found, "Version skew, largest", count_text, "version_skew", "max"),
     ]
 
 

@@ -22,7 +22,7 @@ from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
 from dure.core.text_width import text_width
 from dure.report.comparison import Entry
-from dure.report.metrics import Staleness
+from dure.report.metrics import VersionCounts
 from dure.report.timeline import Bar
 
 if TYPE_CHECKING:
@@ -125,20 +125,24 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
     return svg()
 
 
-def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
-    """Draws the share of updates at each staleness, up to `largest` versions; None if no update was stale."""
+COUNTED = {"staleness": "updates", "version_skew": "pulls"}
+"""What a summary counts by a number of versions."""
+
+
+def version_counts(entry: Entry, look: Look, key: str, *, largest: int) -> str | None:
+    """Draws the shares at each number of versions up to `largest`, for a `key` of `COUNTED`; None if all are at 0."""
     from matplotlib.ticker import MaxNLocator
 
-    values = entry.figures.get("staleness")
-    histogram = Staleness.from_dict(values).histogram if values and values.get("histogram") else {}
-    updates = sum(histogram.values())
+    values, name = entry.figures.get(key), key.replace("_", " ")
+    histogram = VersionCounts.from_dict(values).histogram if values and values.get("histogram") else {}
+    counted = sum(histogram.values())
     if not any(count for versions, count in histogram.items() if versions > 0):
         return None
     width = largest // _MOST_BARS + 1
     heights = [0.0] * (largest // width + 1)
     for versions, count in histogram.items():
-        heights[versions // width] += 100 * count / updates
-    with _drawing(f"staleness {entry.label}", width=3.7, height=2.3) as (figure, svg):
+        heights[versions // width] += 100 * count / counted
+    with _drawing(f"{name} {entry.label}", width=3.7, height=2.3) as (figure, svg):
         axes = figure.subplots()
         axes.bar(
             [width * (place + 0.5) - 0.5 for place in range(len(heights))], heights, 0.86 * width, color=look.color
@@ -148,8 +152,8 @@ def staleness(entry: Entry, look: Look, *, largest: int) -> str | None:
         axes.grid(visible=False, axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_formatter(_plain(" %"))
-        axes.set_xlabel("staleness (versions)" if width == 1 else f"staleness (versions, in bars of {width})")
-        axes.set_ylabel("updates")
+        axes.set_xlabel(f"{name} (versions)" if width == 1 else f"{name} (versions, in bars of {width})")
+        axes.set_ylabel(COUNTED[key])
     return svg()
 
 

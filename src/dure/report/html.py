@@ -94,8 +94,10 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         graded=comparison.graded(found),
         rows=list(zip(found, given, _bars(found), strict=True)),
         curves=_curves(found, given, target),
-        staleness=_staleness(found, given),
+        staleness=_version_counts(found, given, "staleness"),
         fresh=[entry.label for entry in found if entry.figure("staleness", "max") == 0],
+        skew=_version_counts(found, given, "version_skew"),
+        consistent=[entry.label for entry in found if entry.figure("version_skew", "max") == 0],
         graphs=_graphs(found, given),
         consensus=_consensus(found, given, target),
         timelines=_timelines(found),
@@ -199,10 +201,14 @@ def _curves(found: Sequence[Entry], given: Sequence[Look], target: Target) -> li
     return drawn
 
 
-def _staleness(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
-    largest = max((int(entry.figure("staleness", "max") or 0) for entry in found), default=0)
-    drawn = [(entry, figures.staleness(entry, look, largest=largest)) for entry, look in zip(found, given, strict=True)]
-    return [Panel(entry.label, svg) for entry, svg in drawn if svg]
+def _version_counts(found: Sequence[Entry], given: Sequence[Look], key: str) -> list[Panel]:
+    """One histogram for each run that has one under `key`, on equal axes."""
+    largest = max((int(entry.figure(key, "max") or 0) for entry in found), default=0)
+    return [
+        Panel(entry.label, svg)
+        for entry, look in zip(found, given, strict=True)
+        if (svg := figures.version_counts(entry, look, key, largest=largest))
+    ]
 
 
 def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:

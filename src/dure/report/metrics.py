@@ -1,4 +1,4 @@
-"""Staleness and shares of time of a run, and the time to a target."""
+"""Staleness, version skew and shares of time of a run, and the time to a target."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ Activity = Literal["compute", "communicate", "wait"]
 
 
 @dataclass(slots=True)
-class Staleness:
-    """Counts updates by staleness: server versions between the pull of a gradient and its application.
+class VersionCounts:
+    """Counts updates by staleness, or pulls by version skew.
 
-    >>> staleness = Staleness()
+    *Staleness* is the server versions between the pull of a gradient and its application. The *version skew* of a pull
+    from several servers is the versions between the oldest and the newest part of the model.
+
+    >>> staleness = VersionCounts()
     >>> staleness.add(0); staleness.add(3)
     >>> staleness.as_dict()
     {'mean': 1.5, 'max': 3, 'histogram': {'0': 1, '3': 1}}
@@ -24,19 +27,24 @@ class Staleness:
 
     histogram: Counter[int] = field(default_factory=Counter)
 
-    def add(self, versions: int, updates: int = 1) -> None:
-        if versions < 0:
-            raise ValueError(f"staleness counts versions and must be >= 0, got {versions}. Was the base version newer?")
-        self.histogram[versions] += updates
+    @classmethod
+    def of(cls, histogram: Mapping[str, int]) -> VersionCounts:
+        """From a histogram whose keys are text."""
+        return cls(Counter({int(versions): int(count) for versions, count in histogram.items()}))
 
-    def merge(self, other: Staleness) -> None:
+    def add(self, versions: int, count: int = 1) -> None:
+        if versions < 0:
+            raise ValueError(f"versions between two others must be >= 0, got {versions}. Was the base version newer?")
+        self.histogram[versions] += count
+
+    def merge(self, other: VersionCounts) -> None:
         self.histogram.update(other.histogram)
 
     @property
     def mean(self) -> float:
-        """Mean over updates; 0.0 when there are none."""
-        updates = self.histogram.total()
-        return sum(versions * count for versions, count in self.histogram.items()) / updates if updates else 0.0
+        """Mean over all that is counted; 0.0 when it is nothing."""
+        counted = self.histogram.total()
+        return sum(versions * count for versions, count in self.histogram.items()) / counted if counted else 0.0
 
     @property
     def max(self) -> int:
@@ -48,8 +56,8 @@ class Staleness:
         return {"mean": self.mean, "max": self.max, "histogram": histogram}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Staleness:
-        return cls(Counter({int(versions): int(count) for versions, count in values["histogram"].items()}))
+    def from_dict(cls, values: Mapping[str, Any]) -> VersionCounts:
+        return cls.of(values["histogram"])
 
 
 @dataclass(slots=True)

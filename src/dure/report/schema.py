@@ -30,7 +30,7 @@ class _Row(_Open):
     consensus: float | None = None
 
 
-class _Staleness(_Open):
+class _VersionCounts(_Open):
     histogram: dict[str, int] = {}
 
 
@@ -56,7 +56,8 @@ class _Figures(_Open):
     loss: float | None = None
     accuracy: float | None = None
     best_accuracy: float | None = None
-    staleness: _Staleness | None = None
+    staleness: _VersionCounts | None = None
+    version_skew: _VersionCounts | None = None
     graph: _Graph | None = None
     payoff: _BreakEven | None = None
 

@@ -177,6 +177,7 @@ class Driver:
             WORKERS,
             {
                 "time": mapping(FINITE),
+                "skew": mapping(COUNT),
                 "seconds": FINITE,
                 "stage": maybe(mapping(either(COUNT, mapping(COUNT)))),
                 **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),

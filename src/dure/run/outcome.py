@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.mixing import mixing
 from dure.errors import DureError
 from dure.job.replica import digest
-from dure.report.metrics import Staleness, TimeShare
+from dure.report.metrics import TimeShare, VersionCounts
 from dure.run.devices import in_summary
 from dure.run.numerics import numerics
 
@@ -30,13 +30,14 @@ COUNTS = ("samples", "bytes_sent", "bytes_received", "messages", "updates_applie
 class Totals:
     """All counts of a run; they grow over the segments between checkpoints and are saved in each checkpoint.
 
-    `steps` is the highest clock that a worker has reached.
+    `steps` is the highest clock that a worker has reached. `version_skew` counts pulls from several servers only.
     """
 
     seconds: float = 0.0
     steps: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    staleness: Staleness = field(default_factory=Staleness)
+    staleness: VersionCounts = field(default_factory=VersionCounts)
+    version_skew: VersionCounts = field(default_factory=VersionCounts)
     time: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "communicate": 0.0, "wait": 0.0})
     per_worker: dict[str, dict[str, int]] = field(default_factory=dict)
     per_shard: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Totals:
 
     def count_updates(self, shards: Sequence[tuple[Mapping[int, int], int, int]]) -> None:
         """What shards have applied and refused: (updates by staleness, applied, refused) of the stalest is quoted."""
-        stalest = max(shards, key=lambda shard: Staleness(Counter(shard[0])).mean)
+        stalest = max(shards, key=lambda shard: VersionCounts(Counter(shard[0])).mean)
         self.staleness.histogram.update(stalest[0])
         self.counts["updates_applied"], self.counts["updates_refused"] = stalest[1:]
 
@@ -65,6 +66,7 @@ class Totals:
             "steps": self.steps,
             "counts": self.counts,
             "staleness": self.staleness.as_dict(),
+            "version_skew": self.version_skew.as_dict(),
             "time": self.time,
             "per_worker": self.per_worker,
             "per_shard": self.per_shard,
@@ -74,7 +76,10 @@ class Totals:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Totals:
-        totals = cls(**{**state, "staleness": Staleness.from_dict(state["staleness"])})
+        counted = {
+            name: VersionCounts.from_dict(state[name]) for name in ("staleness", "version_skew") if name in state
+        }
+        totals = cls(**{**state, **counted})
         totals.counts, totals.time = dict(totals.counts), dict(totals.time)
         return totals
 
@@ -112,6 +117,7 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
         **{name: totals.counts[name] for name in COUNTS if name != "samples"},
         "bytes_per_step": _bytes_per_step(totals),
         "staleness": totals.staleness.as_dict(),
+        **({"version_skew": totals.version_skew.as_dict()} if totals.version_skew.histogram else {}),
         "time_share": share.as_dict(),
         "failures_survived": totals.failures_survived,
         "params_sha256": "" if outcome.params is None else digest(outcome.params),

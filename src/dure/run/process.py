@@ -28,6 +28,7 @@ from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
 from dure.job.gradients import GradientEngine
 from dure.partition.source import StageSource
+from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
 from dure.run.devices import CPU
@@ -381,6 +382,7 @@ class WorkerProcess(RunProcess):
             with checkpoint.fitting(f"worker-{self.node.rank}"):
                 self.counted = dict(mine.plain["counted"])
                 self.node.meter.seconds.update(mine.plain["time"])
+                self.node.meter.skew.update(VersionCounts.of(mine.plain.get("skew", {})).histogram)
         return mine is not None
 
     async def _work(self) -> None:
@@ -422,9 +424,9 @@ class WorkerProcess(RunProcess):
             "updates": self.setup.delivery.gradients_in(worker),
             "refused": worker.refusals.total,
             **counts,
+            **self._metered(),
         }
-        of_stage = figures_of(worker)
-        await node.call(DRIVER_ADDRESS, "done", *tensors, time=dict(node.meter.seconds), stage=of_stage, **done)
+        await node.call(DRIVER_ADDRESS, "done", *tensors, stage=figures_of(worker), **done)
         self.delivered = True
         await self.bye
 
@@ -457,6 +459,11 @@ class WorkerProcess(RunProcess):
         """Traffic of this worker, that before the checkpoint it was restored from included."""
         group, counts = self.worker.sessions.members, self.counters()
         return {name: self.counted[name] + counts[name] + getattr(group, name, 0) for name in COUNTED}
+
+    def _metered(self) -> dict[str, Any]:
+        """Seconds by activity, and pulls by their version skew, of this worker."""
+        meter = self.node.meter
+        return {"time": dict(meter.seconds), "skew": {str(skew): pulls for skew, pulls in sorted(meter.skew.items())}}
 
     def _bytes_sent(self) -> int:
         return self._counts()["bytes_sent"]
@@ -495,7 +502,7 @@ class WorkerProcess(RunProcess):
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
         await self.node.given_to_wire()
         state = saved.state(self.worker)
-        state.plain |= {"counted": self._counts(), "time": dict(self.node.meter.seconds)}
+        state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None
         try:
             checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", state)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import NodeId
+from dure.report.metrics import VersionCounts
 from dure.run.outcome import Totals
 
 if TYPE_CHECKING:
@@ -65,11 +66,12 @@ class RunProgress:
         self.totals.counts["samples"] += steps * self._batch_size(name)
 
     def count_finished(self) -> None:
-        """Count the steps, samples, seconds and messages of the workers that have finished."""
+        """Count the steps, samples, seconds, pulls and messages of the workers that have finished."""
         totals, finished = self.totals, self._roster.finished
         for name, report in finished.items():
             totals.count("per_worker", name, steps=report["done"], **{key: report[key] for key in TRAFFIC})
             totals.add_time(report["time"])
+            totals.version_skew.merge(VersionCounts.of(report["skew"]))
             totals.counts["samples"] += report["done"] * self._batch_size(name)
             for key in TRAFFIC:
                 totals.counts[key] += report[key]

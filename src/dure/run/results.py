@@ -16,6 +16,7 @@ import torch
 
 from dure.core.deployment import by_rank
 from dure.core.node import Address
+from dure.report.metrics import VersionCounts
 
 if TYPE_CHECKING:
     from dure.core.node import Node
@@ -50,7 +51,7 @@ def count_updates(totals: Totals, statuses: Reports) -> None:
     totals.count_updates(
         [
             (
-                {int(behind): count for behind, count in status["staleness"].items()},
+                VersionCounts.of(status["staleness"]).histogram,
                 status["applied"],
                 status["refused"],
             )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dure.partition.source import StageSource
-from dure.report.metrics import Staleness
+from dure.report.metrics import VersionCounts
 
 if TYPE_CHECKING:
     from dure.run.outcome import Totals
@@ -28,8 +27,7 @@ def count_stages(totals: Totals, found: Mapping[str, Mapping[str, Any]]) -> dict
     if not stages:
         return {}
     if not totals.per_shard:
-        counted = Counter[int]()
+        totals.staleness = VersionCounts()
         for figures in stages.values():
-            counted.update({int(behind): count for behind, count in figures["staleness"].items()})
-        totals.staleness = Staleness(counted)
+            totals.staleness.merge(VersionCounts.of(figures["staleness"]))
     return {"pipeline": stages}

@@ -428,6 +428,7 @@ class VirtualSegment:
             totals.count(table, name, **amounts)
             if table == "per_worker":
                 totals.add_time(node.meter.seconds)
+                totals.version_skew.histogram.update(node.meter.skew)
                 for key, amount in amounts.items():
                     totals.counts[key] += amount
             if node.meter.spans is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Operation, nothing
 from dure.errors import CallTimeout, Evicted, Superseded
+from dure.topology.parameter_server.versions import skew
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +146,14 @@ class ServerSession:
         return pulled
 
     async def _receive(self) -> Pulled:
-        return await self.client.pull(self._worker.room(), version=self._admitted, to_work=True)
+        return self._counted(await self.client.pull(self._worker.room(), version=self._admitted, to_work=True))
+
+    def _counted(self, pulled: Pulled) -> Pulled:
+        """Count a pull from several shards by its version skew. Shards that hold no parameters do not matter."""
+        held = self.client.servers.ranges
+        if len(held) > 1:
+            self._worker.meter.skew[skew(compress(pulled.versions, held))] += 1
+        return pulled
 
     def _room_unless_lent(self) -> torch.Tensor | None:
         """Where parameters can be received; None where the server lends its own."""
@@ -199,6 +208,7 @@ class ServerSession:
         room = self._room_unless_lent()
         pulled = await self.client.push_pull(update, room, weight=worker.batch_size, **worker.stamp(update))
         self._meter_push_pull(started)
+        self._counted(pulled)
         if servers.ordered:
             self._go_on_from(pulled)
         else:

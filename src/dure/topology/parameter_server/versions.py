@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 GENERATION = 1 << 40
 """Versions of one generation of a shard that applies on arrival; a version is its generation times this, plus a count.
 """
+
+
+def skew(versions: Iterable[int]) -> int:
+    """Versions from the oldest to the newest part of a model; a restarted shard counts on in its new generation.
+
+    >>> skew([5, 7, 6]), skew([7, GENERATION + 4])
+    (2, 3)
+    """
+    counts = [version % GENERATION for version in versions]
+    return max(counts) - min(counts)
 
 
 class Versions:
