@@ -237,17 +237,20 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str] = ""
-    """Name of the result: sharding, it-signsgd, byzantine, pipelines, one-weird-trick, bert-albert or table1.
-
-    Each has some of the flags below. Without a name, the rows of all papers with their commands."""
+    """Name of the result, as in the rows. Each has some of the flags below. Without a name, the rows of all papers with
+    their commands."""
+    all: bool = False
+    """Run the commands of all rows, two at a time, and write one report of their output."""
+    quick: bool = False
+    """A reduced form, that shows that the command works: fewer rounds and seeds, for most."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
     dataset: str | None = None
     """it-signsgd: mnist, cifar10, or both with a comma."""
     rounds: int | None = None
-    """it-signsgd, byzantine, pipelines: steps of every run."""
+    """All that train with several seeds: steps of every run."""
     seeds: int | None = None
-    """it-signsgd, byzantine, pipelines: how often everything is done."""
+    """The same: how often everything is done."""
     stages: str | None = None
     """pipelines: numbers of stages, with commas between."""
     rates: str | None = None
@@ -259,9 +262,9 @@ class Reproduce:
     epochs: float | None = None
     """bert-albert: passes over the reviews."""
     data: Path | None = None
-    """it-signsgd, pipelines: folder of data sets; else DURE_DATA, else the user's cache."""
+    """Folder of data sets; else DURE_DATA, else the user's cache."""
     out: Path | None = None
-    """it-signsgd, pipelines, bert-albert: where to draw the curves, as SVG."""
+    """Where to draw the curves, as SVG; with --all, where to write the report, as HTML."""
     json: bool = False
     """Print one JSON object as the last line."""
 
@@ -269,19 +272,30 @@ class Reproduce:
         """Reproduce the result; return its rows and their table. Without a name, list what can be reproduced."""
         from dure.cli.reproduce import check, find, papers
 
-        asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "json"))
+        others = ("name", "all", "quick", "json")
+        asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in others)
         flags = {name: value for name, value in asked if value is not None}
+        if self.all:
+            return self._all(flags)
         if not self.name:
-            if flags:
-                raise UsageError(
-                    f"--{next(iter(flags))} belongs to one result: name it, as in dure reproduce pipelines."
-                )
+            if flags or self.quick:
+                flag = next(iter(flags), "quick")
+                raise UsageError(f"--{flag} belongs to one result: name it, as in dure reproduce pipelines.")
             rows = papers.listed()
             return CommandResult(rows, [papers.table(rows)])
         module = find(self.name)
         check(self.name, module, flags)
-        result: dict[str, Any] = module.reproduce(**flags)
+        result: dict[str, Any] = module.reproduce(**(module.QUICK if self.quick else {}) | flags)
         return CommandResult(result, [module.table(result)])
+
+    def _all(self, flags: Mapping[str, Any]) -> CommandResult:
+        from dure.cli.reproduce import every
+
+        wrong = next((name for name in flags if name not in ("data", "out")), None)
+        if self.name or wrong:
+            raise UsageError(f"--all runs every row; it has no use for {self.name or f'--{wrong}'}.")
+        result = every.reproduce(quick=self.quick, **flags)
+        return CommandResult(result, [every.table(result)], status=0 if not result["failed"] else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,15 @@
 | `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
 | `bert-albert` | `bert_albert` | a comparison of data and tensor parallelism for BERT and ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
+| `elastic` | `elastic` | Zhang et al.: elastic averaging and Downpour SGD by the steps between exchanges |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
-`papers` lists the sections, figures, tables and claims of the papers, with the commands that show them.
+`papers` lists the sections, figures, tables and claims of the papers, with the commands that show them. `every` runs
+them all. A `study` compares settings over several seeds.
 
-Each module but `papers` has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which
-shows it. The parameters of `reproduce` are the flags that apply to it, all with defaults.
+Each module but these has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which
+shows it. The parameters of `reproduce` are the flags that apply to it, all with defaults. `QUICK` are the flags of a
+reduced form.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ NAMES = {
     "one-weird-trick": "dure.cli.reproduce.one_weird_trick",
     "bert-albert": "dure.cli.reproduce.bert_albert",
     "table1": "dure.cli.reproduce.table1",
+    "elastic": "dure.cli.reproduce.elastic",
 }
 
 

@@ -47,6 +47,10 @@ REAL_STEPS, REAL_BATCH = 20, 16
 Row = dict[str, Any]
 
 
+QUICK: dict[str, Any] = {"reviews": "5000"}
+"""Flags of the reduced form."""
+
+
 def reproduce(
     *, reviews: str = "5000,25000,50000", epochs: float = 1.0, out: Path = Path("bert-albert.svg")
 ) -> dict[str, Any]:

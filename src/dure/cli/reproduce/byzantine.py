@@ -90,6 +90,10 @@ class Lied(BSP):
         return lie.mul_(SCALE * truth.norm() / lie.norm().clamp_min(torch.finfo(lie.dtype).tiny))
 
 
+QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
+"""Flags of the reduced form."""
+
+
 def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
     """Train `digits-mlp` with 0 to `MOST` liars of each kind under each rule, and return the rows.
 

@@ -121,6 +121,10 @@ class Curve:
         return cls(steps, tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns)), sent, received)
 
 
+QUICK: dict[str, Any] = {"rounds": 60, "seeds": 1}
+"""Flags of the reduced form."""
+
+
 def reproduce(
     *,
     dataset: str = "mnist",

@@ -36,6 +36,10 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 Row = dict[str, Any]
 
 
+QUICK: dict[str, Any] = {}
+"""Flags of the reduced form."""
+
+
 def reproduce() -> dict[str, Any]:
     """The rows: shares of convolutions, runs of AlexNet in virtual time, and runs of a small network on two processes.
 

@@ -50,6 +50,10 @@ BYTES = ("weight_bytes", "version_bytes", "activation_bytes")
 Row = dict[str, Any]
 
 
+QUICK: dict[str, Any] = {"rounds": 200, "seeds": 1, "stages": "4", "rates": "0.05"}
+"""Flags of the reduced form."""
+
+
 def reproduce(
     *,
     rounds: int = 1875,

@@ -31,6 +31,10 @@ StepSeconds = Callable[[int, int, str], float]
 """Gives seconds of a step for a number of workers, a number of servers, and the unit of sharding."""
 
 
+QUICK: dict[str, Any] = {}
+"""Flags of the reduced form."""
+
+
 def reproduce(on: str = "virtual") -> dict[str, Any]:
     """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` is the first divided by the second.
 

@@ -136,6 +136,10 @@ SCHEMES: Mapping[str, TrainingScheme] = {
 SCHEMES_OF_PROCESSES = SCHEMES
 
 
+QUICK: dict[str, Any] = {}
+"""Flags of the reduced form."""
+
+
 def reproduce() -> dict[str, Any]:
     """The rows: for each scheme and setting, the counts and those of the formulas, for M mini-batches."""
     rows = [_row(name, setting, "virtual") for name in SCHEMES for setting in settings(SCHEMES[name])]

@@ -1,0 +1,147 @@
+"""Runs the commands of all rows of the papers, two at a time, and writes their output and drawings into one report."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.cli.reproduce.papers import papers
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+AT_ONCE = 2
+LIMIT_SECONDS = 3600
+"""A command that takes longer counts as failed."""
+
+FOLDERS = ("examples", "bench")
+"""Folders of a checkout that commands name."""
+
+DONE, SKIPPED, FAILED = "done", "skipped", "failed"
+
+Row = dict[str, Any]
+
+
+def commands(quick: bool) -> list[str]:
+    """The commands of the rows, each once and those of most minutes first. A `quick` one has no flags but --quick."""
+    minutes: dict[str, float] = {}
+    for paper in papers():
+        for row in paper.rows:
+            text = _reduced(row.command) if quick else row.command
+            if text:
+                minutes[text] = max(minutes.get(text, 0.0), row.minutes or 0.0)
+    return sorted(minutes, key=lambda text: -minutes[text])
+
+
+def reproduce(*, quick: bool = False, data: Path | None = None, out: Path = Path("papers.html")) -> dict[str, Any]:
+    """Run the commands and write the report to `out`; return the commands with their seconds and states.
+
+    A command that needs root, or a file of a checkout, is skipped where it is missing; the row says so.
+
+    Raises `UsageError` if the report cannot be written.
+    """
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    folder = data or os.environ.get("DURE_DATA")
+    if folder:
+        environ["DURE_DATA"] = str(Path(folder).absolute())
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        rows = list(pool.map(lambda command: _run(command, environ), commands(quick)))
+    _write(out, rows, quick)
+    for row in rows:
+        row.pop("drawings")
+    failed = [row["command"] for row in rows if row["state"] == FAILED]
+    return {"reproduce": "all", "quick": quick, "report": str(out), "failed": failed, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each command."""
+    from rich import box
+    from rich.table import Table
+
+    caption = f"Output and drawings: {result['report']}. Two commands at a time, so seconds are more than of one alone."
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    shown.add_column("command", overflow="fold")
+    shown.add_column("seconds", justify="right")
+    shown.add_column("state", overflow="fold")
+    for row in result["rows"]:
+        shown.add_row(row["command"], f"{row['seconds']:.0f}", f"{row['state']} {row['why']}".strip())
+    return shown
+
+
+def _reduced(command: str) -> str:
+    words = shlex.split(command.removeprefix("sudo "))
+    if words[:2] != ["dure", "reproduce"]:
+        return command
+    on = ["--on", "namespaces"] if "namespaces" in words else []
+    return shlex.join(["sudo"] * bool(on) + [*words[:3], *on, "--quick"])
+
+
+def _run(command: str, environ: dict[str, str]) -> Row:
+    row = {"command": command, "seconds": 0.0, "state": SKIPPED, "why": "", "output": "", "drawings": []}
+    words = shlex.split(command.removeprefix("sudo "))
+    if command.startswith("sudo ") and os.geteuid() != 0:
+        return row | {"why": "needs root"}
+    absent = next(
+        (word for word in words if word.startswith(tuple(f"{f}/" for f in FOLDERS)) and not Path(word).exists()), ""
+    )
+    if absent:
+        return row | {"why": f"needs {absent} of a checkout"}
+    program = [sys.executable, *(("-m", "dure") if words[0] == "dure" else ())]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        for name in FOLDERS:
+            if Path(name).is_dir():
+                (Path(place) / name).symlink_to(Path(name).absolute())
+        output, status = _output([*program, *words[1:]], place, environ)
+        drawings = [_inline(path) for path in sorted(Path(place).glob("*.svg"))]
+    why = "" if status == 0 else f"with status {status}"
+    return row | {
+        "seconds": time.perf_counter() - began,
+        "state": FAILED if status else DONE,
+        "why": why,
+        "output": output,
+        "drawings": drawings,
+    }
+
+
+def _output(arguments: Sequence[str], place: str, environ: dict[str, str]) -> tuple[str, int]:
+    """What a command prints, with its errors if it fails, and its status."""
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            arguments, cwd=place, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+        return done.stdout + (done.stderr if done.returncode else ""), done.returncode
+    return f"no end within {LIMIT_SECONDS} s", 124
+
+
+def _inline(path: Path) -> str:
+    """The drawing without the head of an SVG file."""
+    return re.sub(r"^.*?(?=<svg)", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _write(out: Path, rows: Sequence[Row], quick: bool) -> None:
+    from importlib.resources import files
+
+    from jinja2 import Environment, StrictUndefined
+
+    from dure.report.files import replacing
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("every.html.j2").read_text(encoding="utf-8"))
+    places = {row["command"]: number for number, row in enumerate(rows)}
+    names = {row.command: _reduced(row.command) if quick else row.command for each in papers() for row in each.rows}
+    with replacing(out) as file:
+        file.write(template.render(papers=papers(), rows=rows, places=places, names=names, quick=quick))

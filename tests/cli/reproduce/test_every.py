@@ -1,0 +1,58 @@
+"""All commands of the papers, run one after the other into one report."""
+
+import shlex
+import sys
+
+from dure.cli.main import main
+from dure.cli.reproduce import every
+from dure.cli.reproduce.papers import Paper, PaperRow, papers
+
+SHORT = 'dure methods "pipedream:stages=2" --draw drawing.svg'
+
+
+def paper_of(*commands):
+    rows = tuple(PaperRow(part=str(place), claim="c", command=each) for place, each in enumerate(commands))
+    return (Paper(name="p", title="A paper", rows=rows),)
+
+
+def test_a_reduced_form_has_no_flag_of_the_whole():
+    assert every._reduced("dure reproduce pipelines --rounds 4000 --stages 2") == "dure reproduce pipelines --quick"
+    assert every._reduced("sudo dure reproduce sharding --on namespaces") == (
+        "sudo dure reproduce sharding --on namespaces --quick"
+    )
+    assert every._reduced(SHORT) == SHORT
+
+
+def test_each_command_appears_once_and_each_row_has_one():
+    for quick in (False, True):
+        found = every.commands(quick)
+        assert len(found) == len(set(found))
+        rows = [row.command for paper in papers() for row in paper.rows if row.command]
+        assert {every._reduced(row) if quick else row for row in rows} == set(found)
+
+
+def test_output_and_drawings_are_in_the_report(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(every, "papers", lambda: paper_of(SHORT, "dure methods nothing-like-it", "python bench/no.py"))
+    result = every.reproduce(out=tmp_path / "all.html")
+    assert {shlex.split(row["command"])[-1]: row["state"] for row in result["rows"]} == {
+        "drawing.svg": "done",
+        "nothing-like-it": "failed",
+        "bench/no.py": "skipped",
+    }
+    assert result["failed"] == ["dure methods nothing-like-it"]
+    page = (tmp_path / "all.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 1
+    assert "nothing-like-it" in page
+    assert "needs bench/no.py of a checkout" in page
+
+
+def test_a_name_beside_all_is_refused(capsys):
+    assert main(["reproduce", "table1", "--all"]) == 2
+    assert "it has no use for table1" in capsys.readouterr().err
+
+
+def test_a_command_without_an_end_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(every, "LIMIT_SECONDS", 1)
+    output, status = every._output([sys.executable, "-c", "import time; time.sleep(60)"], str(tmp_path), {})
+    assert (output, status) == ("no end within 1 s", 124)
