@@ -294,7 +294,7 @@ class Reproduce:
         wrong = next((name for name in flags if name not in ("data", "out")), None)
         if self.name or wrong:
             raise UsageError(f"--all runs every row; it has no use for {self.name or f'--{wrong}'}.")
-        result = every.reproduce(quick=self.quick, **flags)
+        result = every.reproduce(os.environ, quick=self.quick, **flags)
         return CommandResult(result, [every.table(result)], status=0 if not result["failed"] else 1)
 
 

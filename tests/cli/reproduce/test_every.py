@@ -1,5 +1,6 @@
 """All commands of the papers, run one after the other into one report."""
 
+import os
 import shlex
 import sys
 
@@ -34,7 +35,7 @@ def test_each_command_appears_once_and_each_row_has_one():
 def test_output_and_drawings_are_in_the_report(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(every, "papers", lambda: paper_of(SHORT, "dure methods nothing-like-it", "python bench/no.py"))
-    result = every.reproduce(out=tmp_path / "all.html")
+    result = every.reproduce(os.environ, out=tmp_path / "all.html")
     assert {shlex.split(row["command"])[-1]: row["state"] for row in result["rows"]} == {
         "drawing.svg": "done",
         "nothing-like-it": "failed",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.cli.reproduce.papers import papers
 from dure.errors import UsageError
+from dure.job.data.location import data_root
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +45,9 @@ def commands(quick: bool) -> list[str]:
     return sorted(minutes, key=lambda text: -minutes[text])
 
 
-def reproduce(*, quick: bool = False, data: Path | None = None, out: Path = Path("papers.html")) -> dict[str, Any]:
+def reproduce(
+    environ: Mapping[str, str], *, quick: bool = False, data: Path | None = None, out: Path = Path("papers.html")
+) -> dict[str, Any]:
     """Run the commands and write the report to `out`; return the commands with their seconds and states.
 
     A command that needs root, or a file of a checkout, is skipped where it is missing; the row says so.
@@ -53,10 +56,7 @@ def reproduce(*, quick: bool = False, data: Path | None = None, out: Path = Path
     """
     if not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"}
-    folder = data or os.environ.get("DURE_DATA")
-    if folder:
-        environ["DURE_DATA"] = str(Path(folder).absolute())
+    environ = {**environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "DURE_DATA": str((data or data_root()).absolute())}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(lambda command: _run(command, environ), commands(quick)))
     _write(out, rows, quick)
@@ -89,7 +89,7 @@ def _reduced(command: str) -> str:
     return shlex.join(["sudo"] * bool(on) + [*words[:3], *on, "--quick"])
 
 
-def _run(command: str, environ: dict[str, str]) -> Row:
+def _run(command: str, environ: Mapping[str, str]) -> Row:
     row = {"command": command, "seconds": 0.0, "state": SKIPPED, "why": "", "output": "", "drawings": []}
     words = shlex.split(command.removeprefix("sudo "))
     if command.startswith("sudo ") and os.geteuid() != 0:
@@ -117,7 +117,7 @@ def _run(command: str, environ: dict[str, str]) -> Row:
     }
 
 
-def _output(arguments: Sequence[str], place: str, environ: dict[str, str]) -> tuple[str, int]:
+def _output(arguments: Sequence[str], place: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """What a command prints, with its errors if it fails, and its status."""
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
