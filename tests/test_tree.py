@@ -16,7 +16,14 @@ from dure.run.strategy import catalogue as one_catalogue
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
 FILES = sorted(SOURCE.rglob("*.py"))
-TIMED = ("runtime/", "codec/timing.py", "core/chance.py", "planner/probe/", "planner/job_profile.py")
+TIMED = (
+    "runtime/",
+    "codec/timing.py",
+    "core/chance.py",
+    "planner/probe/",
+    "planner/job_profile.py",
+    "cli/reproduce/every.py",
+)
 """Where clocks are read and global generators set: runtimes, measurements, `chance.seeded`."""
 
 SHARED = {
