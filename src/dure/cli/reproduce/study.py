@@ -56,21 +56,21 @@ class Setting:
     at: float | None = None
 
 
-class Column(NamedTuple):
+class FigureColumn(NamedTuple):
     """A figure of a row: its heading, and how to write its mean over seeds."""
 
     heading: str
     form: str
 
 
-COLUMNS: Mapping[str, Column] = {
-    "accuracy": Column("accuracy", "{:.2%}"),
-    "seconds": Column("seconds", "{:.3g}"),
-    "seconds_to_target": Column("seconds to target", "{:.3g}"),
-    "samples_to_target": Column("samples to target", "{:,.0f}"),
-    "megabytes": Column("MB sent", "{:,.1f}"),
-    "staleness": Column("staleness", "{:.2f}"),
-    "loss": Column("loss", "{:.4f}"),
+COLUMNS: Mapping[str, FigureColumn] = {
+    "accuracy": FigureColumn("accuracy", "{:.2%}"),
+    "seconds": FigureColumn("seconds", "{:.3g}"),
+    "seconds_to_target": FigureColumn("seconds to target", "{:.3g}"),
+    "samples_to_target": FigureColumn("samples to target", "{:,.0f}"),
+    "megabytes": FigureColumn("MB sent", "{:,.1f}"),
+    "staleness": FigureColumn("staleness", "{:.2f}"),
+    "loss": FigureColumn("loss", "{:.4f}"),
 }
 """The figures that `learnt` gives. A study shows some of them."""
 
@@ -135,7 +135,7 @@ class Study:
     settings: Callable[[], Mapping[str, Setting]]
     statements: Sequence[Statement]
     columns: Sequence[str] = ("accuracy", "seconds", "seconds_to_target", "megabytes")
-    more_columns: Mapping[str, Column] = field(default_factory=dict)
+    more_columns: Mapping[str, FigureColumn] = field(default_factory=dict)
     rounds: int = 500
     target: float = 0.9
     job: str = "mnist-mlp"
