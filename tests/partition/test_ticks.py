@@ -12,6 +12,8 @@ from dure.errors import DeadlockError, StrategyError
 from dure.partition import orders
 from dure.partition.action import Action, Kind
 from dure.partition.methods.gpipe import GPipe
+from dure.partition.methods.multi_version import MultiVersion
+from dure.partition.methods.petrowski import Petrowski
 from dure.partition.methods.pipedream import PipeDream
 from dure.partition.ticks import Orders, check, schedule
 
@@ -52,6 +54,17 @@ def test_each_action_starts_when_its_needs_have_ended() -> None:
     ]
     assert [(each.start, each.end) for each in last] == [(1, 2), (2, 3), (3, 6), (6, 9), (9, 9)]
     assert [timetable.idle(rank) for rank in (0, 1)] == [4, 4]
+
+
+def test_a_pipeline_without_means_has_no_idle_time_in_the_steady_state() -> None:
+    timetable = schedule(Orders.of(Petrowski(stages=4), range(12)))
+    assert timetable.bubble == pytest.approx(0.2)
+    assert timetable.steady_bubble == 0
+
+
+def test_the_steady_state_is_from_the_first_backward_to_the_last_forward_of_the_first_stage() -> None:
+    timetable = schedule(Orders.of(MultiVersion(stages=3), range(10)))  # 4 of 14 ticks of each worker, by hand
+    assert timetable.steady_bubble == pytest.approx(12 / 42)
 
 
 def test_the_scheduler_counts_versions_at_forward_and_backward() -> None:

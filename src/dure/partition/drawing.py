@@ -99,7 +99,8 @@ class Picture:
         symbols = {"K": pipeline.stages, "v": pipeline.chunks, "U": pipeline.micro_batches}
         shown = [f"{symbol} = {count}" for symbol, count in symbols.items() if symbol == "K" or count > 1]
         shown.append(f"{len(self.batches)} mini-batches")
-        return f"{', '.join(shown)}: {table.makespan:g} ticks, {table.bubble:.1%} of the time idle"
+        steady = "" if pipeline.flushes else f", {table.steady_bubble:.1%} in the steady state"
+        return f"{', '.join(shown)}: {table.makespan:g} ticks, {table.bubble:.1%} of the time idle{steady}"
 
 
 # ---- text

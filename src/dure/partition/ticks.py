@@ -111,6 +111,19 @@ class Timetable:
         total = self.makespan * len(self.workers)
         return sum(map(self.idle, range(len(self.workers)))) / total if total else 0.0
 
+    @property
+    def steady_bubble(self) -> float:
+        """The idle share of all workers between the first backward and the last forward of the first worker."""
+        first = self.workers[0]
+        begin = min(timed.start for timed in first if timed.action.kind != "F")
+        end = max(timed.end for timed in first if timed.action.kind == "F")
+        if end <= begin:
+            return self.bubble
+        busy = sum(
+            max(0.0, min(timed.end, end) - max(timed.start, begin)) for worker in self.workers for timed in worker
+        )
+        return 1 - busy / (end - begin) / len(self.workers)
+
     def most_sets(self, rank: int) -> int:
         """The largest number of micro-batches, of all chunks of a worker, between F and the end of B or W."""
         held = most = 0

@@ -1,6 +1,7 @@
 """The damage of pipelines to learning, on a small job in place of MNIST."""
 
 import json
+import math
 
 import pytest
 
@@ -29,8 +30,27 @@ def test_every_method_has_a_row_beside_sgd(small, tmp_path, capsys):
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
     assert rows["pipedream"]["by_stage"]["staleness"] == [1, 0]
     assert rows["pipedream"]["by_stage"]["versions"] == [2, 1]
+    distances = {row["method"]: row["distance"] for row in found["distance"]}
+    assert list(distances) == ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    assert max(distances.values()) < 1e-12
+    losses = {method: row["losses"] for method, row in rows.items() if "losses" in row}
+    stated = {each["statement"]: each["by_seed"] for each in found["statements"]}
+    text = "rate 0.1, 2 stages: petrowski: copies of weights (pipedream) reduce the loss"
+    assert stated[text] == [losses["pipedream"][0] < losses["petrowski"][0]]
     for row in found["efficiency"]:
         assert row["efficiency"] == pytest.approx(row["closed_form"], rel=0.05)
+
+
+def test_statements_by_the_number_of_stages_are_counted_over_seeds():
+    rows = [
+        {"method": "ddg", "stages": 2, "rate": 0.1, "losses": [0.1, 0.3, 0.2]},
+        {"method": "ddg", "stages": 8, "rate": 0.1, "losses": [0.2, 0.2, math.inf]},
+        {"method": "petrowski", "stages": 8, "rate": 0.1, "losses": [math.inf] * 3},
+        {"method": "dni", "stages": 8, "rate": 0.2, "losses": [0.0] * 3},
+    ]
+    (found,) = pipelines._statements(rows, 0.1)
+    assert found["statement"] == "rate 0.1, 8 stages: ddg: the loss is larger with 8 stages than with 2"
+    assert found["by_seed"] == [True, False, True]
 
 
 @pytest.mark.parametrize(("flag", "wrong"), [("--stages", "two"), ("--stages", "0"), ("--rates", "0.1;0.2")])

@@ -9,12 +9,14 @@ rates and seeds. Damage is the test loss beside that of SGD on one worker.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import partition
+from dure.cli.reproduce.study import statement_table
 from dure.core.spec_text import names
 from dure.errors import DivergedError, StrategyError, UsageError
 
@@ -44,6 +46,9 @@ EFFICIENCY_BATCHES = (8, 16, 32, 64, 128, 256)
 MICRO_BATCH = 8
 """Samples of a micro-batch in the table of GPipe's efficiency."""
 
+DOUBLE_ROUNDS = 300
+"""Mini-batches of the comparison of flush methods with SGD in double precision."""
+
 BYTES = ("weight_bytes", "version_bytes", "activation_bytes")
 """Kinds of memory of a stage."""
 
@@ -68,7 +73,9 @@ def reproduce(
 
     `loss` and `accuracy` are those of the test data at the end, `spread` is the standard deviation of the accuracy over
     seeds. `damage` is the loss divided by that of SGD at the same rate. `efficiency` is the speed of GPipe
-    over that of one worker, divided by the stages, beside its closed form.
+    over that of one worker, divided by the stages, beside its closed form. `distance` is the relative distance of the
+    losses of a flush method from those of SGD in double precision, the largest over the seeds. `statements` has for
+    each sentence how many seeds confirm it.
 
     Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
@@ -97,23 +104,46 @@ def reproduce(
         "picture": str(out),
         "rows": rows,
         "efficiency": [_efficiency(count, batch) for count in counts for batch in EFFICIENCY_BATCHES],
+        "distance": _distances(job, wanted, counts, rates=wanted_rates, rounds=rounds, seeds=range(seeds)),
+        "statements": [each for rate in wanted_rates for each in _statements(rows, rate)],
     }
 
 
 def table(result: dict[str, Any]) -> Group:
-    """The rows, the figures of each stage, and the efficiency of GPipe, as three tables."""
+    """The rows, the figures of each stage, the efficiency of GPipe, and the statements, as tables."""
     from rich.console import Group
 
-    return Group(_damage_table(result), _stage_table(result), _efficiency_table(result))
+    shown = [_damage_table(result), _stage_table(result), _efficiency_table(result)]
+    shown += [_distance_table(result)] if result["distance"] else []
+    return Group(*shown, *([statement_table(result)] if result["statements"] else []))
+
+
+def _distance_table(result: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    caption = (
+        f"Test loss after {min(DOUBLE_ROUNDS, result['rounds'])} mini-batches in double precision, beside that of SGD "
+        "with the same seed. The largest relative distance over the seeds."
+    )
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    for name in ("method", "stages", "distance"):
+        shown.add_column(name, justify="left" if name == "method" else "right")
+    for row in result["distance"]:
+        shown.add_row(row["method"], str(row["stages"]), f"{row['distance']:.1e}")
+    return shown
 
 
 def _stage_table(result: dict[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
 
-    caption = "Figures of each stage, the first on the left; the most at once. Activations are kept for backwards."
+    caption = (
+        "Figures of each stage, the first on the left; the most at once. The share is that of the largest stage in the "
+        "weights of the whole model. Activations are kept for backwards."
+    )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("method", "staleness", "versions", "weights, kB", "other versions, kB", "activations, kB"):
+    for name in ("method", "staleness", "versions", "weights, kB", "share", "other versions, kB", "activations, kB"):
         shown.add_column(name, justify="left" if name == "method" else "right")
     told = set()
     for row in result["rows"]:
@@ -123,8 +153,9 @@ def _stage_table(result: dict[str, Any]) -> Table:
             continue
         told.add(key)
         counts = (" ".join(map(str, figures[name])) for name in ("staleness", "versions"))
-        nbytes = (" ".join(f"{each / 1e3:.0f}" for each in figures[name]) for name in BYTES)
-        shown.add_row(f"{row['method']}, {row['stages']} stages", *counts, *nbytes)
+        weights, *others = (" ".join(f"{each / 1e3:.0f}" for each in figures[name]) for name in BYTES)
+        share = max(figures["weight_bytes"]) / sum(figures["weight_bytes"])
+        shown.add_row(f"{row['method']}, {row['stages']} stages", *counts, weights, f"{share:.0%}", *others)
     return shown
 
 
@@ -164,7 +195,7 @@ def _damage_table(result: dict[str, Any]) -> Table:
 
 def _learnt(row: Row) -> tuple[str, ...]:
     if row["loss"] is None:
-        return "diverged" if row["why"] == "diverged" else "refused", "", "", "", ""
+        return row["why"] if row["why"].startswith("diverged") else "refused", "", "", "", ""
     damage = "" if row["damage"] is None else f"{row['damage']:.2f}"
     return f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['loss']:.3f}", damage, f"{row['seconds']:.3g}"
 
@@ -197,21 +228,88 @@ def _job(data: Path | None) -> Job:
 def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: Iterable[int]) -> Row:
     row: Row = {"method": method, "stages": stages, "rate": rate, "loss": None, "accuracy": None, "why": ""}
     text = method if method == SGD else f"{method}:stages={stages}"
-    try:
-        runs = [_run(job, text, stages, _optimizer(method, rate), rounds, seed) for seed in seeds]
-    except DivergedError:
-        return row | {"why": "diverged"}
-    except StrategyError as error:
-        return row | {"why": str(error)}
-    summaries = [run.summary() for run in runs]
+    summaries = []
+    for seed in seeds:
+        try:
+            summaries.append(_run(job, text, stages, _optimizer(method, rate), rounds, seed).summary())
+        except DivergedError:
+            summaries.append({"loss": math.inf})
+        except StrategyError as error:
+            return row | {"why": str(error)}
+    losses = [each["loss"] for each in summaries]
+    row["losses"] = losses
+    if math.inf in losses:
+        return row | {"why": f"diverged: {losses.count(math.inf)} of {len(losses)}"}
     accuracies = [each["accuracy"] for each in summaries]
     return row | {
-        "loss": statistics.mean(each["loss"] for each in summaries),
+        "loss": statistics.mean(losses),
         "accuracy": statistics.mean(accuracies),
         "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "seconds": summaries[0]["seconds"],
         "by_stage": _by_stage(summaries[0].get("pipeline", {})),
     }
+
+
+def _statements(rows: Sequence[Row], rate: float) -> list[Row]:
+    """Sentences of the paper for which there are rows at `rate`, each with the number of seeds that confirm it."""
+    found = {(row["method"], row["stages"]): row["losses"] for row in rows if row["rate"] == rate and "losses" in row}
+    counts = sorted({stages for method, stages in found if method != SGD})
+    few, many = (counts[0], counts[-1]) if counts else (0, 0)
+    pairs = [
+        *(
+            (f"{method}: the loss is larger with {many} stages than with {few}", (method, few), (method, many))
+            for method in ("petrowski", "ddg", "features-replay", "spectrain", "dni")
+            if few < many
+        ),
+        ("petrowski: copies of weights (pipedream) reduce the loss", ("pipedream", many), ("petrowski", many)),
+        ("petrowski: smaller mini-batches (chen) reduce the loss", ("chen", many), ("petrowski", many)),
+        ("petrowski: predicted weights (spectrain) reduce the loss", ("spectrain", many), ("petrowski", many)),
+        ("ddg: a second forward (features-replay) reduces the loss", ("features-replay", many), ("ddg", many)),
+    ]
+    return [
+        _counted(f"rate {rate:g}, {many} stages: {text}", found[small], found[large])
+        for text, small, large in pairs
+        if small in found and large in found
+    ]
+
+
+def _counted(text: str, smaller: Sequence[float], larger: Sequence[float]) -> Row:
+    by_seed = [one < other for one, other in zip(smaller, larger, strict=True)]
+    return {"statement": text, "holds": sum(by_seed), "of": len(by_seed), "by_seed": by_seed}
+
+
+def _distances(
+    job: Job,
+    methods: Sequence[str],
+    counts: Sequence[int],
+    *,
+    rates: Sequence[float],
+    rounds: int,
+    seeds: Iterable[int],
+) -> list[Row]:
+    """For each flush method: the relative distance of its loss from that of SGD in double precision, over the seeds."""
+    import torch
+
+    from dure.run.strategy import make
+
+    flushes = [name for name in methods if name != SGD and getattr(make(name, "partition"), "flushes", False)]
+    if not flushes:
+        return []
+    double, steps, rate = job.to(torch.float64), min(DOUBLE_ROUNDS, rounds), rates[0]
+
+    def loss(text: str, stages: int, seed: int) -> float:
+        return float(_run(double, text, stages, _optimizer(SGD, rate), steps, seed).summary()["loss"])
+
+    alone = {seed: loss(SGD, 1, seed) for seed in seeds}
+    return [
+        {
+            "method": name,
+            "stages": count,
+            "distance": max(abs(loss(f"{name}:stages={count}", count, seed) / alone[seed] - 1) for seed in alone),
+        }
+        for name in flushes
+        for count in counts
+    ]
 
 
 def _by_stage(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:

@@ -187,7 +187,7 @@ class Study:
         """A row for each setting with means over seeds, and a row for each statement."""
         from rich.console import Group
 
-        return Group(self._figures_table(result), _statement_table(result))
+        return Group(self._figures_table(result), statement_table(result))
 
     def _figures_table(self, result: dict[str, Any]) -> Table:
         caption = (
@@ -250,7 +250,8 @@ def _mean(rows: Sequence[Row], name: str, form: str) -> str:
     return form.format(statistics.fmean(known))
 
 
-def _statement_table(result: dict[str, Any]) -> Table:
+def statement_table(result: dict[str, Any]) -> Table:
+    """A row for each of `statements`, with the number of seeds that confirm it."""
     shown = _table("Seeds whose runs agree with the statement.")
     shown.add_column("statement", overflow="fold")
     shown.add_column("seeds", justify="right")
