@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dure.cli.main import main
-from dure.cli.reproduce import bert_albert
+from dure.cli.reproduce import bert_albert, bert_albert_methods
 from dure.job.models import transformers
 
 
@@ -21,9 +21,42 @@ def two_layers(monkeypatch):
 
 
 def test_virtual_seconds_are_near_the_closed_forms(two_layers):
-    for kind in bert_albert.PARALLELISMS:
-        (row,) = bert_albert._virtual("bert", kind, 12, 64)
+    for kind in bert_albert.PARTITIONS:
+        (row,) = bert_albert.virtual("bert", kind, 12, 64)
         assert row["seconds_per_step"] == pytest.approx(row["closed_form"], rel=0.05)
+
+
+def test_memory_of_a_worker_is_that_of_its_parts(two_layers):
+    """Whole: places, kinds, layer norms, pooler and scores; split by `tensor`: words and the layers between norms."""
+    weights = {
+        kind: bert_albert.virtual("bert", kind, 6, 16)[0]["memory"]["weights"] // 4 for kind in bert_albert.PARTITIONS
+    }
+    h, words = 768, 28_996
+    ends = (512 + 2 + 2) * h + h * h + h + 2 * h + 2
+    layer = 12 * h * h
+    assert weights["data"] == words * h + ends + 2 * (layer + 13 * h)
+    most = -(-words // 6)
+    assert weights["tensor"] == most * h + ends + 2 * (layer // 6 + 6 * h + 7 * h // 6)
+    assert weights["rows"] == words * h + ends - 5 * (h * h + 2 * h) // 6 + 2 * (layer // 6 + 13 * h)
+
+
+def test_seconds_of_a_method_are_those_of_its_messages(two_layers, monkeypatch):
+    """Averages each 10 steps take a tenth of the exchange of BSP, those of an epoch a 1,042nd; int8 sends a quarter."""
+    monkeypatch.setattr(bert_albert_methods, "ASYNCHRONOUS", 10)
+    found = {row["strategy"]: row for row in bert_albert_methods.rows()}
+    compute = bert_albert.step_seconds("bert", "data", 1e9, 48, 128)
+    exchange = {name: row["seconds_per_step"] - compute for name, row in found.items()}
+    bsp = exchange["bsp collective"]
+    assert exchange["averaging:period=10 collective"] == pytest.approx(bsp / 10, rel=0.01)
+    assert exchange["averaging:schedule=epoch collective"] == pytest.approx(
+        bsp / 1042, rel=0.15
+    )  # and 0.2 ms of each step
+    assert exchange["bsp collective fp16"] == pytest.approx(8 / 5 * bsp / 2, rel=0.05)
+    assert found["bsp collective int8"]["bytes_per_step"] == pytest.approx(
+        found["bsp collective"]["bytes_per_step"] / 4, rel=0.05
+    )
+    stale = {name for name, row in found.items() if row["staleness"] > 0}
+    assert stale == {f"downpour {bert_albert_methods.SERVERS}"}
 
 
 @pytest.mark.soak

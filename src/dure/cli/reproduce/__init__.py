@@ -6,7 +6,7 @@
 | `it-signsgd` | `it_signsgd` | Park and Lee: a weighted vote on the signs of workers with unequal batches     |
 | `byzantine`  | `byzantine`  | Bernstein et al.: a majority vote on signs, some of which are false            |
 | `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
-| `bert-albert` | `bert_albert` | a comparison of data and tensor parallelism for BERT and ALBERT |
+| `bert-albert` | `bert_albert`, `bert_albert_methods` | a comparison of data and tensor parallelism on BERT, ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
 | `elastic` | `elastic` | Zhang et al.: elastic averaging and Downpour SGD by the steps between exchanges |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.cli.reproduce import bert_albert_methods
+from dure.cli.reproduce.bert_albert_methods import BATCH, TOKENS, WORKERS
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,12 +32,12 @@ PAPER = {("bert", "data"): 556, ("bert", "tensor"): 392, ("albert", "data"): 264
 """Seconds of training in the paper, by model and parallelism."""
 
 MODELS, PARALLELISMS = ("bert", "albert"), ("data", "tensor")
-WORKERS, LAYERS, WIDTH = 6, 12, 768
+LAYERS, WIDTH = 12, 768
+PARTITIONS = {"data": "none", "tensor": f"tensor:ways={WORKERS}", "rows": f"tensor:ways={WORKERS},layers=rows"}
+"""The partition of each kind of parallelism: `tensor` splits pairs of layers, `rows` each layer by its inputs."""
+
 GBITS = (1.0, 10.0, 100.0)
 """Speeds of each host's network card, in Gbit/s."""
-
-BATCH, TOKENS = 48, 128
-"""Samples of a step of all workers, and word pieces of each, of the main rows."""
 
 SWEPT = (16, 32, 64, 256, 512)
 """Word pieces of a review in the sweep, where a step has one review for each worker."""
@@ -57,8 +60,10 @@ def reproduce(
     """The rows: seconds of a step and of a whole run, in virtual time and on two processes; draws the border to `out`.
 
     `reviews` are numbers of training reviews, `epochs` the passes over them. A virtual row has the speed of each host's
-    card, `gbits`; `closed_form` are its seconds per step by `step_seconds`. `sweep` has steps of one review for each
-    worker, of several lengths, and `border` the tokens of a step above which data parallelism is faster.
+    card, `gbits`; `closed_form` are its seconds per step by `step_seconds`, and `memory` the bytes of the worker that
+    needs most, by kind. `methods` are methods of synchronization for BERT (`bert_albert_methods.py`). `sweep` has steps
+    of one review for each worker, of several lengths, and `border` the tokens of a step above which data parallelism is
+    faster.
 
     Raises `UsageError` for options that do not fit.
     """
@@ -68,9 +73,9 @@ def reproduce(
     if not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
     kinds = list(product(MODELS, PARALLELISMS))
-    steps = [row for model, kind in kinds for row in _virtual(model, kind, BATCH, TOKENS)]
+    steps = [row for model, kind in product(MODELS, PARTITIONS) for row in virtual(model, kind, BATCH, TOKENS)]
     steps += [_real(model, kind) for model, kind in kinds]
-    sweep = [row for model, kind in kinds for tokens in SWEPT for row in _virtual(model, kind, WORKERS, tokens)]
+    sweep = [row for model, kind in kinds for tokens in SWEPT for row in virtual(model, kind, WORKERS, tokens)]
     rows = [_whole(row, count, epochs) for row in steps for count in counts]
     _draw(out, sweep)
     return {
@@ -78,6 +83,7 @@ def reproduce(
         "time": "virtual and real",
         "paper": {f"{model} {kind}": seconds for (model, kind), seconds in PAPER.items()},
         "rows": rows,
+        "methods": bert_albert_methods.rows(),
         "sweep": sweep,
         "border": [_border(sweep, model, gbits) for model, gbits in product(MODELS, GBITS)],
         "picture": str(out),
@@ -85,32 +91,40 @@ def reproduce(
 
 
 def table(result: dict[str, Any]) -> Group:
-    """The rows of the most reviews beside the paper's, and the border."""
+    """The rows of the most reviews beside the paper's, methods of synchronization, and the border."""
     from rich.console import Group
 
-    return Group(_rows_table(result), _border_table(result))
+    return Group(_rows_table(result), bert_albert_methods.table(result["methods"]), _border_table(result))
 
 
 def step_seconds(model: str, parallelism: str, gbits: float, batch: int, tokens: int) -> float:
     """Seconds of a step by a closed form, without latencies and without overlap.
 
-    Both kinds compute a sixth of the operations at each worker, and wait for the slowest. With P parameters, L layers
-    of width h, b samples of s tokens, and a card that sends and receives B bytes per second at each host:
+    All kinds compute a sixth of the operations at each worker, and wait for the slowest; `rows` leaves the products of
+    attention whole at each. With P parameters, L layers of width h, b samples of s tokens, and a card that sends and
+    receives B bytes per second at each host:
 
         data:    2 * 5/6 * 4 P / B                    an all-reduce along a ring, which crosses each card once
         tensor:  (4 L + 1) * 2 * 8/6 * 4 b s h / B    all-reduces in two rounds; in each 2 * 4 pairs of workers are on
                                                       different hosts, and send a sixth of a tensor
+        rows:    L (2 * 9 + 9) * 8/6 * 4 b s h / B    forward all-reduces of outputs of 9 h in all, and backward
+                                                      all-gathers of gradients of inputs of 9 h, in one round
     """
     flops, parameters = _sizes(model, tokens)
     compute = flops * batch / WORKERS / SLOWER
     second = gbits * 1e9 / 8
     if parallelism == "data":
         return compute + 2 * 5 / 6 * 4 * parameters / second
-    return compute + (4 * LAYERS + 1) * 2 * 8 / 6 * 4 * batch * tokens * WIDTH / second
+    crossing = 8 / 6 * 4 * batch * tokens * WIDTH / second
+    if parallelism == "tensor":
+        return compute + (4 * LAYERS + 1) * 2 * crossing
+    attention = 12 * LAYERS * batch * tokens**2 * WIDTH / SLOWER
+    return compute + (WORKERS - 1) / WORKERS * attention + LAYERS * (2 * 9 + 9) * crossing
 
 
 def hosts(gbits: float) -> Cluster:
     """The paper's two servers, each with one network card of this speed; the rest is assumed."""
+    from dure.core.cost import CodecCost
     from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
     from dure.runtime.virtual.compute import Constant
 
@@ -121,7 +135,9 @@ def hosts(gbits: float) -> Cluster:
 
     machines = (host(2, SLOWER, "12 GB/s"), host(4, FASTER, "24 GB/s"))
     network = Link(bandwidth=f"{gbits:g} Gbit/s", latency="0.1 ms")
-    return Cluster(machines=machines, link=network, beta=0.0, gamma=0.0)  # GPUs copy and add in little time
+    codecs = {"fp16": CodecCost(), "int8": CodecCost()}
+    # GPUs copy, add and encode in little time
+    return Cluster(machines=machines, link=network, beta=0.0, gamma=0.0, codecs=codecs)
 
 
 def small_bert() -> Job:
@@ -151,21 +167,25 @@ def _small(model: str) -> Job:
     return Job(lambda: made(given), cross_entropy, data, batch_size=REAL_BATCH, name=f"small-{model}")
 
 
-def _shapes(model: str, batch: int, tokens: int) -> Job:
+def shapes(model: str, batch: int, tokens: int, reviews: int = 0) -> Job:
+    """The job of a model of the paper, with shapes only; of few `reviews` if 0, for runs of one step."""
     from dure.job.models.transformers import base_shapes
+    from dure.job.optimizer import OptimizerSpec
 
-    return base_shapes(model, reviews=max(2 * batch, 64), tokens=tokens, batch_size=batch)
+    job = base_shapes(model, reviews=reviews or max(2 * batch, 64), tokens=tokens, batch_size=batch)
+    return replace(job, optimizer=OptimizerSpec("adamw"))  # with the memory of its two vectors
 
 
 @cache
 def _sizes(model: str, tokens: int) -> tuple[float, int]:
     """The operations of a review, forward and backward, and the number of parameters."""
-    job = _shapes(model, WORKERS, tokens)
+    job = shapes(model, WORKERS, tokens)
     return job.flops_per_sample, sum(each.numel() for each in job.model().parameters())
 
 
-def _virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]:
+def virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]:
     """The rows of a timing-only step over each network."""
+    from dure.planner.timing import largest_memory
     from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
     from dure.run.outcome import summary
@@ -173,11 +193,11 @@ def _virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 
-    tensor = parallelism == "tensor"
-    job = _shapes(model, batch if tensor else batch // WORKERS, tokens)
-    strategy = f"bsp collective {f'tensor:ways={WORKERS}' if tensor else 'none'}"
+    job = shapes(model, batch // WORKERS if parallelism == "data" else batch, tokens)
+    strategy = f"bsp collective {PARTITIONS[parallelism]}"
     config = TrainConfig(job=job.name, strategy=strategy, on="virtual", steps=1, timing_only=True)
     setup, _ = resolve(config, Prebuilt(job=job, cluster=hosts(GBITS[0])))
+    memory = largest_memory(setup)._asdict()
     rows = []
     for gbits in GBITS:
         run = summary(setup, VirtualRun(setup, hosts(gbits), Callbacks()).run(), "virtual")
@@ -193,6 +213,7 @@ def _virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]
                 "seconds_per_step": run["seconds"],
                 "bytes_per_step": run["bytes_sent"],
                 "closed_form": step_seconds(model, parallelism, gbits, batch, tokens),
+                "memory": memory,
             }
         )
     return rows
@@ -209,6 +230,8 @@ def _real(model: str, parallelism: str) -> Row:
         workers=2,
         batch_size=REAL_BATCH if tensor else REAL_BATCH // 2,
         steps=REAL_STEPS,
+        eval_every=REAL_STEPS,  # evaluations are not timed, and each takes longer than the steps between
+        eval_samples=REAL_BATCH,
     ).summary()
     return {
         "time": "real",
@@ -221,6 +244,7 @@ def _real(model: str, parallelism: str) -> Row:
         "seconds_per_step": run["seconds"] / REAL_STEPS,
         "bytes_per_step": run["bytes_sent"] // REAL_STEPS,
         "closed_form": None,
+        "memory": None,
     }
 
 
@@ -291,7 +315,7 @@ def _rows_table(result: dict[str, Any]) -> Table:
     shown.caption = (
         f"A run over {most:,} reviews; the paper's was over 50,000, of unknown epochs. Virtual seconds are those of a "
         "model: GPUs, mini-batch and lengths are assumed, and the network is swept. By form: without overlap and "
-        "latencies."
+        "latencies. GB: memory of the worker that needs most."
     )
     columns = (
         "time",
@@ -302,6 +326,7 @@ def _rows_table(result: dict[str, Any]) -> Table:
         "s/step",
         "by form",
         "MB/step",
+        "GB",
         "run",
         "paper",
     )
@@ -311,10 +336,11 @@ def _rows_table(result: dict[str, Any]) -> Table:
         if row["reviews"] == most:
             card = "" if row["gbits"] is None else f"{row['gbits']:g} Gbit/s"
             form = "" if row["closed_form"] is None else f"{row['closed_form']:.3f}"
+            memory = "" if row["memory"] is None else f"{sum(row['memory'].values()) / 1e9:.2f}"
             paper = PAPER.get((row["model"], row["parallelism"]))
             shown.add_row(
                 *(row["time"], row["model"], row["parallelism"], card, f"{row['batch']} x {row['tokens']}"),
-                *(f"{row['seconds_per_step']:.3f}", form, f"{row['bytes_per_step'] / 1e6:,.0f}"),
+                *(f"{row['seconds_per_step']:.3f}", form, f"{row['bytes_per_step'] / 1e6:,.0f}", memory),
                 *(f"{row['seconds']:,.0f} s", "" if paper is None else f"{paper} s"),
             )
     return shown

@@ -1,0 +1,98 @@
+"""Methods of synchronization for BERT-base on the machines of `bert_albert`: virtual seconds, data-parallel.
+
+The paper names two moments of synchronization, each mini-batch and each epoch, and leaves a study of methods to later
+work. All workers compute as long as in the rows of `bert_albert`, so that the rows differ by their exchanges alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dure.job.initial_model import InitialModel
+    from dure.job.job import Job
+
+Row = dict[str, Any]
+
+REVIEWS, BATCH, TOKENS, WORKERS = 50_000, 48, 128, 6
+"""Reviews of an epoch, samples of a step of all workers, and word pieces of each, of the main rows too."""
+
+SERVERS = "ps:shards=6,colocated=true"
+"""A server beside each worker."""
+
+METHODS = {
+    "bsp collective": 1,
+    "bsp collective fp16": 1,
+    "bsp collective int8": 1,
+    "averaging:period=10 collective": 10,
+    "averaging:schedule=epoch collective": math.ceil(REVIEWS / BATCH),
+    f"bsp {SERVERS}": 1,
+    f"downpour {SERVERS}": None,
+}
+"""The methods, and the steps of a period of each in lockstep; None: workers do not wait for each other."""
+
+ASYNCHRONOUS = 40
+"""The seconds of an asynchronous run, in steps of `bsp` over collectives by closed form."""
+
+
+def rows() -> list[Row]:
+    """For each method and network the seconds and bytes of a step: of as many samples as a step of all workers has.
+
+    A run of a method in lockstep has one period. A fast worker of `downpour` makes more steps than a slow one.
+    """
+    from dure.cli.reproduce.bert_albert import GBITS, shapes
+    from dure.job.initial_model import InitialModel
+
+    job = shapes("bert", BATCH // WORKERS, TOKENS, REVIEWS)
+    model = InitialModel(job, 0, timing_only=True)
+    return [_row(strategy, gbits, job, model) for strategy in METHODS for gbits in GBITS]
+
+
+def _row(strategy: str, gbits: float, job: Job, model: InitialModel) -> Row:
+    from dure.cli.reproduce.bert_albert import hosts, step_seconds
+    from dure.run.callbacks import Callbacks
+    from dure.run.config import TrainConfig
+    from dure.run.outcome import summary
+    from dure.run.prebuilt import Prebuilt
+    from dure.run.resolve import resolve
+    from dure.run.virtual import VirtualRun
+
+    cluster, steps = hosts(gbits), METHODS[strategy]
+    seconds = None if steps else ASYNCHRONOUS * step_seconds("bert", "data", gbits, BATCH, TOKENS)
+    config = TrainConfig(job=job.name, strategy=strategy, on="virtual", timing_only=True, steps=steps, seconds=seconds)
+    setup, _ = resolve(config, Prebuilt(job=job, cluster=cluster, model=model))
+    run = summary(setup, VirtualRun(setup, cluster, Callbacks()).run(), "virtual")
+    done = run["samples"] / BATCH
+    return {
+        "model": "bert",
+        "strategy": strategy,
+        "gbits": gbits,
+        "seconds_per_step": run["seconds"] / done,
+        "bytes_per_step": run["bytes_sent"] / done,
+        "staleness": run["staleness"]["mean"],
+        "seconds": math.ceil(REVIEWS / BATCH) * run["seconds"] / done,
+    }
+
+
+def table(found: Sequence[Row]) -> Table:
+    """A line for each method: seconds of a step over each network, bytes, and staleness."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
+    shown.caption = (
+        f"BERT, data-parallel, steps of {BATCH} x {TOKENS}. Seconds are those of a step; a method may need more steps."
+    )
+    networks = sorted({row["gbits"] for row in found})
+    shown.add_column("method")
+    for name in (*(f"s/step, {gbits:g} Gbit/s" for gbits in networks), "MB/step", "staleness"):
+        shown.add_column(name, justify="right")
+    for strategy in dict.fromkeys(row["strategy"] for row in found):
+        own = sorted((row for row in found if row["strategy"] == strategy), key=lambda row: row["gbits"])
+        seconds = [f"{row['seconds_per_step']:.3f}" for row in own]
+        shown.add_row(strategy, *seconds, f"{own[-1]['bytes_per_step'] / 1e6:,.0f}", f"{own[-1]['staleness']:.1f}")
+    return shown
