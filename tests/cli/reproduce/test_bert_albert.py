@@ -20,24 +20,18 @@ def two_layers(monkeypatch):
     bert_albert._sizes.cache_clear()
 
 
-def test_virtual_seconds_are_near_the_closed_forms(two_layers):
+def test_virtual_seconds_are_near_the_closed_forms_and_memory_is_that_of_the_parts(two_layers):
+    """Whole: places, kinds, layer norms, pooler and scores; split by `tensor`: words and the layers between norms."""
+    weights = {}
     for kind in bert_albert.PARTITIONS:
         (row,) = bert_albert.virtual("bert", kind, 12, 64)
         assert row["seconds_per_step"] == pytest.approx(row["closed_form"], rel=0.05)
-
-
-def test_memory_of_a_worker_is_that_of_its_parts(two_layers):
-    """Whole: places, kinds, layer norms, pooler and scores; split by `tensor`: words and the layers between norms."""
-    weights = {
-        kind: bert_albert.virtual("bert", kind, 6, 16)[0]["memory"]["weights"] // 4 for kind in bert_albert.PARTITIONS
-    }
+        weights[kind] = row["memory"]["weights"] // 4
     h, words = 768, 28_996
     ends = (512 + 2 + 2) * h + h * h + h + 2 * h + 2
-    layer = 12 * h * h
-    assert weights["data"] == words * h + ends + 2 * (layer + 13 * h)
-    most = -(-words // 6)
-    assert weights["tensor"] == most * h + ends + 2 * (layer // 6 + 6 * h + 7 * h // 6)
-    assert weights["rows"] == words * h + ends - 5 * (h * h + 2 * h) // 6 + 2 * (layer // 6 + 13 * h)
+    assert weights["data"] == words * h + ends + 2 * (12 * h * h + 13 * h)
+    assert weights["tensor"] == -(-words // 6) * h + ends + 2 * (2 * h * h + 6 * h + 7 * h // 6)
+    assert weights["rows"] == words * h + ends - 5 * (h * h + 2 * h) // 6 + 2 * (2 * h * h + 13 * h)
 
 
 def test_seconds_of_a_method_are_those_of_its_messages(two_layers, monkeypatch):

@@ -30,10 +30,13 @@ METHODS = {
     "bsp collective int8": 1,
     "averaging:period=10 collective": 10,
     "averaging:schedule=epoch collective": math.ceil(REVIEWS / BATCH),
-    f"bsp {SERVERS}": 1,
+    f"bsp {SERVERS}": 100,
     f"downpour {SERVERS}": None,
 }
-"""The methods, and the steps of a period of each in lockstep; None: workers do not wait for each other."""
+"""The methods, and the steps of a run; None: workers do not wait for each other.
+
+The steps of a method over collectives are a period. Over servers the first step has one more pull than others.
+"""
 
 ASYNCHRONOUS = 40
 """The seconds of an asynchronous run, in steps of `bsp` over collectives by closed form."""
@@ -42,7 +45,7 @@ ASYNCHRONOUS = 40
 def rows() -> list[Row]:
     """For each method and network the seconds and bytes of a step: of as many samples as a step of all workers has.
 
-    A run of a method in lockstep has one period. A fast worker of `downpour` makes more steps than a slow one.
+    A fast worker of `downpour` makes more steps than a slow one.
     """
     from dure.cli.reproduce.bert_albert import GBITS, shapes
     from dure.job.initial_model import InitialModel
