@@ -9,6 +9,7 @@
 | `bert-albert` | `bert_albert`, `bert_albert_methods` | a comparison of data and tensor parallelism on BERT, ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
 | `elastic` | `elastic` | Zhang et al.: elastic averaging and Downpour SGD by the steps between exchanges |
+| `version-skew` | `version_skew` | Yook et al.: models from several servers, whose parts have different versions |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
 `papers` lists the sections, figures, tables and claims of the papers, with the commands that show them. `every` runs
@@ -37,6 +38,7 @@ NAMES = {
     "one-weird-trick": "dure.cli.reproduce.one_weird_trick",
     "bert-albert": "dure.cli.reproduce.bert_albert",
     "table1": "dure.cli.reproduce.table1",
+    "version-skew": "dure.cli.reproduce.version_skew",
     "elastic": "dure.cli.reproduce.elastic",
 }
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dure.report.run import Run
     from dure.runtime.virtual.cluster import Cluster
 
-METHODS = ("bsp", "downpour", "downpour:at_once=true")
+ASYNCHRONOUS = ("downpour", "downpour:at_once=true")
 CUTS = ((1, "layer"), *((shards, cut) for shards in (2, 4, 8) for cut in ("layer", "memory")))
 """Numbers of servers, and cuts of the model. A model at one server is not cut."""
 
@@ -55,13 +55,17 @@ class Links(NamedTuple):
 LINKS: Mapping[str, Links] = {"equal": Links(), "unfair": Links(unfairness=0.5), "beside": Links(beside=True)}
 
 
-class Setting(NamedTuple):
+class SkewSetting(NamedTuple):
     """A method, the number of servers, the cut of the model among them, and the name of the links."""
 
     method: str
     shards: int
     cut: str
     links: str
+
+
+QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
+"""Flags of the reduced form."""
 
 
 def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
@@ -75,8 +79,7 @@ def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
     for name, value in (("rounds", rounds), ("seeds", seeds)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}.")
-    settings = [Setting(method, *cut, links) for method in METHODS for cut in CUTS for links in LINKS]
-    rows = [_row(setting, rounds, seeds) for setting in settings]
+    rows = [_row(setting, rounds, seeds) for setting in settings()]
     return {"reproduce": "version-skew", "time": "virtual", "rounds": rounds, "seeds": seeds, "rows": rows}
 
 
@@ -91,17 +94,23 @@ def table(result: dict[str, Any]) -> Table:
         "links are virtual, gradients real."
     )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in Setting._fields:
+    for name in SkewSetting._fields:
         shown.add_column(name)
     for name in (*map(str, range(LARGE)), f"{LARGE}+", "mean", "max", "staleness", "accuracy", "loss"):
         shown.add_column(name, justify="right")
     for row in result["rows"]:
         figures = f"{row['staleness']:.2f}", f"{row['accuracy']:.1%} ± {row['spread']:.1%}", f"{row['loss']:.3f}"
-        shown.add_row(*(str(row[name]) for name in Setting._fields), *_shares(row["version_skew"]), *figures)
+        shown.add_row(*(str(row[name]) for name in SkewSetting._fields), *_shares(row["version_skew"]), *figures)
     return shown
 
 
-def trained(setting: Setting, *, rounds: int, seed: int = 0) -> Run:
+def settings() -> list[SkewSetting]:
+    """All rows: asynchronous methods in each cut, and for comparison `bsp` over four servers."""
+    asynchronous = [SkewSetting(method, *cut, links) for method in ASYNCHRONOUS for cut in CUTS for links in LINKS]
+    return [SkewSetting("bsp", 4, cut, links) for cut in ("layer", "memory") for links in LINKS] + asynchronous
+
+
+def trained(setting: SkewSetting, *, rounds: int, seed: int = 0) -> Run:
     """One run of a setting."""
     from dure.run.train import train
 
@@ -126,7 +135,7 @@ def cluster(links: Links) -> Cluster:
     return Cluster(machines=machines, link=link, unfairness=links.unfairness)
 
 
-def _row(setting: Setting, rounds: int, seeds: int) -> dict[str, Any]:
+def _row(setting: SkewSetting, rounds: int, seeds: int) -> dict[str, Any]:
     found = [trained(setting, rounds=rounds, seed=seed).summary() for seed in range(seeds)]
     skew = VersionCounts()
     for summary in found:
