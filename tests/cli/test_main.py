@@ -1,5 +1,7 @@
-"""The command line as a user meets it: real processes, their output, their exit status."""
+"""The command line as a user meets it: its output and its exit status, in processes of its own where that matters."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -21,14 +23,32 @@ def environment(**extra):
 
 
 def dure(*arguments, cwd=None, **extra):
+    """`dure` in a process of its own, which imports torch."""
     command = [sys.executable, "-m", "dure", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=environment(**extra))
 
 
-def refused(*arguments, status=2, **options):
+def here(*arguments, cwd=None, **extra):
+    """`dure` in this process, which has imported torch already."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        for name in [name for name in os.environ if name.startswith("DURE_")]:
+            patch.delenv(name)
+        for name, value in environment(**extra).items():
+            patch.setenv(name, value)
+        if cwd is not None:
+            patch.chdir(cwd)
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments, dure=here, **options):
     """The one sentence with which `dure` refuses."""
     done = dure(*arguments, **options)
-    assert done.returncode == status, done.stderr
+    assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("dure: ")
@@ -44,7 +64,7 @@ def test_methods_lists_every_axis_as_a_table():
 
 
 def test_methods_as_json_is_the_last_line_alone():
-    done = dure("methods", "--json")
+    done = here("methods", "--json")
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
     rows = {row["name"]: row for row in json.loads(line)["methods"]}
@@ -64,7 +84,7 @@ def test_methods_as_json_is_the_last_line_alone():
 
 
 def test_methods_tells_all_about_one():
-    done = dure("methods", "ssp")
+    done = here("methods", "ssp")
     assert re.search(r"^bound +3 +float >= 0 +clocks +s +clocks \(completed steps\)", done.stdout, flags=re.MULTILINE)
     assert "Ho et al." in done.stdout
     assert "dure.SSP" in done.stdout
@@ -73,12 +93,12 @@ def test_methods_tells_all_about_one():
 
 
 def test_methods_describes_the_member_of_a_text_with_parameters():
-    assert dure("methods", "gpipe:stages=4,micro=8").stdout == dure("methods", "gpipe").stdout
+    assert here("methods", "gpipe:stages=4,micro=8").stdout == here("methods", "gpipe").stdout
     assert 'Did you mean "stages"?' in refused("methods", "gpipe:stage=4")
 
 
 def test_methods_tells_about_a_method_in_a_file():
-    done = dure("methods", f"{SOURCE.parent / 'examples' / '03_post_local.py'}:PostLocal", "--json")
+    done = here("methods", f"{SOURCE.parent / 'examples' / '03_post_local.py'}:PostLocal", "--json")
     (row,) = json.loads(done.stdout)["methods"]
     assert row["summary"] == "BSP for the first `switch` steps, then local SGD that averages every `period`"
     assert (row["paper"], row["combines"]) == ("", ["collective"])
@@ -87,18 +107,18 @@ def test_methods_tells_about_a_method_in_a_file():
 
 
 def test_methods_tells_which_methods_send_what_a_codec_encodes():
-    done = dure("methods", "sign", "--json")
+    done = here("methods", "sign", "--json")
     (row,) = json.loads(done.stdout)["methods"]
     assert row["combines"] == ["bsp", "backup"]
-    assert "goes with     bsp, backup" in dure("methods", "it-sign").stdout
+    assert "goes with     bsp, backup" in here("methods", "it-sign").stdout
 
 
 def test_methods_shows_how_fast_graphs_of_gossip_mix():
-    done = dure("methods", "gossip")
+    done = here("methods", "gossip")
     assert re.search(r"^ring +16 +2 +0.004758 +0.05075 +146 +7$", done.stdout, flags=re.MULTILINE)
     assert len(re.findall(r"^(?:ring|exponential|complete) ", done.stdout, flags=re.MULTILINE)) == 9
     assert len(re.findall(r"^random-regular,", done.stdout, flags=re.MULTILINE)) == 3
-    done = dure("methods", "gossip:graph=0-1/1-2", "--json")
+    done = here("methods", "gossip:graph=0-1/1-2", "--json")
     (graph,) = json.loads(done.stdout)["methods"][0]["graphs"]
     assert graph["mixing"] == [[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]
     assert (graph["workers"], graph["gap"]) == (3, pytest.approx(0.25))
@@ -107,7 +127,7 @@ def test_methods_shows_how_fast_graphs_of_gossip_mix():
 
 
 def test_an_unknown_method_is_refused_with_the_nearest():
-    assert 'Did you mean "downpour"?' in refused("methods", "downpuor")
+    assert 'Did you mean "downpour"?' in refused("methods", "downpuor", dure=dure)
     assert 'Did you mean "averaging"?' in refused("train", "digits-mlp", "--sync", "average", "--on", "virtual")
 
 
@@ -173,7 +193,7 @@ def test_the_version_is_told():
 
 
 def test_a_misspelt_flag_and_a_missing_job_are_usage_errors():
-    done = dure("train", "digits-mlp", "--wrkers", "3")
+    done = here("train", "digits-mlp", "--wrkers", "3")
     assert done.returncode == 2
     assert done.stdout == ""
     assert "--workers" in done.stderr
@@ -184,7 +204,7 @@ def test_a_misspelt_flag_and_a_missing_job_are_usage_errors():
 def test_later_layers_win(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("job: digits-mlp\nworkers: 2\nsteps: 10\nseed: 7\nsync: ssp:bound=1\non: virtual\n")
-    done = dure(
+    done = here(
         "train", "--config", str(file), "--steps", "30", "--print-config", "--json", DURE_STEPS="20", DURE_WORKERS="3"
     )
     assert done.returncode == 0, done.stderr
@@ -197,10 +217,10 @@ def test_later_layers_win(tmp_path):
 
 def test_a_printed_configuration_can_be_given_back(tmp_path):
     flags = ["digits-mlp", "--lr", "0.5", "--strategy", "bsp ps:shards=2", "--on", "virtual", "--batch-sizes", "4", "8"]
-    printed = dure("train", *flags, "--print-config").stdout
+    printed = here("train", *flags, "--print-config").stdout
     file = tmp_path / "run.yaml"
     file.write_text(printed)
-    assert dure("train", "--config", str(file), "--print-config").stdout == printed
+    assert here("train", "--config", str(file), "--print-config").stdout == printed
     assert "bsp ps:shards=2" in printed
 
 
@@ -231,7 +251,7 @@ def test_a_bad_environment_variable_is_named():
 
 
 def test_compare_expands_places_times_strategies(tmp_path):
-    done = dure(
+    done = here(
         *("compare", "digits-mlp", "--strategy", "bsp", "--strategy", "ssp ps:shards=2", "--on", "virtual"),
         *("--print-config", "--json", "--out", "runs"),
     )
@@ -313,8 +333,6 @@ def tires():
 
 def test_a_wrong_job_is_refused_in_one_sentence_everywhere(tmp_path, monkeypatch, capsys):
     """In one process, as `main` alone is asked."""
-    from dure.cli.main import main
-
     (tmp_path / "jobs.py").write_text(JOBS)
     monkeypatch.chdir(tmp_path)
     for on in ("virtual", "local"):
@@ -417,7 +435,7 @@ def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path)
 def test_a_loss_is_a_target_too(tmp_path):
     flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "8", "--eval-every", "1")
     given = (*flags, "--report", "r.html", "--out", "runs")
-    done = dure("compare", lossy(tmp_path), *given, "--target-loss", "0.05", "--json", cwd=tmp_path)
+    done = here("compare", lossy(tmp_path), *given, "--target-loss", "0.05", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     history = [json.loads(line) for line in next(tmp_path.glob("runs/*/history.jsonl")).read_text().splitlines()]
     reached = next(row["seconds"] for row in history if row["loss"] <= 0.05)
@@ -427,7 +445,7 @@ def test_a_loss_is_a_target_too(tmp_path):
 
     assert seconds_text(reached) in done.stderr
     assert f"reached loss 0.05 after {seconds_text(reached)} of virtual time." in (tmp_path / "r.html").read_text()
-    done = dure("report", "runs", "--target-loss", "1e-9", "--out", "r.html", cwd=tmp_path)
+    done = here("report", "runs", "--target-loss", "1e-9", "--out", "r.html", cwd=tmp_path)
     assert "to loss 1e-09" in done.stdout
     assert "No run reached loss 1e-09." in (tmp_path / "r.html").read_text()
     refused("report", "runs", "--target-loss", "1", "--target", "0.5", cwd=tmp_path)
@@ -435,8 +453,8 @@ def test_a_loss_is_a_target_too(tmp_path):
 
 def test_the_report_of_a_comparison_has_its_target(tmp_path):
     flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "4", "--report", "r.html")
-    done = dure("compare", "digits-mlp", *flags, "--target", "0.125", "--out", "runs", cwd=tmp_path)
+    done = here("compare", "digits-mlp", *flags, "--target", "0.125", "--out", "runs", cwd=tmp_path)
     assert "to 12.5 %" in done.stdout
     assert "12.5 %" in (tmp_path / "r.html").read_text()
-    dure("report", "runs", "--target", "0.375", "--out", "r.html", cwd=tmp_path)
+    here("report", "runs", "--target", "0.375", "--out", "r.html", cwd=tmp_path)
     assert "37.5 %" in (tmp_path / "r.html").read_text()
