@@ -245,6 +245,12 @@ class Reproduce:
     """A reduced form, that shows that the command works: fewer rounds and seeds, for most."""
     on: str | None = None
     """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
+    sync: str | None = None
+    """sharding: bsp for synchronous servers, downpour for asynchronous ones, or both with a comma."""
+    hosts: str | None = None
+    """sharding: separate, paired for two workers behind one network card, or both with a comma."""
+    accuracy: bool = False
+    """sharding: train a small network with both cuts, and compare accuracies in place of seconds."""
     dataset: str | None = None
     """it-signsgd: mnist, cifar10, or both with a comma."""
     rounds: int | None = None
@@ -274,7 +280,7 @@ class Reproduce:
 
         others = ("name", "all", "quick", "json")
         asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in others)
-        flags = {name: value for name, value in asked if value is not None}
+        flags = {name: value for name, value in asked if value is not None and value is not False}
         if self.all:
             return self._all(flags)
         if not self.name:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dure.cli.reproduce import namespaces
+from dure.cli.reproduce.sharding_virtual import SYNCS
 from dure.planner.probe.synthetic_job import job_file
 
 MODEL = 1 << 19
@@ -26,12 +29,17 @@ STEPS = 6
 RUN_SECONDS = 200.0
 
 
-def measured(workers: int, servers: int, by: str) -> float:
-    """Real seconds of a step under BSP on `workers` hosts."""
+def measured(sync: str) -> Callable[[int, int, str], float]:
+    """Gives real seconds of a step with updates by `sync`, for a number of workers, a number of servers, and a cut."""
+    return partial(step_seconds, SYNCS[sync])
+
+
+def step_seconds(sync: str, workers: int, servers: int, by: str) -> float:
+    """Real seconds of a step under the method `sync` on `workers` hosts."""
     with tempfile.TemporaryDirectory() as folder, namespaces.hosts(workers, bandwidth=BANDWIDTH) as hosts:
         job = Path(folder) / "uneven.py"
         job.write_text(job_file(LAYERS, COMPUTE), encoding="utf-8")
-        strategy = f"bsp ps:shards={servers},split={by},colocated=true"
+        strategy = f"{sync} ps:shards={servers},split={by},colocated=true"
         options = ["--strategy", strategy, "--steps", str(STEPS), "--eval-every", "1000000", "--json"]
         command = [sys.executable, "-m", "dure", "train", f"{job}:job", "--on", "torchrun", *options]
         done = hosts.run(command, seconds=RUN_SECONDS, environ={"OMP_NUM_THREADS": "1"})
