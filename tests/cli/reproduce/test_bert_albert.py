@@ -37,7 +37,7 @@ def test_virtual_seconds_are_near_the_closed_forms_and_memory_is_that_of_the_par
 def test_seconds_of_a_method_are_those_of_its_messages(two_layers, monkeypatch):
     """Averages each 10 steps take a tenth of the exchange of BSP, those of an epoch a 1,042nd; int8 sends a quarter."""
     monkeypatch.setattr(bert_albert_methods, "ASYNCHRONOUS", 10)
-    found = {row["strategy"]: row for row in bert_albert_methods.rows()}
+    found = {row["strategy"]: row for row in bert_albert.methods()}
     compute = bert_albert.step_seconds("bert", "data", 1e9, 48, 128)
     exchange = {name: row["seconds_per_step"] - compute for name, row in found.items()}
     bsp = exchange["bsp collective"]

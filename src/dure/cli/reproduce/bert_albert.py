@@ -83,7 +83,7 @@ def reproduce(
         "time": "virtual and real",
         "paper": {f"{model} {kind}": seconds for (model, kind), seconds in PAPER.items()},
         "rows": rows,
-        "methods": bert_albert_methods.rows(),
+        "methods": methods(),
         "sweep": sweep,
         "border": [_border(sweep, model, gbits) for model, gbits in product(MODELS, GBITS)],
         "picture": str(out),
@@ -165,6 +165,12 @@ def _small(model: str) -> Job:
     words = torch.randint(1, 2000, (1024, 64), generator=draw)
     data = Data(words, torch.randint(0, 2, (1024,), generator=draw))
     return Job(lambda: made(given), cross_entropy, data, batch_size=REAL_BATCH, name=f"small-{model}")
+
+
+def methods() -> list[Row]:
+    """The rows of methods of synchronization for BERT over each network."""
+    job = shapes("bert", BATCH // WORKERS, TOKENS, bert_albert_methods.REVIEWS)
+    return bert_albert_methods.rows(job, {gbits: hosts(gbits) for gbits in GBITS})
 
 
 def shapes(model: str, batch: int, tokens: int, reviews: int = 0) -> Job:

@@ -7,7 +7,7 @@ work. All workers compute as long as in the rows of `bert_albert`, so that the r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dure.job.initial_model import InitialModel
     from dure.job.job import Job
+    from dure.runtime.virtual.cluster import Cluster
 
 Row = dict[str, Any]
 
@@ -39,24 +40,29 @@ The steps of a method over collectives are a period. Over servers the first step
 """
 
 ASYNCHRONOUS = 40
-"""The seconds of an asynchronous run, in steps of `bsp` over collectives by closed form."""
+"""The seconds of an asynchronous run, in steps of the first method."""
 
 
-def rows() -> list[Row]:
+def rows(job: Job, clusters: Mapping[float, Cluster]) -> list[Row]:
     """For each method and network the seconds and bytes of a step: of as many samples as a step of all workers has.
 
-    A fast worker of `downpour` makes more steps than a slow one.
+    `clusters` are by the speed of each host's card, in Gbit/s. A fast worker of `downpour` makes more steps than a slow
+    one.
     """
-    from dure.cli.reproduce.bert_albert import GBITS, shapes
     from dure.job.initial_model import InitialModel
 
-    job = shapes("bert", BATCH // WORKERS, TOKENS, REVIEWS)
-    model = InitialModel(job, 0, timing_only=True)
-    return [_row(strategy, gbits, job, model) for strategy in METHODS for gbits in GBITS]
+    model, found = InitialModel(job, 0, timing_only=True), list[Row]()
+    for gbits, cluster in clusters.items():
+        bsp = 0.0
+        for strategy, steps in METHODS.items():
+            length = {"seconds": ASYNCHRONOUS * bsp} if steps is None else {"steps": steps}
+            row = _row(strategy, cluster, job, model, length)
+            bsp = bsp or row["seconds_per_step"]
+            found.append({"model": "bert", "gbits": gbits, **row})
+    return found
 
 
-def _row(strategy: str, gbits: float, job: Job, model: InitialModel) -> Row:
-    from dure.cli.reproduce.bert_albert import hosts, step_seconds
+def _row(strategy: str, cluster: Cluster, job: Job, model: InitialModel, length: Mapping[str, Any]) -> Row:
     from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
     from dure.run.outcome import summary
@@ -64,16 +70,12 @@ def _row(strategy: str, gbits: float, job: Job, model: InitialModel) -> Row:
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 
-    cluster, steps = hosts(gbits), METHODS[strategy]
-    seconds = None if steps else ASYNCHRONOUS * step_seconds("bert", "data", gbits, BATCH, TOKENS)
-    config = TrainConfig(job=job.name, strategy=strategy, on="virtual", timing_only=True, steps=steps, seconds=seconds)
+    config = TrainConfig(job=job.name, strategy=strategy, on="virtual", timing_only=True, **length)
     setup, _ = resolve(config, Prebuilt(job=job, cluster=cluster, model=model))
     run = summary(setup, VirtualRun(setup, cluster, Callbacks()).run(), "virtual")
     done = run["samples"] / BATCH
     return {
-        "model": "bert",
         "strategy": strategy,
-        "gbits": gbits,
         "seconds_per_step": run["seconds"] / done,
         "bytes_per_step": run["bytes_sent"] / done,
         "staleness": run["staleness"]["mean"],
