@@ -15,6 +15,7 @@ from dure.partition import CATALOGUE
 from dure.partition.drawing import Picture, svg, text
 from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
+from dure.partition.versions import Read
 from dure.run.strategy import make
 
 MORE = [
@@ -160,7 +161,24 @@ def test_spectrain_reads_predictions():
     for rank, row in enumerate(picture.timetable.workers):
         for each, read in zip(row, picture.weights[rank].reads, strict=True):
             if read is not None:
-                assert read == (each.version, rank // 2 + (4 - rank if each.action.kind == "F" else 0))
+                assert read == Read(each.version, rank // 2 + (4 - rank if each.action.kind == "F" else 0))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_multi_version_reads_each_version_in_turn_after_the_updates_of_that_version(stages):
+    picture = drawn("multi-version", 16, stages=stages)
+    versions = 2 * stages - 1
+    for rank, row in enumerate(picture.timetable.workers):
+        reads = {
+            (each.action.kind, each.action.batch): read
+            for each, read in zip(row, picture.weights[rank].reads, strict=True)
+        }
+        for batch in range(16):
+            expected = Read(batch // versions, own=batch % versions + 1)
+            assert reads["F", batch] == reads["B", batch] == expected
+    shown = svg(picture)
+    assert f">v{versions} w1</text>" in shown
+    assert f"version 3 of the {versions} of the model" in shown
 
 
 @pytest.mark.parametrize("name", ordered())

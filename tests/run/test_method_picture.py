@@ -84,6 +84,29 @@ def test_gradients_that_are_no_steps_have_no_number():
     assert {cell.step is None for cell in cells} == {True, False}
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_coordinator_commands_its_servers_between_evaluations(shards):
+    """No worker begins a gradient meanwhile. A slow one may be at a portion that another has done before it."""
+    drawn = picture(f"lbfgs ps:shards={shards}")
+    rounds = drawn.rows["server 0"]
+    assert {cell.message for cell in rounds} == {"order"}
+    begun = sorted({cell.start for cells in computations(drawn).values() for cell in cells})
+    assert not [start for start in begun for each in rounds if each.start < start < each.end]
+    pauses = {sum(start <= each.start for start in begun) for each in rounds}
+    assert len(pauses) >= 3, "before the first evaluation, and after the first two"
+    assert re.findall(r"communicate, order: ", svg(drawn)) == ["communicate, order: "] * len(rounds)
+    assert text(drawn, 120).splitlines()[-1].count("~") >= len(pauses)
+
+
+def test_messages_to_servers_name_their_receivers():
+    drawn = svg(picture("downpour ps:shards=2"))
+    assert "communicate, push to servers 0 and 1: " in drawn
+    assert "communicate, pull from servers 0 and 1: " in drawn
+    assert ">exchanges messages with servers 0 and 1</text>" in drawn
+    assert ">exchanges messages with servers 0 to 3</text>" in svg(picture("bsp ps:shards=4"))
+    assert "server" not in svg(picture("bsp"))
+
+
 def test_rows_are_in_the_order_of_ranks():
     names = list(picture("ssp ps:shards=12").rows)
     assert names == sorted(names, key=lambda name: (not name.startswith("worker"), int(name.split()[1])))

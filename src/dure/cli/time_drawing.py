@@ -80,6 +80,6 @@ def shown_method(drawing: TimeDrawing) -> list[RenderableType]:
     return [
         Text(f"{drawing.picture.title}: {drawing.picture.about}", style="bold"),
         drawing,
-        Text(f"{read}~: sends, receives, or is in a collective. A dot: waits."),
+        Text(f"{read}~: {drawing.picture.communication}. A dot: waits."),
         Text(f"In color: {drawing.path}"),
     ]

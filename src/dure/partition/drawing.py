@@ -269,9 +269,15 @@ def _explained(picture: Picture) -> Sequence[str]:
     primes = "; F3' (darker): through the worker's next chunk" if picture.pipeline.chunks > 1 else ""
     predicted = any(read and read.ahead for worker in picture.weights for read in worker.reads)
     ahead = "; w3+2: a prediction of them 2 updates ahead" if predicted else ""
+    versions = picture.pipeline.versions
+    weights = (
+        f"v3 w1: version 3 of the {versions} of the model, after 1 update of it"
+        if versions > 1
+        else f"w3: the weights after 3 updates of the worker{ahead}"
+    )
     again = " A backward computes its forward again." if picture.pipeline.remat else ""
     return (
-        f"F3: forward of {counted} 3{over}{primes}. w3: the weights after 3 updates of the worker{ahead}.{again}",
+        f"F3: forward of {counted} 3{over}{primes}. {weights}.{again}",
         f"idle: share of the time. in flight: the most {counted}es between forward and backward. versions: the most "
         "weights kept. staleness: the most updates between the weights of a forward and its update.",
     )

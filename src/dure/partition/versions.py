@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 class Read(NamedTuple):
     """The weights after `version` updates of a worker, or a prediction of those after `ahead` more.
 
-    >>> str(Read(3)), str(Read(3, 2))
-    ('w3', 'w3+2')
+    `own` counts, from 1, the versions of a model with several, which are updated apart; 0 where there is a single one.
+
+    >>> str(Read(3)), str(Read(3, 2)), str(Read(1, own=7))
+    ('w3', 'w3+2', 'v7 w1')
     """
 
     version: int
     ahead: int = 0
+    own: int = 0
 
     def __str__(self) -> str:
-        return f"w{self.version}+{self.ahead}" if self.ahead else f"w{self.version}"
+        weights = f"w{self.version}+{self.ahead}" if self.ahead else f"w{self.version}"
+        return f"v{self.own} {weights}" if self.own else weights
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ def weights_read(pipeline: Pipeline, rank: int, row: Sequence[Timed]) -> Weights
 class VersionLog:
     """The versions of the weights of worker `rank`, as the rules of its pipeline read them.
 
-    To the rules it is a stage whose weights are a `Read` as a tensor: the updates before them, and those predicted.
+    To the rules it is a stage whose weights are a `Read` as a tensor: the updates before them, those predicted, and
+    which version of the model it is.
     """
 
     requester: Requester
@@ -134,7 +139,7 @@ class VersionLog:
         return torch.tensor([self.version, round(steps(1.0))])
 
     def version_for(self, batch: int) -> Tensor:
-        return torch.tensor([self.updates(batch), 0])
+        return torch.tensor([self.updates(batch), 0, batch % self.pipeline.versions + 1])
 
     def average(self) -> None:
         """Do nothing: a mean leaves each version with the updates that it had."""

@@ -21,13 +21,19 @@ MEANINGS = {
 }
 SIGNS = {COMPUTE: "=", COMMUNICATE: "~", WAIT: ".", APPLY: "+"}
 
+ORDER, NARROW = "order", 3
+"""A round of commands of a coordinator, which is drawn even if it takes no time that shows, and its least width."""
+
 INK, FAINT, PAPER = "#16202c", "#5d6b7a", "#ffffff"
 LEFT, TOP, HEIGHT, GAP, WIDTH, MARGIN = 96, 64, 34, 10, 1080, 18
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An activity of a node from `start` to `end`, in seconds. `step` and `version` are those of a computation."""
+    """An activity of a node from `start` to `end`, in seconds.
+
+    `step` and `version` are those of a computation, `message` that of a communication: "push", for example.
+    """
 
     kind: str
     start: float
@@ -35,6 +41,7 @@ class Cell:
     step: int | None = None
     version: str = ""
     aborted: bool = False
+    message: str = ""
 
     @property
     def label(self) -> str:
@@ -45,12 +52,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class TimePicture:
-    """The cells of each node over `seconds`. `about` says how the run was made."""
+    """The cells of each node over `seconds`. `about` says how the run was made.
+
+    `servers` are those that workers exchange messages with, in words; empty without servers.
+    """
 
     title: str
     about: str
     seconds: float
     rows: Mapping[str, Sequence[Cell]]
+    servers: str = ""
+
+    @property
+    def communication(self) -> str:
+        """The meaning of a communication."""
+        return f"exchanges messages with {self.servers}" if self.servers else MEANINGS[COMMUNICATE]
 
 
 # ---- text
@@ -70,6 +86,7 @@ def text(picture: TimePicture, width: int = 100) -> str:
         line = [" "] * columns
         for cell in cells:
             start, stop = (round(columns * at / picture.seconds) for at in (cell.start, min(cell.end, picture.seconds)))
+            stop = min(max(stop, start + 1), columns) if cell.message == ORDER else stop
             room = stop - start
             shown = cell.label if len(cell.label) < room else ""
             line[start:stop] = f"{shown}{SIGNS[cell.kind] * (room - len(shown))}"
@@ -96,14 +113,17 @@ def svg(picture: TimePicture) -> str:
         top = TOP + number * (HEIGHT + GAP)
         parts.append(_words(MARGIN, top + 21, name, weight="bold"))
         for cell in cells:
-            parts += _drawn(cell, WIDTH / picture.seconds, top, picture.seconds)
+            parts += _drawn(cell, WIDTH / picture.seconds, top, picture)
     return "\n".join([*parts, *_axis(picture, bottom), *_legend(picture, bottom + 54), "</svg>\n"])
 
 
-def _drawn(cell: Cell, scale: float, top: float, seconds: float) -> Iterator[str]:
-    left, width = LEFT + cell.start * scale, (min(cell.end, seconds) - cell.start) * scale
+def _drawn(cell: Cell, scale: float, top: float, picture: TimePicture) -> Iterator[str]:
+    left, width = LEFT + cell.start * scale, (min(cell.end, picture.seconds) - cell.start) * scale
+    if cell.message == ORDER:
+        width = max(width, NARROW)
+    title = escape(_told(cell, picture.servers))
     yield (
-        f'<g><title>{escape(_told(cell))}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{HEIGHT}" '
+        f'<g><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{HEIGHT}" '
         f'fill="{COLORS[cell.kind]}" stroke="{PAPER}" stroke-width="0.5"/>'
     )
     number = cell.label.partition("/")[0]
@@ -111,14 +131,22 @@ def _drawn(cell: Cell, scale: float, top: float, seconds: float) -> Iterator[str
         yield _words(left + width / 2, top + 15, number, anchor="middle", weight="bold")
     if cell.version and width > 6 * len(cell.version) + 8:
         yield _words(left + width / 2, top + 28, f"w{cell.version}", anchor="middle", size=10)
+    if cell.message and width > 6 * len(cell.message) + 4:
+        yield _words(left + width / 2, top + 21, cell.message, anchor="middle", size=10)
     yield "</g>"
 
 
-def _told(cell: Cell) -> str:
+PREPOSITIONS = {"push": "to", "pull": "from", "fetch": "from"}
+"""Of messages to the servers. Others have their receivers in the `about` of a picture."""
+
+
+def _told(cell: Cell, servers: str) -> str:
     seconds = f"{cell.start:.4g} to {cell.end:.4g} s"
     step = "" if cell.step is None else f", step {cell.step}"
     version = f", version {cell.version} of the weights" if cell.version else ""
-    return f"{cell.kind}{' in vain' if cell.aborted else ''}{step}{version}: {seconds}"
+    there = f" {PREPOSITIONS[cell.message]} {servers}" if servers and cell.message in PREPOSITIONS else ""
+    message = f", {cell.message}{there}" if cell.message else ""
+    return f"{cell.kind}{' in vain' if cell.aborted else ''}{step}{version}{message}: {seconds}"
 
 
 def _axis(picture: TimePicture, bottom: float) -> Iterator[str]:
@@ -145,7 +173,9 @@ def _legend(picture: TimePicture, top: float) -> Iterator[str]:
     versions = any(cell.version for cells in picture.rows.values() for cell in cells)
     x: float = MARGIN
     for kind in (each for each in MEANINGS if each in kinds):
-        meaning = MEANINGS[kind] if versions or kind != COMPUTE else "computes the gradient of step 3"
+        meaning = picture.communication if kind == COMMUNICATE else MEANINGS[kind]
+        if kind == COMPUTE and not versions:
+            meaning = "computes the gradient of step 3"
         sample = "3/w5" if versions else "3"
         yield f'<rect x="{x:g}" y="{top - 12:g}" width="30" height="15" fill="{COLORS[kind]}"/>'
         if kind == COMPUTE:

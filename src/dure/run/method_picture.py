@@ -29,6 +29,9 @@ STEP = 0.010
 STEPS, SHOWN = 16, 9
 """Steps of each worker in the run, and of a fast one in the picture."""
 
+LARGE = 128
+"""Samples of a mini-batch of a method with a coordinator, so that a few steps are an evaluation of all data."""
+
 KINDS = {
     "compute": COMPUTE,
     "send": COMMUNICATE,
@@ -54,12 +57,16 @@ def picture_of(strategy: Strategy, title: str) -> TimePicture:
         raise UsageError(f"{title} has no steps to draw.")
     rows = {name: list(_cells(spans, steps.get(name, []), seconds)) for name, spans in _by_node(outcome.spans).items()}
     about = f"{WORKERS} workers, the last at {SLOW:g} of the others' speed; steps of {STEP * 1e3:g} ms, virtual time"
-    return TimePicture(title, about, seconds, rows)
+    servers = setup.deployment.names(SERVER)
+    if setup.coordinated:
+        about += f"; {servers[0]} has the coordinator, whose rounds of commands to all servers are drawn"
+    return TimePicture(title, about, seconds, rows, _listed(servers))
 
 
 def _config(strategy: Strategy) -> TrainConfig:
     config = TrainConfig(job="digits-mlp", strategy=str(strategy), on="virtual", workers=WORKERS, steps=STEPS)
-    made = TrainConfig.of({**config.plain(), "eval_every": STEPS})
+    more = {"batch_size": LARGE} if strategy.sync.traits.coordinated else {}
+    made = TrainConfig.of({**config.plain(), "eval_every": STEPS, **more})
     object.__setattr__(made, "trace", True)  # the spans are wanted, and no file of them
     return made
 
@@ -68,6 +75,14 @@ def _cluster() -> Cluster:
     compute = Constant(flops_per_second=1e18, overhead=STEP)
     kinds = (Machines(count=WORKERS - 1, compute=compute), Machines(count=1, compute=compute, speed=SLOW))
     return Cluster(machines=kinds, link=Link(bandwidth=2e7, latency=2e-4))
+
+
+def _listed(servers: Sequence[str]) -> str:
+    """The servers as words."""
+    numbers = [str(NodeId.of(name).rank) for name in servers]
+    if len(numbers) > 2:
+        return f"servers {numbers[0]} to {numbers[-1]}"
+    return f"server{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}" if numbers else ""
 
 
 def _version(worker: Worker) -> str:
@@ -103,4 +118,6 @@ def _cells(spans: Sequence[Span], steps: Sequence[tuple[float, str]], seconds: f
     for number, span in enumerate(spans):
         if span.start < seconds:
             own, version = of_step.get(number, (None, ""))
-            yield Cell(KINDS[span.kind], span.start, span.end, own, version, span.detail == "aborted")
+            aborted = span.detail == "aborted"
+            message = span.detail if KINDS[span.kind] == COMMUNICATE else ""
+            yield Cell(KINDS[span.kind], span.start, span.end, own, version, aborted, message)

@@ -245,7 +245,10 @@ class VirtualSegment:
                 self.runtime.nodes[f"worker {rank}"].alive = False
 
     def _build_server(self, name: str, parts: Parts | None) -> None:
-        server = build_server(self.setup, self.runtime.node(name, NodeId.of(name).rank))
+        node = self.runtime.node(name, NodeId.of(name).rank)
+        server = build_server(self.setup, node)
+        if server.coordinator is not None:
+            server.coordinator.meter = node.meter
         if server.clock is not None:
             server.clock.on_evicted = self._evicted
         if parts is not None:

@@ -35,6 +35,7 @@ from dure.topology.parameter_server.batch.portions import Portions, Run
 from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
 
 if TYPE_CHECKING:
+    from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.data.batches import Batches
     from dure.topology.parameter_server.clock import ClockService
@@ -89,6 +90,7 @@ class Coordinator:
         self.limits = limits
         self.timing_only = timing_only
         self.kept: dict[str, Any] = {}
+        self.meter: Meter | None = None  # of the node, where a trace has the rounds of commands
         self.evaluations = 0
         self.spent = 0
         self._began = 0.0
@@ -138,9 +140,11 @@ class Coordinator:
 
     async def order(self, *commands: Command) -> list[float]:
         """Have all shards carry out `commands`; the dot products among them, summed over shards."""
-        program = [list(command) for command in commands]
+        program, started = [list(command) for command in commands], self.node.now()
         calls = [self.node.call(shard, "order", commands=program) for shard in self.shards]
         parts = [(await call).fields["dots"] for call in calls]
+        if self.meter is not None:
+            self.meter.add("communicate", started, self.node.now(), "order")
         return [math.fsum(part) for part in zip(*parts, strict=True)]
 
     async def evaluate(
