@@ -60,6 +60,7 @@ BUILT_IN: Mapping[str, str] = {
     "imdb-albert": "dure.job.models.transformers:imdb_albert",
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
+    "softmax-regression": "dure.job.models.softmax:softmax_regression",
 }
 
 

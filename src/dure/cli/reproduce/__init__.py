@@ -10,6 +10,12 @@
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
 | `elastic` | `elastic` | Zhang et al.: elastic averaging and Downpour SGD by the steps between exchanges |
 | `version-skew` | `version_skew` | Yook et al.: models from several servers, whose parts have different versions |
+| `averaging` | `averaging` | Zinkevich et al., Su et al., Chen and Huo: periods and weights of averages of models |
+| `delay-compensation` | `delay_compensation` | Zheng et al.: DC-ASGD, Downpour and BSP by the number of workers |
+| `gossip` | `gossip` | Lian et al.: AD-PSGD, BSP and Downpour by the strength of a slow worker |
+| `momentum` | `momentum` | Mitliagkas et al.: the momentum that asynchrony adds, and its compensation |
+| `batch-size` | `batch_size` | Yook et al.: sizes of mini-batches at equal samples |
+| `shared-memory` | `shared_memory` | Niu et al., Sallinen et al., Zhao and Li: one model in shared memory |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
 `papers` lists the sections, figures, tables and claims of the papers, with the commands that show them. `every` runs
@@ -40,6 +46,12 @@ NAMES = {
     "table1": "dure.cli.reproduce.table1",
     "version-skew": "dure.cli.reproduce.version_skew",
     "elastic": "dure.cli.reproduce.elastic",
+    "averaging": "dure.cli.reproduce.averaging",
+    "delay-compensation": "dure.cli.reproduce.delay_compensation",
+    "gossip": "dure.cli.reproduce.gossip",
+    "momentum": "dure.cli.reproduce.momentum",
+    "batch-size": "dure.cli.reproduce.batch_size",
+    "shared-memory": "dure.cli.reproduce.shared_memory",
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,8 @@ OfSeed = Mapping[str, Row]
 """Rows of one seed, by the names of their settings."""
 
 EVALUATIONS = 25
+TUNING_SEED = 1000
+"""The seed of the runs that choose a learning rate: none of the seeds that are reported."""
 
 
 class Statement(NamedTuple):
@@ -54,6 +56,15 @@ class Setting:
     panel: str = ""
     line: str = ""
     at: float | None = None
+    job: str = ""
+    """The job, if another than the study's."""
+    rates: Sequence[float] = ()
+    """Learning rates, of which `at_best_rate` chooses one. "{lr}" in `strategy` stands for it."""
+
+    def at_rate(self, lr: float) -> Setting:
+        """This setting with one learning rate."""
+        text = self.strategy.format(lr=lr)
+        return replace(self, strategy=text, options={**self.options, "lr": lr}, rates=())
 
 
 class FigureColumn(NamedTuple):
@@ -64,6 +75,7 @@ class FigureColumn(NamedTuple):
 
 
 COLUMNS: Mapping[str, FigureColumn] = {
+    "lr": FigureColumn("rate", "{:g}"),
     "accuracy": FigureColumn("accuracy", "{:.2%}"),
     "seconds": FigureColumn("seconds", "{:.3g}"),
     "seconds_to_target": FigureColumn("seconds to target", "{:.3g}"),
@@ -90,6 +102,14 @@ DIVERGED: Mapping[str, Any] = {
 
 Measure = Callable[["Study", "Job", Setting, int, int], Row]
 """Gives the figures of a setting: of the study, on a job, with a number of rounds and a seed."""
+
+
+def at_best_rate(study: Study, job: Job, setting: Setting, rounds: int) -> Setting:
+    """The setting at the one of its rates that is fastest to the target, or if none reaches it, most accurate."""
+    if not setting.rates:
+        return setting
+    found = {lr: study.measure(study, job, setting.at_rate(lr), rounds, TUNING_SEED) for lr in setting.rates}
+    return setting.at_rate(min(found, key=lambda lr: (found[lr]["seconds_to_target"], -found[lr]["accuracy"])))
 
 
 def learnt(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
@@ -162,9 +182,13 @@ class Study:
             raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
         from dure.job.job import load_job
 
-        job, settings = load_job(self.job, data), self.settings()
+        given = self.settings()
+        jobs = {text: load_job(text, data) for text in {each.job or self.job for each in given.values()}}
+        job_of = {name: jobs[setting.job or self.job] for name, setting in given.items()}
+        settings = {name: at_best_rate(self, job_of[name], setting, rounds) for name, setting in given.items()}
         rows = [
-            {"setting": name, "seed": seed} | self.measure(self, job, setting, rounds, seed)
+            {"setting": name, "seed": seed, "lr": setting.options.get("lr")}
+            | self.measure(self, job_of[name], setting, rounds, seed)
             for name, setting in settings.items()
             for seed in range(seeds)
         ]
@@ -177,7 +201,7 @@ class Study:
             "rounds": rounds,
             "seeds": seeds,
             "target": self.target,
-            "data": job.source,
+            "data": "; ".join(sorted(job.source for job in jobs.values())),
             "picture": str(out),
             "rows": rows,
             "statements": [_judged(statement, rows) for statement in self.statements],
@@ -212,13 +236,17 @@ class Study:
         for name, own in _by_setting(rows).items():
             setting = settings[name]
             place, line = (self.y, setting.panel or self.name), setting.line or name
+            if setting.at is not None and own[0].get(self.y) is None:
+                continue
             if setting.at is None:
                 panels.setdefault(place, []).append(Band(line, *_curve(own, self.x, self.y)))
             else:
                 values = [row[self.y] for row in own]
-                points.setdefault((place[1], line), []).append((setting.at, statistics.fmean(values), _spread(values)))
+                found = points.setdefault((place[1], line), [])
+                if all(map(math.isfinite, values)):
+                    found.append((setting.at, statistics.fmean(values), _spread(values)))
         for (panel, line), found in points.items():
-            places, means, spreads = zip(*((*each,) for each in found if math.isfinite(each[1])), strict=True)
+            places, means, spreads = ([each[column] for each in found] for column in range(3))
             panels.setdefault((self.y, panel), []).append(Band(line, places, means, spreads))
         with replacing(path) as file:
             file.write(grid(panels, x_label=self.x, y_label="", percent=self.y == "accuracy"))
@@ -241,6 +269,8 @@ def _by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _mean(rows: Sequence[Row], name: str, form: str) -> str:
     """The mean over seeds, or the share of seeds without a value."""
     values = [float(row[name]) for row in rows if row.get(name) is not None]
+    if not values:
+        return ""
     known = [value for value in values if math.isfinite(value)]
     diverged = sum(row.get("why") == "diverged" for row in rows)
     if diverged:

@@ -12,6 +12,7 @@
     | vgg16.py     | `vgg16`: the job `vgg16`; `vgg16_shapes`: the same without values              |
     | he_values.py | `with_he_values`: initial values of deep networks with ReLU                    |
     | quadratic.py | `quadratic`: the job `quadratic`, whose optimum is known exactly               |
+    | softmax.py   | `softmax_regression`: the job `softmax-regression`, convex with a finite optimum |
 
 A job function's parameters are settings of the job (`load_job("mnist-mlp", hidden=64)`).
 """
@@ -23,6 +24,7 @@ from dure.job.models.local import LocallyConnected2d, digits_local
 from dure.job.models.mlp import deep_mlp_maker, mlp, mlp_maker, top1
 from dure.job.models.mnist import mnist_cnn, mnist_mlp
 from dure.job.models.quadratic import quadratic
+from dure.job.models.softmax import softmax_regression
 from dure.job.models.text import embedding_text
 from dure.job.models.vgg16 import vgg16
 
@@ -39,6 +41,7 @@ __all__ = [
     "mnist_cnn",
     "mnist_mlp",
     "quadratic",
+    "softmax_regression",
     "top1",
     "vgg16",
 ]
