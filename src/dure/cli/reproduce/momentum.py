@@ -87,14 +87,14 @@ def fitted(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> 
 
 def _settings() -> Mapping[str, Setting]:
     from dure.runtime.virtual.cluster import Cluster, Link, Machines
-    from dure.runtime.virtual.compute import Constant, Pareto, ShiftedExponential
+    from dure.runtime.virtual.compute import Compute, Constant, Pareto, ShiftedExponential
 
-    def free(workers: int, compute: Constant | Pareto | ShiftedExponential) -> Cluster:
+    def free(workers: int, compute: Compute) -> Cluster:
         """A cluster whose messages take no time."""
         machines = (Machines(count=workers, compute=compute),)
         return Cluster(machines=machines, link=Link(bandwidth=1e15, latency=0.0), alpha=0.0, beta=0.0, gamma=0.0)
 
-    kinds = {
+    kinds: Mapping[str, Compute] = {
         "exponential": ShiftedExponential(seconds=1.0, shift=0.0),
         "Pareto": Pareto(seconds=1.0, tail=2.5),
         "constant": Constant(seconds=1.0),
