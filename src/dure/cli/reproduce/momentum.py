@@ -15,8 +15,8 @@ and mu is fitted by least squares.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from dure.cli.reproduce.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt
 
@@ -33,21 +33,30 @@ LR, UPDATES, LAGS = 0.3, 1200, 24
 MNIST_WORKERS = 16
 
 
+class Record:
+    """The random pushes of a run, and the model before each of them."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        self.generator = torch.Generator().manual_seed(seed)
+        self.pushes: list[torch.Tensor] = []
+        self.models: list[torch.Tensor] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Pushes:
-    """Adds a random push to each gradient at the server; `pushes` and `models` keep them and the models before them."""
+    """Adds a random push to each gradient at the server."""
 
-    generator: Any
-    pushes: list[Any] = field(default_factory=list)
-    models: list[Any] = field(default_factory=list)
+    record: Record
     compares: ClassVar[bool] = False
 
     def correct(self, update: Update) -> None:
         import torch
 
-        push = torch.randn(update.gradient.shape, dtype=update.gradient.dtype, generator=self.generator)
-        self.models.append(update.values.clone())
-        self.pushes.append(push)
+        push = torch.randn(update.gradient.shape, dtype=update.gradient.dtype, generator=self.record.generator)
+        self.record.models.append(update.values.clone())
+        self.record.pushes.append(push)
         update.gradient.add_(push)
 
 
@@ -74,13 +83,13 @@ def fitted(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> 
     from dure.sync.corrected import Corrected
     from dure.sync.downpour import Downpour
 
-    pushes = Pushes(torch.Generator().manual_seed(seed))
+    record = Record(seed)
     steps = max(2 * LAGS, UPDATES * rounds // study.rounds) // setting.cluster.workers
     run = train(
-        job, sync=Corrected(Downpour(), (pushes,)), topology="ps", on=setting.cluster, steps=steps, seed=seed,
+        job, sync=Corrected(Downpour(), (Pushes(record),)), topology="ps", on=setting.cluster, steps=steps, seed=seed,
         lr=LR, eval_every=steps, exact=True, batch_size=1,
     )  # fmt: skip
-    found = momentum_of(torch.stack(pushes.models), torch.stack(pushes.pushes), LR)
+    found = momentum_of(torch.stack(record.models), torch.stack(record.pushes), LR)
     staleness = run.summary()["staleness"]["mean"]
     return {"momentum": found, "staleness": staleness, "why": "", "history": ()}
 
