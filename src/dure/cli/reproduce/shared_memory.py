@@ -93,7 +93,7 @@ STUDY = Study(
         "excess": FigureColumn("loss above optimum", "{:.1e}"),
         "halfway": FigureColumn("at half-time", "{:.1e}"),
     },
-    rounds=250,
+    rounds=200,
     target=0.85,
     measure=above_optimum,
     statements=(
