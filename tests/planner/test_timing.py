@@ -59,6 +59,15 @@ def test_a_few_steps_have_the_seconds_of_many(strategy):
     assert found.samples_per_second == pytest.approx(here.batch / seconds, rel=1e-6)
 
 
+def test_exchanges_of_unequal_workers_are_in_their_seconds():
+    """The fast workers end before the slow one has done a step after the last exchange."""
+    slow = Constant(flops_per_second=1e8, overhead=1e-2)
+    here = scene(machines=(Machines(count=3, compute=COMPUTE), Machines(count=1, compute=slow)))
+    here = here.on(here.cluster.changed(link=Link(bandwidth=1e5, latency=1e-4)))
+    seconds, _ = of_long_runs(here, "averaging:period=4", 20, 40)
+    assert timed(here, "averaging:period=4").seconds == pytest.approx(seconds, rel=1e-6)
+
+
 @pytest.mark.parametrize(("strategy", "error"), [("downpour ps:shards=2", 0.02), ("easgd:period=8 ps", 0.15)])
 def test_workers_that_go_at_their_own_pace_have_drifted_apart(strategy, error):
     """Workers of exactly equal speeds would send to the servers at the same times for hundreds of steps."""

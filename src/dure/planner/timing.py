@@ -141,8 +141,12 @@ def server_machines(setup: Setup, cluster: Cluster) -> int:
 
 def _steps(strategy: Strategy, cluster: Cluster) -> int:
     constant = all(isinstance(kind.compute, Constant) for kind in cluster.machines)
-    least, period = (TOGETHER if _together(strategy) else APART) if constant else RANDOM, _period_of(strategy)
-    return _warm_of(strategy) + period * math.ceil(least / period) + 1
+    together, period = _together(strategy), _period_of(strategy)
+    least = (TOGETHER if together else APART) if constant else RANDOM
+    uneven = any(kind != cluster.machines[0] or not isinstance(kind.speed, float) for kind in cluster.machines)
+    # fast workers end before slow ones have done the step after the last period, which would then not count
+    spare = period if together and uneven and period > 1 else 0
+    return _warm_of(strategy) + period * math.ceil(least / period) + 1 + spare
 
 
 def _running(cluster: Cluster, strategy: Strategy) -> Cluster:
