@@ -87,7 +87,7 @@ def _sooner(one: str, other: str) -> Statement:
 
 STUDY = Study(
     name="shared-memory",
-    about=f"{WORKERS} workers on one model; softmax regression at the rate {CONVEX_RATE} for all, then mnist-mlp at {MNIST_RATE}.",
+    about=f"{WORKERS} workers on one model; softmax regression at a rate of {CONVEX_RATE}, mnist-mlp at {MNIST_RATE}.",
     settings=_settings,
     columns=("lr", "accuracy", "seconds", "seconds_to_target", "halfway", "excess"),
     more_columns={
