@@ -125,11 +125,12 @@ def _settings() -> Mapping[str, Setting]:
         "momentum 0.9": ("downpour ps", "momentum:momentum=0.9"),
         "momentum 0": ("downpour ps", None),
         "compensated to 0.9": ("downpour+momentum-compensation:target=0.9 ps", None),
+        "compensated to 0.5": ("downpour+momentum-compensation:target=0.5 ps", None),
     }
     for name, (strategy, optimizer) in strategies.items():
         options = {} if optimizer is None else {"optimizer": optimizer}
         found[f"mnist-mlp, {name}"] = Setting(
-            strategy=strategy, cluster=cluster, options=options, share=0.5, rates=(0.003, 0.01), at=MNIST_WORKERS
+            strategy=strategy, cluster=cluster, options=options, share=0.5, rates=(0.003, 0.01, 0.03), at=MNIST_WORKERS
         )
     return found
 
@@ -165,7 +166,8 @@ STUDY = Study(
         *(_near("exponential", workers, 0.05) for workers in GROUPS),
         *(_near(kind, GROUPS[-1], 0.05) for kind in ("Pareto", "constant")),
         _sooner("compensated to 0.9", "momentum 0.9"),
-        _sooner("compensated to 0.9", "momentum 0"),
+        _sooner("compensated to 0.5", "momentum 0"),
+        _sooner("compensated to 0.5", "momentum 0.9"),
     ),
 )
 reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick
