@@ -1,20 +1,15 @@
-"""All-reduce written from sends, beside the engine's, and in virtual time.
+"""All-reduce written from sends, beside the engine's; `dure reproduce collectives` has them in virtual time.
 
     python bench/collectives.py [--workers 4] [--repeats 15] [--json FILE]
-    python bench/collectives.py --virtual [--workers 8] [--per-host 2]
 
-Real: the same processes, one thread each and over loopback, all-reduce a tensor by each algorithm in turn, in a
-rotating order, so many times from a barrier to the last process's end; medians. The engine is Gloo, as dure calls it.
-
-Virtual: for each size and latency, seconds of one all-reduce of workers with 10 Gbit/s links, which do nothing else.
-With `--per-host`, so many workers share a machine and its card, and have inner links of 12 GB/s and 10 us.
+The same processes, one thread each and over loopback, all-reduce a tensor by each algorithm in turn, in a rotating
+order, so many times from a barrier to the last process's end; medians. The engine is Gloo, as dure calls it.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +17,16 @@ import _side_by_side as side
 import torch
 import torch.distributed as dist
 
-from dure.core.node import Ghost, Group, Operation
+from dure.core.node import Group
 from dure.run.strategy import make
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.virtual.cluster import Cluster, Link, Machines
-from dure.runtime.virtual.network import Network
-from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.runtime.wire import Identity
 from dure.topology.collective.message_group import SentGroup
 
 SENT = ("ring", "tree", "halving-doubling", "all-to-all")
 SIZES = {"1 kB": (1_000, 40), "1 MB": (1_000_000, 8), "16 MB": (16_000_000, 2)}
 """Bytes, and all-reduces per turn."""
-
-VIRTUAL_SIZES = {"1 kB": 1_000, "1 MB": 1_000_000, "100 MB": 100_000_000}
-LATENCIES = {"1 ms": 1e-3, "20 us": 20e-6}
 
 
 @dataclass
@@ -89,42 +78,6 @@ def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, float]]
     return found
 
 
-def virtual_seconds(algorithm: str, nbytes: int, latency: float, workers: int, per_host: int) -> float:
-    """Of one all-reduce of `workers` that come together."""
-    machines = Machines(count=workers // per_host, workers=per_host, cores=4 * per_host)
-    cluster = Cluster(machines=(machines,), link=Link(bandwidth=1.25e9, latency=latency))
-    homes = [cluster.machine_of(rank) for rank in range(workers)]
-    runtime = VirtualRuntime(
-        cluster,
-        lambda kernel: Network(cluster, kernel, {f"worker {rank}": rank for rank in range(cluster.workers)}),
-        None,
-        seed=0,
-    )
-    nodes = [runtime.node(f"worker {rank}", rank) for rank in range(workers)]
-    ranks = range(workers)
-    groups: Sequence[Group] = [node.group(ranks) for node in nodes]
-    if algorithm != "engine":
-        topology = make(f"collective:algorithm={algorithm}")
-        groups = [SentGroup(node, ranks, topology, node.meter, homes) for node in nodes]
-    tensor: Any = Ghost(nbytes // 4)
-    ends: list[Operation[Any]] = [group.all_reduce(tensor) for group in groups]
-    runtime.kernel.run()
-    for end in ends:
-        end.result()
-    return runtime.kernel.now
-
-
-def study(workers: int, per_host: int) -> dict[str, dict[str, float]]:
-    """Seconds by latency and size, and algorithm."""
-    hosted = ("hierarchical", "torus") if per_host > 1 else ("hierarchical,per_host=4",)
-    algorithms = ("engine", *SENT, *hosted)
-    return {
-        f"{size}, {wait}": {name: virtual_seconds(name, nbytes, latency, workers, per_host) for name in algorithms}
-        for wait, latency in LATENCIES.items()
-        for size, nbytes in VIRTUAL_SIZES.items()
-    }
-
-
 def show(rows: dict[str, dict[str, float]]) -> None:
     """A row per size, in milliseconds; the fastest of those written from sends is marked."""
     names = list(next(iter(rows.values())))
@@ -137,18 +90,15 @@ def show(rows: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--algorithms", nargs="+", default=SENT, choices=SENT)
-    parser.add_argument("--virtual", action="store_true")
-    parser.add_argument("--per-host", type=int, default=1)
     parser.add_argument("--json", type=side.Path)
     given = parser.parse_args()
-    given.workers = given.workers or (8 if given.virtual else 4)
     with side.told("collectives", given.json) as facts:
-        rows = study(given.workers, given.per_host) if given.virtual else side.in_processes(measure, given)
+        rows = side.in_processes(measure, given)
         show(rows)
-        facts |= {"workers": given.workers, "virtual": given.virtual, "seconds": rows}
+        facts |= {"workers": given.workers, "seconds": rows}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,13 @@
 | `momentum` | `momentum` | Mitliagkas et al.: the momentum that asynchrony adds, and its compensation |
 | `batch-size` | `batch_size` | Yook et al.: sizes of mini-batches at equal samples |
 | `shared-memory` | `shared_memory` | Niu et al., Sallinen et al., Zhao and Li: one model in shared memory |
+| `k-methods` | `k_methods` | Dutta et al.: seconds of an update and loss by K, beside closed forms |
+| `neurons` | `neurons` | Dean et al.: words and seconds of assignments of units to machines |
+| `collectives` | `collectives` | a survey: seconds of an all-reduce by algorithm, size and latency |
+| `strom` | `strom` | Strom: bytes and accuracy by the threshold of his codec |
+| `hybrid` | `hybrid` | a survey: collectives, servers and the hybrid, for a sparse and a dense model |
+| `ssp` | `ssp` | Ho et al.: waiting, lead and accuracy by the bound of SSP |
+| `stale-gradients` | `stale_gradients` | a survey: samples to an accuracy by the number of asynchronous workers |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
 `papers` lists the sections, figures, tables and claims of the papers, with the commands that show them. `every` runs
@@ -52,6 +59,13 @@ NAMES = {
     "momentum": "dure.cli.reproduce.momentum",
     "batch-size": "dure.cli.reproduce.batch_size",
     "shared-memory": "dure.cli.reproduce.shared_memory",
+    "k-methods": "dure.cli.reproduce.k_methods",
+    "neurons": "dure.cli.reproduce.neurons",
+    "collectives": "dure.cli.reproduce.collectives",
+    "strom": "dure.cli.reproduce.strom",
+    "hybrid": "dure.cli.reproduce.hybrid",
+    "ssp": "dure.cli.reproduce.ssp",
+    "stale-gradients": "dure.cli.reproduce.stale_gradients",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,6 +58,8 @@ class Setting:
     at: float | None = None
     job: str = ""
     """The job, if another than the study's."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Values that `Study.measure` needs beside the options."""
     rates: Sequence[float] = ()
     """Learning rates, of which `at_best_rate` chooses one. "{lr}" in `strategy` stands for it."""
 
@@ -100,11 +102,11 @@ DIVERGED: Mapping[str, Any] = {
 }
 """Figures of a run that diverged, such that it loses each comparison."""
 
-Measure = Callable[["Study", "Job", Setting, int, int], Row]
-"""Gives the figures of a setting: of the study, on a job, with a number of rounds and a seed."""
+Measure = Callable[["Study", Any, Setting, int, int], Row]
+"""Gives the figures of a setting: of the study, on a job or None, with a number of rounds and a seed."""
 
 
-def at_best_rate(study: Study, job: Job, setting: Setting, rounds: int) -> Setting:
+def at_best_rate(study: Study, job: Any, setting: Setting, rounds: int) -> Setting:
     """The setting at the one of its rates that is fastest to the target, or if none reaches it, most accurate."""
     if not setting.rates:
         return setting
@@ -122,10 +124,11 @@ def learnt(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> 
         run = train(job, strategy=setting.strategy, on=setting.cluster, steps=steps, seed=seed, **options)
     except DivergedError:
         return dict(DIVERGED)
-    return _figures(run, study.target)
+    return figures(run, study.target)
 
 
-def _figures(run: Run, target: float) -> Row:
+def figures(run: Run, target: float) -> Row:
+    """The figures of a run by which settings are compared, with its history."""
     from dure.report.metrics import time_to
 
     summary = run.summary()
@@ -151,21 +154,24 @@ class Study:
 
     name: str
     about: str
-    """The caption of the table: job, source, and what is virtual."""
+    """The caption of the table: job and source."""
+    nature: str = "Seconds are virtual, gradients are real."
     settings: Callable[[], Mapping[str, Setting]]
     statements: Sequence[Statement]
     columns: Sequence[str] = ("accuracy", "seconds", "seconds_to_target", "megabytes")
     more_columns: Mapping[str, FigureColumn] = field(default_factory=dict)
     rounds: int = 500
+    seeds: int = 3
     target: float = 0.9
     job: str = "mnist-mlp"
+    """Empty for none."""
     measure: Measure = learnt
     x: str = "seconds"
     y: str = "accuracy"
     quick: Mapping[str, Any] = field(default_factory=lambda: {"rounds": 100, "seeds": 1})
 
     def reproduce(
-        self, *, rounds: int | None = None, seeds: int = 3, data: Path | None = None, out: Path | None = None
+        self, *, rounds: int | None = None, seeds: int | None = None, data: Path | None = None, out: Path | None = None
     ) -> dict[str, Any]:
         """Measure each setting with each seed; draw to `out`. `rounds` are steps of each worker.
 
@@ -174,16 +180,15 @@ class Study:
         Raises `UsageError` for numbers that do not fit, `DataError` if data is missing; both before the training.
         """
         rounds = self.rounds if rounds is None else rounds
+        seeds = self.seeds if seeds is None else seeds
         out = Path(f"{self.name}.svg") if out is None else out
         for name, value in (("rounds", rounds), ("seeds", seeds)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}.")
         if not out.absolute().parent.is_dir():
             raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
-        from dure.job.job import load_job
-
         given = self.settings()
-        jobs = {text: load_job(text, data) for text in {each.job or self.job for each in given.values()}}
+        jobs = self._jobs(given.values(), data)
         job_of = {name: jobs[setting.job or self.job] for name, setting in given.items()}
         settings = {name: at_best_rate(self, job_of[name], setting, rounds) for name, setting in given.items()}
         rows = [
@@ -192,7 +197,7 @@ class Study:
             for name, setting in settings.items()
             for seed in range(seeds)
         ]
-        self._draw(out, settings, rows)
+        drawn = self._draw(out, settings, rows)
         for row in rows:
             row.pop("history", None)
         return {
@@ -201,11 +206,17 @@ class Study:
             "rounds": rounds,
             "seeds": seeds,
             "target": self.target,
-            "data": "; ".join(sorted(job.source for job in jobs.values())),
-            "picture": str(out),
+            "data": "; ".join(sorted(job.source for job in jobs.values() if job is not None)),
+            "picture": str(out) if drawn else "",
             "rows": rows,
             "statements": [_judged(statement, rows) for statement in self.statements],
         }
+
+    def _jobs(self, settings: Iterable[Setting], data: Path | None) -> Mapping[str, Job | None]:
+        from dure.job.job import load_job
+
+        texts = {each.job or self.job for each in settings}
+        return {text: load_job(text, data) if text else None for text in texts}
 
     def table(self, result: dict[str, Any]) -> Group:
         """A row for each setting with means over seeds, and a row for each statement."""
@@ -214,9 +225,11 @@ class Study:
         return Group(self._figures_table(result), statement_table(result))
 
     def _figures_table(self, result: dict[str, Any]) -> Table:
+        aims = any(name.endswith("_to_target") for name in self.columns)
+        target = f"; target: an accuracy of {result['target']:.0%}" if aims else ""
+        picture = f" Picture: {result['picture']}" if result["picture"] else ""
         caption = (
-            f"{self.about} Rounds: {result['rounds']}; means of {result['seeds']} seeds; target: an accuracy of "
-            f"{result['target']:.0%}. Seconds are virtual, gradients are real. Picture: {result['picture']}"
+            f"{self.about} Rounds: {result['rounds']}; means of {result['seeds']} seeds{target}. {self.nature}{picture}"
         )
         columns = {name: (self.more_columns.get(name) or COLUMNS[name]) for name in self.columns}
         shown = _table(caption)
@@ -227,7 +240,8 @@ class Study:
             shown.add_row(setting, *(_mean(rows, name, column.form) for name, column in columns.items()))
         return shown
 
-    def _draw(self, path: Path, settings: Mapping[str, Setting], rows: Sequence[Row]) -> None:
+    def _draw(self, path: Path, settings: Mapping[str, Setting], rows: Sequence[Row]) -> bool:
+        """Draw what has a place on an axis; False where nothing has."""
         from dure.report.figures import Band, grid
         from dure.report.files import replacing
 
@@ -236,7 +250,7 @@ class Study:
         for name, own in _by_setting(rows).items():
             setting = settings[name]
             place, line = (self.y, setting.panel or self.name), setting.line or name
-            if setting.at is not None and own[0].get(self.y) is None:
+            if own[0].get(self.y if setting.at is not None else "history") is None:
                 continue
             if setting.at is None:
                 panels.setdefault(place, []).append(Band(line, *_curve(own, self.x, self.y)))
@@ -248,8 +262,11 @@ class Study:
         for (panel, line), found in points.items():
             places, means, spreads = ([each[column] for each in found] for column in range(3))
             panels.setdefault((self.y, panel), []).append(Band(line, places, means, spreads))
+        if not panels:
+            return False
         with replacing(path) as file:
             file.write(grid(panels, x_label=self.x, y_label="", percent=self.y == "accuracy"))
+        return True
 
 
 def _judged(statement: Statement, rows: Sequence[Row]) -> dict[str, Any]:
