@@ -6,7 +6,7 @@ import operator
 import numpy as np
 import pytest
 
-from dure.cli.reproduce import collectives, hybrid, k_methods, neurons, ssp, stale_gradients, strom
+from dure.cli.reproduce import collectives, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
 from dure.core.collective_cost import Path
 from dure.job.job import load_job
 from dure.job.models.text import BagOfWords
@@ -128,7 +128,7 @@ def test_thresholds_are_compared_by_bytes_and_accuracy():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("study", [strom.STUDY, hybrid.STUDY], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [strom.STUDY, hybrid.STUDY, structures.STUDY], ids=lambda study: study.name)
 def test_reduced_studies_run(study, tmp_path):
     result = study.reproduce(**study.quick, out=tmp_path / "out.svg")
     assert {row["setting"] for row in result["rows"]} == set(study.settings())
