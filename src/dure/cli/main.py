@@ -257,6 +257,8 @@ class Reproduce:
     """All that train with several seeds: steps of every run."""
     seeds: int | None = None
     """The same: how often everything is done."""
+    sweep: bool | None = None
+    """it-signsgd: vary each choice that the paper leaves open, in place of the figure."""
     stages: str | None = None
     """pipelines: numbers of stages, with commas between."""
     rates: str | None = None

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 
 from dure.codec import bits
@@ -72,13 +73,21 @@ class _SignCoder(DenseCoder):
         return bits.nbytes(self.numel) + _SCALE * self.scaled
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        if self.scaled:
-            scale = self._mean_magnitude(values)  # which refuses NaN and infinity
-            return torch.cat([bits.pack_signs(self._without_zeros(values)), scale.reshape(1).view(torch.uint8)])
+        if not self.scaled:
+            return self._signs(values, look=True)
+        scale = self._mean_magnitude(values)  # which refuses NaN and infinity
+        return torch.cat([self._signs(values), scale.reshape(1).view(torch.uint8)])
+
+    def _signs(self, values: torch.Tensor, *, look: bool = False) -> torch.Tensor:
+        """Pack the signs, with drawn bits in place of zeros if zeros are random. `look` as in `bits.pack`.
+
+        The CPU draws the bits, the same for every device.
+        """
         if self._random is None:
-            return bits.pack_signs(values, look=True)
-        require_finite(values)  # before a sign is drawn
-        return bits.pack_signs(self._without_zeros(values))
+            return bits.pack_signs(values, look=look)
+        positive, not_negative = bits.pack(values, (np.greater, np.greater_equal), look=look)  # before bits are drawn
+        drawn = torch.randint(256, (bits.nbytes(self.numel),), generator=self._random, dtype=torch.uint8)
+        return not_negative & to_device(drawn, values) | positive
 
     def _mean_magnitude(self, values: torch.Tensor) -> torch.Tensor:
         if not self.numel:
@@ -89,14 +98,6 @@ class _SignCoder(DenseCoder):
         require_finite(values)
         require_in_float32(values)
         return values.abs().mean(dtype=torch.float64).float()  # the sum overflowed in float32
-
-    def _without_zeros(self, values: torch.Tensor) -> torch.Tensor:
-        """Replace zeros by random signs, if zeros are random. The CPU draws them, the same for every device."""
-        if self._random is None:
-            return values
-        drawn = torch.randint(2, (self.numel,), generator=self._random, dtype=torch.int8)
-        drawn = to_device(drawn, values).to(values.dtype) - 0.5
-        return torch.where(values == 0, drawn, values)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {} if self._random is None else {"random": self._random.get_state()}

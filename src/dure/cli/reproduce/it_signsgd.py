@@ -14,9 +14,11 @@ at the border are zero in all images. With one bit an element their signs are ra
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,12 +26,13 @@ from dure.core.spec_text import names
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
     from torch import Tensor, nn
 
+    from dure.cli.reproduce.vote_rounds import Learned
     from dure.job.data.dataset import Data
     from dure.job.job import Job
-    from dure.report.run import Run
 
 WORKERS = 15
 FEW, MANY = 4, 64
@@ -40,6 +43,28 @@ MODES: Mapping[int, int] = {1: 0, 2: 9, 3: 12, 4: 14}
 
 EVALUATIONS = 12
 
+EQUAL = 0.01
+"""Largest difference of two accuracies that count as equal."""
+
+
+def _ahead(place: int) -> Callable[[Sequence[float]], bool]:
+    return lambda leads: leads[place] > 0
+
+
+def _grows(leads: Sequence[float]) -> bool:
+    return all(before < after for before, after in itertools.pairwise(leads))
+
+
+CLAIMS: Mapping[str, Callable[[Sequence[float]], bool]] = {
+    f"is within {100 * EQUAL:.0f} point of the majority in mode 1": lambda leads: abs(leads[0]) <= EQUAL,
+    **{f"is ahead of the majority in mode {mode}": _ahead(place) for place, mode in enumerate(MODES) if place},
+    "is ahead in modes 2 to 4, and further in each": lambda leads: leads[1] > 0 and _grows(leads[1:]),
+}
+"""The paper's statements on figure 1, of the leads of the weighted vote over the majority by mode."""
+
+Finals = Mapping[tuple[str, int, str], Sequence[float]]
+"""Accuracy after the last round by seed, by data set, mode and method."""
+
 
 class Contender(NamedTuple):
     """A codec that aggregates gradients, and a learning rate that suits it by data set: signs need small rates."""
@@ -48,7 +73,7 @@ class Contender(NamedTuple):
     lr: Mapping[str, float]
 
 
-_OF_SIGNS = {"mnist": 1e-3, "cifar10": 1e-3}
+_OF_SIGNS = {"mnist": 1e-3, "cifar10": 3e-3}
 
 METHODS: Mapping[str, Contender] = {
     "SGD": Contender("fp32", {"mnist": 0.5, "cifar10": 0.1}),
@@ -57,12 +82,15 @@ METHODS: Mapping[str, Contender] = {
     "IT-signSGD": Contender("it-sign", _OF_SIGNS),
 }
 
+MAJORITY = "signSGD-MV"
+VOTES = ("IT-signSGD (paper)", "IT-signSGD")
+
 
 def _mnist(data: Path | None) -> Job:
     from dure.job.data.mnist import DEVIATION, MEAN
     from dure.job.job import load_job
 
-    job = load_job("mnist-mlp", data, hidden=64)
+    job = load_job("mnist-mlp", data, hidden=32)
     return dataclasses.replace(job, train=_pixels(job.train, MEAN, DEVIATION), test=_pixels(job.test, MEAN, DEVIATION))
 
 
@@ -81,16 +109,16 @@ def _pixels(data: Data | None, mean: float, deviation: float) -> Data:
 
 
 def convnet() -> nn.Sequential:
-    """Network from (batch, 3, 32, 32) to (batch, 10) of 26,346 parameters; batch norm needs batches of more than 4."""
+    """Network from (batch, 3, 32, 32) to (batch, 10) of 4,346 parameters; batch norm needs batches of more than 4."""
     from torch import nn
 
     return nn.Sequential(
-        nn.Conv2d(3, 16, kernel_size=5, stride=2, padding=2),
+        nn.Conv2d(3, 8, kernel_size=5, stride=4, padding=2),
         nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
+        nn.Conv2d(8, 16, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(32 * 8 * 8, 10),
+        nn.Linear(16 * 4 * 4, 10),
     )
 
 
@@ -104,32 +132,32 @@ class Curve:
     rounds: tuple[int, ...]
     means: tuple[float, ...]
     spreads: tuple[float, ...]
+    finals: tuple[float, ...]
+    """Accuracy after the last round, by seed."""
     bytes_per_step: float
     bytes_back_per_step: float
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Curve:
+    def of(cls, runs: Sequence[Learned]) -> Curve:
         """The curve of runs that differ only in their seeds."""
-        by_seed = [{int(row["step"]): row["accuracy"] for row in run.history} for run in runs]
-        steps = tuple(by_seed[0])
-        columns = [[seed[step] for seed in by_seed] for step in steps]
-        summaries = [run.summary() for run in runs]
-        sent, received = (
-            statistics.mean(each[f"bytes_{way}"] for each in summaries) / steps[-1] / WORKERS
-            for way in ("sent", "received")
-        )
-        return cls(steps, tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns)), sent, received)
+        rounds = tuple(runs[0].accuracies)
+        columns = [[run.accuracies[step] for run in runs] for step in rounds]
+        sent = statistics.mean(run.bytes_per_step for run in runs)
+        received = statistics.mean(run.bytes_back_per_step for run in runs)
+        means, spreads = tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns))
+        return cls(rounds, means, spreads, tuple(columns[-1]), sent, received)
 
 
-QUICK: dict[str, Any] = {"rounds": 60, "seeds": 1}
+QUICK: dict[str, Any] = {"dataset": "mnist", "rounds": 60, "seeds": 1}
 """Flags of the reduced form."""
 
 
 def reproduce(
     *,
-    dataset: str = "mnist",
-    rounds: int = 100,
+    dataset: str = "",
+    rounds: int = 200,
     seeds: int = 3,
+    sweep: bool = False,
     data: Path | None = None,
     out: Path = Path("it-signsgd.svg"),
 ) -> dict[str, Any]:
@@ -138,54 +166,93 @@ def reproduce(
     `accuracy` is the test accuracy after the last round, and `spread` its standard deviation over seeds.
     `bytes_per_step` are the bytes that a worker sends in a step, and `bytes_back_per_step` those that it receives.
 
+    With `sweep`, the rows are those of `it_signsgd_sweep`, and nothing is drawn.
+
     Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
-    wanted = _datasets(dataset)
-    for name, value, least in (("rounds", rounds, 1), ("seeds", seeds, 1)):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}, got {value}.")
-    if not out.absolute().parent.is_dir():
+    wanted = _datasets(dataset or ("mnist" if sweep else ",".join(JOBS)))
+    for name, value in (("rounds", rounds), ("seeds", seeds)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+    if not sweep and not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
     jobs = {name: JOBS[name](data) for name in wanted}
+    result = {
+        "reproduce": "it-signsgd",
+        "time": "virtual",
+        "rounds": rounds,
+        "seeds": seeds,
+        "data": {name: job.source for name, job in jobs.items()},
+    }
+    if sweep:
+        from dure.cli.reproduce import it_signsgd_sweep
+
+        return result | it_signsgd_sweep.swept(jobs, rounds, seeds)
     curves = {
-        (name, mode, method): _curve(job, mode, METHODS[method].codec, METHODS[method].lr[name], rounds, range(seeds))
+        (name, mode, method): _curve(job, mode, METHODS[method], METHODS[method].lr[name], rounds, seeds)
         for name, job in jobs.items()
         for mode in MODES
         for method in METHODS
     }
     _draw(out, curves)
-    rows = [
-        {
-            "dataset": name,
-            "mode": mode,
-            "method": method,
-            "accuracy": curve.means[-1],
-            "spread": curve.spreads[-1],
-            "bytes_per_step": curve.bytes_per_step,
-            "bytes_back_per_step": curve.bytes_back_per_step,
-        }
-        for (name, mode, method), curve in curves.items()
-    ]
-    sources = {name: job.source for name, job in jobs.items()}
-    return {
-        "reproduce": "it-signsgd",
-        "time": "virtual",
-        "rounds": rounds,
-        "seeds": seeds,
-        "data": sources,
+    return result | {
         "picture": str(out),
-        "rows": rows,
+        "rows": [_row(*key, curve) for key, curve in curves.items()],
+        "statements": statements({key: curve.finals for key, curve in curves.items()}),
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The rows as a table."""
+def _row(name: str, mode: int, method: str, curve: Curve) -> dict[str, Any]:
+    return {
+        "dataset": name,
+        "mode": mode,
+        "method": method,
+        "accuracy": curve.means[-1],
+        "spread": curve.spreads[-1],
+        "accuracies": list(curve.finals),
+        "bytes_per_step": curve.bytes_per_step,
+        "bytes_back_per_step": curve.bytes_back_per_step,
+    }
+
+
+def statements(finals: Finals) -> list[dict[str, Any]]:
+    """The paper's statements on figure 1, each with the number of seeds in which it holds, by data set and vote."""
+    found: dict[str, list[bool]] = {}
+    for name in dict.fromkeys(name for name, _, _ in finals):
+        last = partial(_by_seed, finals, name)
+        found[f"{name}: {MAJORITY} loses more than SGD from mode 1 to 4"] = [
+            majority[0] - majority[-1] > mean[0] - mean[-1]
+            for majority, mean in zip(last(MAJORITY), last("SGD"), strict=True)
+        ]
+        for vote in VOTES:
+            leads = [
+                [ours - theirs for ours, theirs in zip(*pair, strict=True)]
+                for pair in zip(last(vote), last(MAJORITY), strict=True)
+            ]
+            found |= {f"{name}: {vote} {claim}": [holds(each) for each in leads] for claim, holds in CLAIMS.items()}
+    return [{"statement": text, "holds": sum(by_seed), "of": len(by_seed)} for text, by_seed in found.items()]
+
+
+def _by_seed(finals: Finals, name: str, method: str) -> list[tuple[float, ...]]:
+    """For each seed the accuracies by mode."""
+    return list(zip(*(finals[name, mode, method] for mode in MODES), strict=True))
+
+
+def table(result: dict[str, Any]) -> Table | Group:
+    """The rows, and the statements."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
 
+    from dure.cli.reproduce.study import statement_table
+
+    if "choices" in result:
+        from dure.cli.reproduce import it_signsgd_sweep
+
+        return it_signsgd_sweep.table(result)
     caption = (
         f"test accuracy after {result['rounds']} rounds, mean and standard deviation over seeds ({result['seeds']}). "
-        f"Workers and links are virtual, gradients and messages real. Curves: {result['picture']}"
+        f"Workers are virtual, gradients and messages real. Curves: {result['picture']}"
     )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
     for name in ("data", "mode", "small batches", "method", "accuracy", "spread", "bytes sent a step", "received"):
@@ -200,7 +267,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{row['bytes_back_per_step']:,.0f}",
         )
         shown.add_row(row["dataset"], str(row["mode"]), few, row["method"], *figures)
-    return shown
+    return Group(shown, statement_table(result))
 
 
 def _datasets(text: str) -> list[str]:
@@ -211,28 +278,18 @@ def _datasets(text: str) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _curve(job: Job, mode: int, codec: str, lr: float, rounds: int, seeds: Sequence[int]) -> Curve:
-    from dure.run.train import train
-
+def batch_sizes(mode: int, many: int = MANY) -> tuple[int, ...]:
+    """The batch size of each worker."""
     few = MODES[mode]
-    runs = [
-        train(
-            job,
-            sync="bsp",
-            topology="ps",
-            codec=codec,
-            lr=lr,
-            on="virtual",
-            workers=WORKERS,
-            batch_sizes=(FEW,) * few + (MANY,) * (WORKERS - few),
-            steps=rounds,
-            eval_every=max(1, rounds // EVALUATIONS),
-            seed=seed,
-            exact=True,
-        )
-        for seed in seeds
-    ]
-    return Curve.of(runs)
+    return (FEW,) * few + (many,) * (WORKERS - few)
+
+
+def _curve(job: Job, mode: int, contender: Contender, rate: float, rounds: int, seeds: int) -> Curve:
+    from dure.cli.reproduce.vote_rounds import Trial, learn
+
+    trial = Trial(codec=contender.codec, lr=rate, batch_sizes=batch_sizes(mode))
+    every = max(1, rounds // EVALUATIONS)
+    return Curve.of([learn(job, trial, rounds=rounds, every=every, seed=seed) for seed in range(seeds)])
 
 
 def _deviation(values: Sequence[float]) -> float:
