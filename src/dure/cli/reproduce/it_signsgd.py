@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from dure.cli.reproduce.it_signsgd_modes import METHODS, MODES, WORKERS, Contender, batch_sizes
 from dure.core.spec_text import names
 from dure.errors import UsageError
 
@@ -33,13 +34,6 @@ if TYPE_CHECKING:
     from dure.cli.reproduce.vote_rounds import Learned
     from dure.job.data.dataset import Data
     from dure.job.job import Job
-
-WORKERS = 15
-FEW, MANY = 4, 64
-"""Batch sizes."""
-
-MODES: Mapping[int, int] = {1: 0, 2: 9, 3: 12, 4: 14}
-"""Workers with batches of `FEW`, by mode."""
 
 EVALUATIONS = 12
 
@@ -65,22 +59,6 @@ CLAIMS: Mapping[str, Callable[[Sequence[float]], bool]] = {
 Finals = Mapping[tuple[str, int, str], Sequence[float]]
 """Accuracy after the last round by seed, by data set, mode and method."""
 
-
-class Contender(NamedTuple):
-    """A codec that aggregates gradients, and a learning rate that suits it by data set: signs need small rates."""
-
-    codec: str
-    lr: Mapping[str, float]
-
-
-_OF_SIGNS = {"mnist": 1e-3, "cifar10": 3e-3}
-
-METHODS: Mapping[str, Contender] = {
-    "SGD": Contender("fp32", {"mnist": 0.5, "cifar10": 0.1}),
-    "signSGD-MV": Contender("sign:zeros=random", _OF_SIGNS),
-    "IT-signSGD (paper)": Contender("it-sign:granularity=coordinate,zeros=random", _OF_SIGNS),
-    "IT-signSGD": Contender("it-sign", _OF_SIGNS),
-}
 
 MAJORITY = "signSGD-MV"
 VOTES = ("IT-signSGD (paper)", "IT-signSGD")
@@ -276,12 +254,6 @@ def _datasets(text: str) -> list[str]:
         if name not in JOBS:
             raise UsageError(f"it-signsgd has the data sets {names(JOBS)}, got {name!r}. Write mnist,cifar10 for both.")
     return list(dict.fromkeys(wanted))
-
-
-def batch_sizes(mode: int, many: int = MANY) -> tuple[int, ...]:
-    """The batch size of each worker."""
-    few = MODES[mode]
-    return (FEW,) * few + (many,) * (WORKERS - few)
 
 
 def _curve(job: Job, mode: int, contender: Contender, rate: float, rounds: int, seeds: int) -> Curve:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from dure.cli.reproduce.it_signsgd import MANY, METHODS, MODES, batch_sizes
+from dure.cli.reproduce.it_signsgd_modes import MANY, METHODS, MODES, batch_sizes
 from dure.cli.reproduce.vote_rounds import Learned, Trial, learn
 
 if TYPE_CHECKING:
