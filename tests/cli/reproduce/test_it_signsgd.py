@@ -13,8 +13,8 @@ import torch
 from dure.cli.main import main
 from dure.cli.reproduce import it_signsgd, it_signsgd_sweep
 from dure.cli.reproduce.it_signsgd import METHODS, MODES, Curve
-from dure.cli.reproduce.it_signsgd_sweep import Choice
-from dure.cli.reproduce.vote_rounds import Learned, Trial, learn
+from dure.cli.reproduce.it_signsgd_sweep import OpenChoice
+from dure.cli.reproduce.vote_rounds import Learned, VoteTrial, learn
 from dure.job.job import load_job
 from dure.run.train import train
 
@@ -95,7 +95,7 @@ def test_statements_are_counted_over_seeds():
 )
 def test_loop_has_the_accuracies_and_bytes_of_a_virtual_run(codec):
     job = dataclasses.replace(load_job("digits-mlp"), split="dirichlet:alpha=1")
-    trial = Trial(codec=codec, lr=0.02, batch_sizes=(4, 4, 16), split="dirichlet:alpha=1")
+    trial = VoteTrial(codec=codec, lr=0.02, batch_sizes=(4, 4, 16), split="dirichlet:alpha=1")
     learned = learn(job, trial, rounds=8, every=3, seed=1)
     options = {"workers": 3, "batch_sizes": trial.batch_sizes, "steps": 8, "eval_every": 3, "seed": 1, "exact": True}
     run = train(job, sync="bsp", topology="ps", codec=codec, lr=trial.lr, on="virtual", **options)
@@ -106,7 +106,7 @@ def test_loop_has_the_accuracies_and_bytes_of_a_virtual_run(codec):
 
 def test_strong_worker_has_the_least_error_rates_and_often_the_largest_weight():
     codec = "it-sign:granularity=coordinate,zeros=random,start=20"
-    trial = Trial(codec=codec, lr=0.003, batch_sizes=(4,) * 6 + (64,))
+    trial = VoteTrial(codec=codec, lr=0.003, batch_sizes=(4,) * 6 + (64,))
     learned = learn(load_job("digits-mlp"), trial, rounds=40, every=40, seed=0)
     assert learned.errors[-1] == min(learned.errors) < 0.3 < min(learned.errors[:-1])
     assert learned.leading[-1] == max(learned.leading) > 0.3
@@ -118,7 +118,7 @@ def test_row_of_a_choice_has_leads_and_counts_of_seeds():
         return [(Learned({9: 0.5 + lead}, 1, 1, (0.4,) * 14 + (0.2,), (0.05,) * 14 + (0.3,)), even) for lead in leads]
 
     even = Learned({9: 0.5}, 1, 1)
-    row = it_signsgd_sweep._row("mnist", "default", Choice(), pairs(0.0, 0.25, -0.25), pairs(0.25, 0.125, -0.125))
+    row = it_signsgd_sweep._row("mnist", "default", OpenChoice(), pairs(0.0, 0.25, -0.25), pairs(0.25, 0.125, -0.125))
     assert row["lead_even"] == 0
     assert row["lead"] == pytest.approx(0.25 / 3)
     assert (row["ahead"], row["ranking"], row["majority"]) == (2, 1, 0.5)

@@ -257,9 +257,9 @@ def _datasets(text: str) -> list[str]:
 
 
 def _curve(job: Job, mode: int, contender: Contender, rate: float, rounds: int, seeds: int) -> Curve:
-    from dure.cli.reproduce.vote_rounds import Trial, learn
+    from dure.cli.reproduce.vote_rounds import VoteTrial, learn
 
-    trial = Trial(codec=contender.codec, lr=rate, batch_sizes=batch_sizes(mode))
+    trial = VoteTrial(codec=contender.codec, lr=rate, batch_sizes=batch_sizes(mode))
     every = max(1, rounds // EVALUATIONS)
     return Curve.of([learn(job, trial, rounds=rounds, every=every, seed=seed) for seed in range(seeds)])
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.reproduce.it_signsgd_modes import MANY, METHODS, MODES, batch_sizes
-from dure.cli.reproduce.vote_rounds import Learned, Trial, learn
+from dure.cli.reproduce.vote_rounds import Learned, VoteTrial, learn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ PAPER = "it-sign:granularity=coordinate,zeros=random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class OpenChoice:
     """Both votes under one choice. `lr` is a factor of the figure's rate, `many` the batch of the strong workers."""
 
     vote: str = PAPER
@@ -44,19 +44,19 @@ class Choice:
         return "granularity=coordinate" in self.vote
 
 
-CHOICES: Mapping[str, Choice] = {
-    "as in the figure": Choice(),
-    "start 10": Choice(vote=f"{PAPER},start=10"),
-    "start 100": Choice(vote=f"{PAPER},start=100"),
-    "error rates >= 0.2": Choice(vote=f"{PAPER},least=0.2"),
-    "weights per worker": Choice(vote="it-sign:zeros=random"),
-    "rate / 3": Choice(lr=1 / 3),
-    "rate x 3": Choice(lr=3),
-    "zeros positive": Choice(vote="it-sign:granularity=coordinate,zeros=positive", majority="sign"),
-    "few labels a worker": Choice(split="dirichlet:alpha=0.1"),
-    "strong batches of 256": Choice(many=256),
-    "zeros abstain": Choice(vote="it-sign:granularity=coordinate", majority="ternary"),
-    "start 100, batches of 256": Choice(vote=f"{PAPER},start=100", many=256),
+CHOICES: Mapping[str, OpenChoice] = {
+    "as in the figure": OpenChoice(),
+    "start 10": OpenChoice(vote=f"{PAPER},start=10"),
+    "start 100": OpenChoice(vote=f"{PAPER},start=100"),
+    "error rates >= 0.2": OpenChoice(vote=f"{PAPER},least=0.2"),
+    "weights per worker": OpenChoice(vote="it-sign:zeros=random"),
+    "rate / 3": OpenChoice(lr=1 / 3),
+    "rate x 3": OpenChoice(lr=3),
+    "zeros positive": OpenChoice(vote="it-sign:granularity=coordinate,zeros=positive", majority="sign"),
+    "few labels a worker": OpenChoice(split="dirichlet:alpha=0.1"),
+    "strong batches of 256": OpenChoice(many=256),
+    "zeros abstain": OpenChoice(vote="it-sign:granularity=coordinate", majority="ternary"),
+    "start 100, batches of 256": OpenChoice(vote=f"{PAPER},start=100", many=256),
 }
 
 
@@ -108,10 +108,10 @@ def _rows(name: str, job: Job, rounds: int, seeds: int) -> list[dict[str, Any]]:
 
     @cache
     def run(codec: str, mode: int, seed: int, lr: float, many: int, split: str) -> Learned:
-        trial = Trial(codec=codec, lr=lr * rate, batch_sizes=batch_sizes(mode, many), split=split)
+        trial = VoteTrial(codec=codec, lr=lr * rate, batch_sizes=batch_sizes(mode, many), split=split)
         return learn(job, trial, rounds=rounds, every=rounds, seed=seed)
 
-    def pairs(choice: Choice, mode: int) -> list[tuple[Learned, Learned]]:
+    def pairs(choice: OpenChoice, mode: int) -> list[tuple[Learned, Learned]]:
         rest = (choice.lr, choice.many, choice.split)
         return [(run(choice.vote, mode, seed, *rest), run(choice.majority, mode, seed, *rest)) for seed in range(seeds)]
 
@@ -122,7 +122,7 @@ def _rows(name: str, job: Job, rounds: int, seeds: int) -> list[dict[str, Any]]:
 def _row(
     name: str,
     title: str,
-    choice: Choice,
+    choice: OpenChoice,
     even: Sequence[tuple[Learned, Learned]],
     unequal: Sequence[tuple[Learned, Learned]],
 ) -> dict[str, Any]:

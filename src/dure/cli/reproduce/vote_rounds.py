@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class VoteTrial:
     """A codec and a learning rate, for workers with these mini-batches and a split of the data."""
 
     codec: str
@@ -57,7 +57,7 @@ class Learned(NamedTuple):
     leading: tuple[float, ...] = ()
 
 
-def learn(job: Job, trial: Trial, *, rounds: int, every: int, seed: int) -> Learned:
+def learn(job: Job, trial: VoteTrial, *, rounds: int, every: int, seed: int) -> Learned:
     """Train by SGD without momentum; evaluate after each `every` rounds and after the last."""
     job = dataclasses.replace(job, split=trial.split)
     replica, evaluator = Replica(job.build(seed)), Evaluator(job, seed=seed)
@@ -97,7 +97,7 @@ class _Worker:
         return self.coder.encode(torch.cat([gradient.reshape(-1) for gradient in gradients]))
 
 
-def _workers(job: Job, trial: Trial, replica: Replica, seed: int) -> list[_Worker]:
+def _workers(job: Job, trial: VoteTrial, replica: Replica, seed: int) -> list[_Worker]:
     """All workers by rank; a worker draws the signs of its zeros from its rank, as `dure.train` does."""
     layout = SliceLayout.of(replica.layers, [(0, replica.numel)])
     samplers = job.samplers(trial.batch_sizes, seed=seed)
