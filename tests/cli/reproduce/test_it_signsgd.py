@@ -147,7 +147,7 @@ def test_sweep_runs_each_choice(tmp_path, monkeypatch, capsys):
         (["it-signsgd", "--seeds", "0"], "seeds"),
         (["it-signsgd", "--out", "/absent/x.svg"], "/absent"),
         (["it-signsgd", "--on", "virtual"], "--dataset"),
-        (["sharding", "--rounds", "3"], "it takes --on"),
+        (["sharding", "--rounds", "3"], "no use for --rounds"),
         (["it-signsgd", "--data", "/absent"], "/absent"),
     ],
 )
