@@ -2,11 +2,14 @@
 
 import math
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from dure.cli.reproduce import collectives, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
+from dure.cli.reproduce import collectives, hogwild, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
 from dure.core.collective_cost import Path
 from dure.job.job import load_job
 from dure.job.models.text import BagOfWords
@@ -120,6 +123,22 @@ def test_the_hybrid_is_tried_with_each_set_of_parameters():
     assert len(set(hybrid._by_hand())) == 2 ** len(names)
 
 
+class Table(nn.Module):
+    """A table of ten rows of two, and a dense parameter of five elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(10, 2))
+        self.rest = nn.Parameter(torch.zeros(5))
+
+
+@pytest.mark.parametrize(("own", "shared", "of_all"), [((0, 1), 0.5, 7 / 9), ((8, 9), 0.0, 5 / 9), ((1, 1), 1.0, 1.0)])
+def test_conflicts_are_elements_that_another_update_changes(own, shared, of_all):
+    words = iter([torch.tensor(own), *[torch.tensor([1, 2])] * (hogwild.WORKERS - 1)])
+    job = replace(load_job("quadratic"), model=lambda: Table(), rows=lambda _inputs: {"table": next(words)})
+    assert hogwild.conflicts(job, 1, 0) == pytest.approx((shared, of_all))
+
+
 def test_thresholds_are_compared_by_bytes_and_accuracy():
     rows = {"fp32": {"nbytes": 900.0, "accuracy": 0.9}, "strom": {"nbytes": 3.0, "accuracy": 0.895}}
     assert strom._saves(rows, "strom", 300, 1)
@@ -128,7 +147,9 @@ def test_thresholds_are_compared_by_bytes_and_accuracy():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("study", [strom.STUDY, hybrid.STUDY, structures.STUDY], ids=lambda study: study.name)
+@pytest.mark.parametrize(
+    "study", [strom.STUDY, hogwild.STUDY, hybrid.STUDY, structures.STUDY], ids=lambda study: study.name
+)
 def test_reduced_studies_run(study, tmp_path):
     result = study.reproduce(**study.quick, out=tmp_path / "out.svg")
     assert {row["setting"] for row in result["rows"]} == set(study.settings())

@@ -22,6 +22,7 @@
 | `strom` | `strom` | Strom: bytes and accuracy by the threshold of his codec |
 | `hybrid` | `hybrid` | a survey: collectives, servers and the hybrid, for a sparse and a dense model |
 | `ssp` | `ssp` | Ho et al.: waiting, lead and accuracy by the bound of SSP |
+| `hogwild` | `hogwild` | Niu et al.: conflicts of updates without locks, and the seconds of locks |
 | `structures` | `structures` | a survey: seconds of a step over collectives and over servers, for several models |
 | `stale-gradients` | `stale_gradients` | a survey: samples to an accuracy by the number of asynchronous workers |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
@@ -66,6 +67,7 @@ NAMES = {
     "strom": "dure.cli.reproduce.strom",
     "hybrid": "dure.cli.reproduce.hybrid",
     "ssp": "dure.cli.reproduce.ssp",
+    "hogwild": "dure.cli.reproduce.hogwild",
     "structures": "dure.cli.reproduce.structures",
     "stale-gradients": "dure.cli.reproduce.stale_gradients",
 }
