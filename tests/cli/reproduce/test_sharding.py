@@ -72,6 +72,7 @@ def test_servers_carry_what_they_hold(monkeypatch):
     one, uneven, _, equal = found
     assert [(row["model"], row["servers"]) for row in found] == [(model, n) for model in jobs for n in (1, 4)]
     loads = uneven["layer"]["card_bytes"]
+    assert sum(loads) == pytest.approx(2 * 8 * 4 * 138_357_544, rel=1e-3)  # each worker pushes and pulls all of it
     assert max(loads) / sum(loads) == pytest.approx(7 * 7 * 512 * 4096 / 138_357_544, abs=1e-3)
     assert uneven["memory"]["card_bytes"] == pytest.approx([sum(loads) / 4] * 4, rel=1e-3)
     assert one["memory"]["seconds"] > uneven["layer"]["seconds"] > uneven["memory"]["seconds"]
@@ -117,7 +118,7 @@ def test_both_cuts_reach_the_same_parameters(tmp_path, capsys):
     layer, memory = rows["bsp", "layer"], rows["bsp", "memory"]
     assert layer["digests"] == memory["digests"]
     assert layer["digests"][0] != layer["digests"][1]
-    assert layer["seconds"] > memory["seconds"]
+    assert layer["seconds"] > 1.3 * memory["seconds"] > 1.3 * sharding_accuracy.COMPUTE
     assert rows["downpour", "memory"]["staleness"] > layer["staleness"] == 0
 
 
