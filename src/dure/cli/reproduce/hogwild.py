@@ -63,7 +63,7 @@ def conflicts(job: Job, batch: int, seed: int) -> tuple[float | None, float]:
             dense += parameter.numel()
             continue
         width = math.prod(parameter.shape[1:])
-        rows = [torch.unique(read[name]) for read in reads]  # type: ignore[no-untyped-call]
+        rows = [torch.unique(read[name]) for read in reads]
         others = torch.cat(rows[1:])
         changed += width * len(rows[0])
         shared += width * int(torch.isin(rows[0], others).sum())
