@@ -18,13 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from virtual_network import ENVIRON, seconds_per_step
+from virtual_network import seconds_per_step
 
 from dure.cli.reproduce import namespaces
 from dure.cli.reproduce.hybrid import ALL, CHOSEN, COLLECTIVES, NONE, PARAMETERS, SPARSE
 from dure.core import units
 
 RUN_SECONDS = 300.0
+ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def options() -> argparse.Namespace:
