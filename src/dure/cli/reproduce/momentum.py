@@ -130,7 +130,12 @@ def _settings() -> Mapping[str, Setting]:
     for name, (strategy, optimizer) in strategies.items():
         options = {} if optimizer is None else {"optimizer": optimizer}
         found[f"mnist-mlp, {name}"] = Setting(
-            strategy=strategy, cluster=cluster, options=options, share=0.5, rates=(0.003, 0.01, 0.03), at=MNIST_WORKERS
+            strategy=strategy,
+            cluster=cluster,
+            options=options,
+            share=0.5,
+            rates=(0.003, 0.01, 0.03, 0.06),
+            at=MNIST_WORKERS,
         )
     return found
 
