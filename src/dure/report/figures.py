@@ -225,17 +225,18 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
     width, height = 0.6 + 2.7 * len(columns), 0.5 + 2.4 * len(rows)
     with _drawing(f"grid {panels}", width=width, height=height, alone=True) as (figure, svg):
         every = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+        lines: dict[str, Any] = {}
         for (row, column), bands in panels.items():
             axes = every[rows.index(row)][columns.index(column)]
             for band in bands:
                 dashes, color = divmod(labels.index(band.label), len(COLORS))
                 _band(axes, band, COLORS[color], _LINES[dashes % len(_LINES)])
+                lines.setdefault(band.label, axes.get_lines()[-1])
             axes.set_title(column if row == rows[0] else "", fontsize=9, color=_FAINT)
             axes.set_ylabel(f"{row}: {y_label}" if column == columns[0] else "")
             axes.set_xlabel(x_label if row == rows[-1] else "")
             axes.yaxis.set_major_formatter(_plain(" %", factor=100) if percent else _plain(""))
-        lines = every[0][0].get_lines()
-        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     return svg()
 
 
