@@ -236,7 +236,9 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
             axes.set_ylabel(f"{row}: {y_label}" if column == columns[0] else "")
             axes.set_xlabel(x_label if row == rows[-1] else "")
             axes.yaxis.set_major_formatter(_plain(" %", factor=100) if percent else _plain(""))
-        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+        figure.legend(
+            list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(labels), 6), frameon=False
+        )
     return svg()
 
 
