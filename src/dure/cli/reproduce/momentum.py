@@ -94,7 +94,7 @@ def fitted(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> 
     return {"momentum": found, "staleness": staleness, "why": "", "history": ()}
 
 
-def _settings() -> Mapping[str, Setting]:
+def _quadratics() -> dict[str, Setting]:
     from dure.runtime.virtual.cluster import Cluster, Link, Machines
     from dure.runtime.virtual.compute import Compute, Constant, Pareto, ShiftedExponential
 
@@ -109,7 +109,7 @@ def _settings() -> Mapping[str, Setting]:
         "constant": Constant(seconds=1.0),
     }
     sizes = [("exponential", workers) for workers in GROUPS] + [("Pareto", GROUPS[-1]), ("constant", GROUPS[-1])]
-    found = {
+    return {
         f"{kind}, {workers} workers": Setting(
             strategy="downpour ps",
             cluster=free(workers, kinds[kind]),
@@ -120,7 +120,14 @@ def _settings() -> Mapping[str, Setting]:
         )
         for kind, workers in sizes
     }
+
+
+def _trainings() -> dict[str, Setting]:
+    from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.compute import ShiftedExponential
+
     cluster = Cluster.uniform(MNIST_WORKERS, compute=ShiftedExponential(seconds=0.01, shift=0.0))
+    found = {}
     strategies = {
         "momentum 0.9": ("downpour ps", "momentum:momentum=0.9"),
         "momentum 0": ("downpour ps", None),
@@ -138,6 +145,10 @@ def _settings() -> Mapping[str, Setting]:
             at=MNIST_WORKERS,
         )
     return found
+
+
+def _settings() -> Mapping[str, Setting]:
+    return _quadratics() | _trainings()
 
 
 def _near(kind: str, workers: int, within: float) -> Statement:
