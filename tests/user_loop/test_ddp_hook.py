@@ -13,8 +13,6 @@ from support.soak import soaked
 import dure
 from dure.errors import StrategyError
 
-pytestmark = pytest.mark.xdist_group("hook")  # the tests share a process
-
 SCRIPT = """
 import json, sys
 import torch
@@ -56,77 +54,37 @@ if rank == 0:
 dist.destroy_process_group()
 """
 STEPS = 60
-RANKS = """
-import json, os, runpy, signal, sys, traceback
-import torch._dynamo, torch.distributed, torch.nn.parallel, dure.user_loop.ddp_hook  # all that ranks will import
-
-def be(rank, folder, arguments):
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name} {rank}", os.O_WRONLY | os.O_CREAT), number)
-    os.environ["RANK"], sys.argv[1:] = str(rank), arguments
-    try:
-        runpy.run_path(f"{folder}/script.py", run_name="__main__")
-        sys.stdout.flush()
-        os._exit(0)  # PyTorch aborts about one process in thirty as the interpreter ends, on a busy machine
-    finally:
-        traceback.print_exc()
-        os._exit(1)
-
-for line in sys.stdin:
-    folder, world_size, *arguments = json.loads(line)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world_size),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks, failed = set(), 0
-    for rank in range(world_size):
-        pid = os.fork()
-        if not pid:
-            be(rank, folder, arguments)
-        ranks.add(pid)
-    while ranks:
-        pid, status = os.wait()
-        ranks.remove(pid)
-        failed += status != 0
-        for other in ranks if status else ():
-            os.kill(other, signal.SIGKILL)
-    print(failed, flush=True)
+END = """
+import os
+sys.stdout.flush()
+os._exit(0)
 """
-"""Forks the ranks of one script after another, so that torch is imported once; the environment is torchrun's."""
+"""PyTorch aborts about one process in thirty as the interpreter ends, with or without a hook, on a busy machine."""
 NUMEL = 20 * 40 + 40 + 40 * 3 + 3
 
 
-@pytest.fixture(scope="module")
-def starter():
-    """The process that forks the ranks of all tests."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", RANKS], env=environment, text=True, **pipes) as process:
-        yield process
+def run(tmp_path, codec, processes=2, steps=STEPS, script=SCRIPT):
+    (tmp_path / "script.py").write_text(script + END)
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+         str(tmp_path / "script.py"), codec, str(steps)],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture
-def run(starter, tmp_path):
-    """Runs a script and returns what rank 0 prints last."""
-
-    def run(codec, processes=2, steps=STEPS, script=SCRIPT):
-        (tmp_path / "script.py").write_text(script)
-        starter.stdin.write(json.dumps([str(tmp_path), processes, codec, str(steps)]) + "\n")
-        starter.stdin.flush()
-        assert starter.stdout.readline() == "0\n", [(tmp_path / f"err {n}").read_text() for n in range(processes)]
-        return json.loads((tmp_path / "out 0").read_text().splitlines()[-1])
-
-    return run
-
-
-def test_nothing_is_changed_by_what_loses_nothing(run):
-    plain, hooked = run("none", steps=5), run("fp32", steps=5)
+def test_nothing_is_changed_by_what_loses_nothing(tmp_path):
+    plain, hooked = run(tmp_path, "none", steps=5), run(tmp_path, "fp32", steps=5)
     assert hooked["params"] == pytest.approx(plain["params"], abs=1e-6)
     assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
 
 
 @pytest.mark.parametrize("codec", ["sign", *soaked("1bit", "it-sign:start=5", "strom:threshold=0.02")])
-def test_ranks_stay_equal_and_learn(run, codec):
-    found = run(codec, processes=3 if codec == "sign" else 2)
+def test_ranks_stay_equal_and_learn(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3 if codec == "sign" else 2)
     assert found["same"]
     assert found["last"] < 0.75 * found["first"]
     assert 0 < found["sent"] < (STEPS - 1) * NUMEL * 4 * 0.3
@@ -194,8 +152,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("codec", ["1bit", *soaked("strom:threshold=0.02", "it-sign:start=1,granularity=coordinate")])
-def test_a_hook_goes_on_from_its_state(run, codec):
-    found = run(codec, processes=3, script=RESTART)
+def test_a_hook_goes_on_from_its_state(tmp_path, codec):
+    found = run(tmp_path, codec, processes=3, script=RESTART)
     assert found["loaded"]
     assert found["loaded later"]
     assert not found["fresh"]
@@ -261,8 +219,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("codec", ["sign", *soaked("strom:threshold=0.1")])
-def test_two_models_unused_parameters_and_narrow_numbers(run, codec):
-    found = run(codec, script=HARD)
+def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
+    found = run(tmp_path, codec, script=HARD)
     assert found["wrong"] == 0
     assert found["unused"] > 0
     assert found["narrow"] == ["torch.bfloat16", True]
@@ -309,9 +267,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("codec", ["1bit", *soaked("sign+momentum", "strom:threshold=0.02")])
-def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(run, codec):
+def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(tmp_path, codec):
     """The gradient of rank 1 overflows in two steps; rank 0 reports."""
-    found = run(codec, script=OVERFLOW)
+    found = run(tmp_path, codec, script=OVERFLOW)
     assert found["same"]
     assert found["residuals"]
     assert found["scales"] == [2, 2, 2, 2, 1, 0.5, 0.5, 0.5]
@@ -320,9 +278,9 @@ def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(run, codec):
     assert [bool(each) for each in sent] == [True, True, True, False, False, True, True]
 
 
-def test_columns_are_those_of_the_parameters(run):
+def test_columns_are_those_of_the_parameters(tmp_path):
     """Of one rank: a weight's gradient becomes the two means of each of its rows, a bias's stays."""
-    found = run("1bit:feedback=false", processes=1, script=COLUMNS)
+    found = run(tmp_path, "1bit:feedback=false", processes=1, script=COLUMNS)
     assert found["weight"] < 1e-6
     assert found["bias"] == 0
 
@@ -396,8 +354,8 @@ dist.destroy_process_group()
 """
 
 
-def test_a_hook_that_was_made_before_the_ranks_is_the_same(run):
-    found = run("1bit", script=EARLY)
+def test_a_hook_that_was_made_before_the_ranks_is_the_same(tmp_path):
+    found = run(tmp_path, "1bit", script=EARLY)
     assert found["same"]
     assert found["rank"] == 0
     assert min(found["sent"]) == max(found["sent"]) > 0
