@@ -7,7 +7,7 @@ from accelerator import target
 from support.soak import soaked
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
 
 BESIDE = "downpour:overlap=true,n_fetch=10,local_lr=0.05 @plain @stream"
 """Gradients are pushed while the next backward overwrites them. The order in which servers add them is not fixed."""

@@ -9,7 +9,7 @@ from accelerator.hook_programs import CODECS, FAULTS, MORE_CODECS
 from support.soak import soaked
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
 
 CORRECT = [
     "each_kind_of_codec",

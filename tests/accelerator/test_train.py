@@ -196,6 +196,7 @@ def test_a_device_that_a_run_cannot_use_is_refused(done, name, said):
 # ---- torchrun
 
 
+@pytest.mark.soak
 def test_each_rank_of_torchrun_takes_the_device_of_its_local_rank(done):
     """Over servers and over collectives, one run after the other; with one device, both ranks share it."""
     if reason := target.absent(ranks=2):

@@ -13,9 +13,9 @@ SCRIPT = Path(__file__).parents[1] / "soak" / "random_signals.py"
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc")
 @pytest.mark.timeout(600)
 def test_random_signals_leave_nothing_behind_and_every_run_says_why_it_ended(tmp_path):
-    command = [sys.executable, SCRIPT, "--quick", "--count", "3", "--seed", "2", "--log", tmp_path / "log"]
+    command = [sys.executable, SCRIPT, "--quick", "--count", "2", "--seed", "2", "--log", tmp_path / "log"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=590, check=False)
     trials = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [each for each in trials if each["problems"]] == []
     assert done.returncode == 0, done.stderr
-    assert len(trials) == 3
+    assert len(trials) == 2
