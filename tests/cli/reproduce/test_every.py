@@ -21,6 +21,10 @@ def test_a_reduced_form_has_no_flag_of_the_whole():
     assert every._reduced("sudo dure reproduce sharding --on namespaces") == (
         "sudo dure reproduce sharding --on namespaces --quick"
     )
+    assert every._reduced("dure train digits-mlp --steps 4000 --workers 2") == (
+        "dure train digits-mlp --workers 2 --steps 100"
+    )
+    assert every._reduced("dure compare digits-mlp --on virtual") == "dure compare digits-mlp --on virtual --steps 100"
     assert every._reduced(SHORT) == SHORT
 
 

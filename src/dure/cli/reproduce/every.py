@@ -26,6 +26,9 @@ AT_ONCE = 2
 LIMIT_SECONDS = 3600
 """A command that takes longer counts as failed."""
 
+QUICK_STEPS = 100
+"""Steps of the reduced form of a training."""
+
 FOLDERS = ("examples", "bench")
 """Folders of a checkout that commands name."""
 
@@ -35,7 +38,7 @@ Row = dict[str, Any]
 
 
 def commands(quick: bool) -> list[str]:
-    """The commands of the rows, each once and those of most minutes first. A `quick` one has no flags but --quick."""
+    """The commands of the rows, each once and those of most minutes first. `quick`: in their reduced forms."""
     minutes: dict[str, float] = {}
     for paper in papers():
         for row in paper.rows:
@@ -82,7 +85,11 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _reduced(command: str) -> str:
+    """The reduced form: `dure reproduce NAME --quick`, fewer steps of `dure train` and `compare`, else the command."""
     words = shlex.split(command.removeprefix("sudo "))
+    if words[:2] in (["dure", "train"], ["dure", "compare"]):
+        place = words.index("--steps") if "--steps" in words else len(words)
+        return shlex.join([*words[:place], *words[place + 2 :], "--steps", str(QUICK_STEPS)])
     if words[:2] != ["dure", "reproduce"]:
         return command
     on = ["--on", "namespaces"] if "namespaces" in words else []
