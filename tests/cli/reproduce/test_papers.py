@@ -42,6 +42,11 @@ def test_each_command_is_one(command, monkeypatch):
         assert arguments[1] in NAMES
 
 
+def test_each_result_that_can_be_reproduced_has_a_row():
+    shown = {shlex.split(command.removeprefix("sudo "))[2] for command in COMMANDS if "dure reproduce " in command}
+    assert shown == set(NAMES)
+
+
 def test_a_misspelt_command_is_found():
     with pytest.raises(SystemExit):
         parse(["train", "mnist-mlp", "--stesp", "3"], {})
