@@ -14,7 +14,7 @@ from dure.run.strategy import Strategy
 from dure.run.train import train
 from dure.runtime.virtual.cluster import Cluster
 
-STUDIES = ("averaging", "batch-size", "delay-compensation", "elastic", "gossip", "momentum", "shared-memory")
+STUDIES = ("asynchronous", "averaging", "batch-size", "delay-compensation", "elastic", "gossip", "momentum", "shared-memory")
 
 
 def rows_of(study, **figures):

@@ -8,6 +8,7 @@
 | `pipelines`  | `pipelines`  | a survey: the damage of stale weights to learning, by the number of stages     |
 | `bert-albert` | `bert_albert`, `bert_albert_methods` | a comparison of data and tensor parallelism on BERT, ALBERT |
 | `one-weird-trick` | `one_weird_trick` | Krizhevsky: convolutions data-parallel, dense layers model-parallel  |
+| `asynchronous` | `asynchronous` | Dean et al., Chen et al.: asynchronous SGD, backup workers and synchronous SGD |
 | `elastic` | `elastic` | Zhang et al.: elastic averaging and Downpour SGD by the steps between exchanges |
 | `version-skew` | `version_skew` | Yook et al.: models from several servers, whose parts have different versions |
 | `averaging` | `averaging` | Zinkevich et al., Su et al., Chen and Huo: periods and weights of averages of models |
@@ -55,6 +56,7 @@ NAMES = {
     "table1": "dure.cli.reproduce.table1",
     "version-skew": "dure.cli.reproduce.version_skew",
     "elastic": "dure.cli.reproduce.elastic",
+    "asynchronous": "dure.cli.reproduce.asynchronous",
     "averaging": "dure.cli.reproduce.averaging",
     "delay-compensation": "dure.cli.reproduce.delay_compensation",
     "gossip": "dure.cli.reproduce.gossip",
