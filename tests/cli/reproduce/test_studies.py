@@ -14,12 +14,21 @@ from dure.run.strategy import Strategy
 from dure.run.train import train
 from dure.runtime.virtual.cluster import Cluster
 
-STUDIES = ("asynchronous", "averaging", "batch-size", "delay-compensation", "elastic", "gossip", "momentum", "shared-memory")
+STUDIES = (
+    "asynchronous",
+    "averaging",
+    "batch-size",
+    "delay-compensation",
+    "elastic",
+    "gossip",
+    "momentum",
+    "shared-memory",
+)
 
 
 def rows_of(study, **figures):
     """A row of each setting, all with the same figures."""
-    return {name: dict.fromkeys(study.columns, 1.0) | {"loss": 1.0} | figures for name in study.settings()}
+    return {name: dict.fromkeys(study.columns, 1.0) | {"loss": 1.0, "steps": 1} | figures for name in study.settings()}
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -135,7 +135,7 @@ def figures(run: Run, target: float) -> Row:
     seconds = time_to(run.history, Target(target))
     samples = next((row["samples"] for row in run.history if row.get("accuracy", 0.0) >= target), math.inf)
     return {
-        **{name: summary[name] for name in ("accuracy", "best_accuracy", "loss", "seconds")},
+        **{name: summary[name] for name in ("accuracy", "best_accuracy", "loss", "seconds", "steps")},
         "seconds_to_target": math.inf if seconds is None else seconds,
         "samples_to_target": samples,
         "megabytes": summary["bytes_sent"] / 1e6,
