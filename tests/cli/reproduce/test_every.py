@@ -21,6 +21,9 @@ def test_a_reduced_form_has_no_flag_of_the_whole():
     assert every._reduced("sudo dure reproduce sharding --on namespaces") == (
         "sudo dure reproduce sharding --on namespaces --quick"
     )
+    assert every._reduced("dure reproduce sharding --accuracy --rounds 9") == (
+        "dure reproduce sharding --accuracy --quick"
+    )
     assert every._reduced("dure train digits-mlp --steps 4000 --workers 2") == (
         "dure train digits-mlp --workers 2 --steps 100"
     )

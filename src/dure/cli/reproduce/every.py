@@ -29,6 +29,9 @@ LIMIT_SECONDS = 3600
 QUICK_STEPS = 100
 """Steps of the reduced form of a training."""
 
+OTHER_TABLES = ("--accuracy", "--sweep")
+"""Flags with which a command shows another table, so that they stay in its reduced form."""
+
 FOLDERS = ("examples", "bench")
 """Folders of a checkout that commands name."""
 
@@ -93,7 +96,8 @@ def _reduced(command: str) -> str:
     if words[:2] != ["dure", "reproduce"]:
         return command
     on = ["--on", "namespaces"] if "namespaces" in words else []
-    return shlex.join(["sudo"] * bool(on) + [*words[:3], *on, "--quick"])
+    kept = [word for word in words if word in OTHER_TABLES]
+    return shlex.join(["sudo"] * bool(on) + [*words[:3], *on, *kept, "--quick"])
 
 
 def _run(command: str, environ: Mapping[str, str]) -> Row:
