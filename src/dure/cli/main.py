@@ -254,9 +254,9 @@ class Reproduce:
     dataset: str | None = None
     """it-signsgd: mnist, cifar10, or both with a comma."""
     rounds: int | None = None
-    """All that train with several seeds: steps of every run."""
+    """Steps of each run, where runs train with several seeds."""
     seeds: int | None = None
-    """The same: how often everything is done."""
+    """Number of seeds."""
     sweep: bool | None = None
     """it-signsgd: vary each choice that the paper leaves open, in place of the figure."""
     stages: str | None = None

@@ -233,7 +233,7 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
                 _band(axes, band, COLORS[color], _LINES[dashes % len(_LINES)])
                 lines.setdefault(band.label, axes.get_lines()[-1])
             axes.set_title(column if row == rows[0] else "", fontsize=9, color=_FAINT)
-            axes.set_ylabel(f"{row}: {y_label}" if column == columns[0] else "")
+            axes.set_ylabel((f"{row}: {y_label}" if y_label else row) if column == columns[0] else "")
             axes.set_xlabel(x_label if row == rows[-1] else "")
             axes.yaxis.set_major_formatter(_plain(" %", factor=100) if percent else _plain(""))
         figure.legend(

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -147,6 +148,7 @@ def test_thresholds_are_compared_by_bytes_and_accuracy():
 
 
 @pytest.mark.soak
+@pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 @pytest.mark.parametrize(
     "study", [strom.STUDY, hogwild.STUDY, hybrid.STUDY, structures.STUDY], ids=lambda study: study.name
 )

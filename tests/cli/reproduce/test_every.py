@@ -3,10 +3,14 @@
 import os
 import shlex
 import sys
+import time
+
+import pytest
 
 from dure.cli.main import main
 from dure.cli.reproduce import every
 from dure.cli.reproduce.papers import Paper, PaperRow, papers
+from dure.errors import DataError
 
 SHORT = 'dure methods "pipedream:stages=2" --draw drawing.svg'
 
@@ -64,3 +68,12 @@ def test_a_command_without_an_end_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(every, "LIMIT_SECONDS", 1)
     output, status = every._output([sys.executable, "-c", "import time; time.sleep(60)"], str(tmp_path), {})
     assert (output, status) == ("no end within 1 s", 124)
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    began = time.monotonic()
+    assert every._output([sys.executable, "-c", child], str(tmp_path), {})[1] == 124
+    assert time.monotonic() - began < 30  # the child of the command holds its pipes open
+
+
+def test_a_folder_of_data_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="--data names"):
+        every.reproduce({}, data=tmp_path / "none", out=tmp_path / "all.html")

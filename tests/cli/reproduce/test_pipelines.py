@@ -53,6 +53,12 @@ def test_statements_by_the_number_of_stages_are_counted_over_seeds():
     assert found["by_seed"] == [True, False, True]
 
 
+def test_stages_that_a_method_cannot_have_are_left_out_of_the_distances():
+    job = load_job("digits-mlp", depth=3, hidden=16)  # four blocks, of which `interleaved` needs eight
+    found = pipelines._distances(job, ["interleaved", "gpipe"], [4], rates=[0.1], rounds=2, seeds=[0])
+    assert [row["method"] for row in found] == ["gpipe"]
+
+
 @pytest.mark.parametrize(("flag", "wrong"), [("--stages", "two"), ("--stages", "0"), ("--rates", "0.1;0.2")])
 def test_numbers_that_are_none_are_refused(flag, wrong, capsys):
     assert main(["reproduce", "pipelines", flag, wrong]) != 0

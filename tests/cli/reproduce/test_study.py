@@ -83,6 +83,11 @@ def test_a_mean_without_all_seeds_is_not_shown():
     assert studies._mean(rows, "x", "{:.1f}") == "not reached: 1 of 2"
 
 
+def test_a_folder_in_place_of_a_picture_is_refused_before_the_training(tmp_path):
+    with pytest.raises(UsageError, match=r"it is a folder. Name a file, as in .*example.svg"):
+        STUDY.reproduce(out=tmp_path)
+
+
 @pytest.mark.parametrize("wrong", [{"rounds": 0}, {"seeds": 0}])
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(UsageError, match="must be at least 1, got 0"):

@@ -7,6 +7,7 @@ the traffic of servers can become heavy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dure.cli.reproduce.study import OfSeed, Setting, Statement, Study
@@ -80,7 +81,7 @@ STUDY = Study(
         Statement("one five times slower: a step of BSP takes 40 ms longer, to a tenth", _waits_for_the_slow_one),
         Statement(
             "100 Mbit/s: Downpour takes at least 10 times as long as with 10 Gbit/s",
-            lambda rows: _seconds(rows, "Downpour", LINKS) >= 10 * _seconds(rows, "Downpour", EVEN),
+            lambda rows: math.inf > _seconds(rows, "Downpour", LINKS) >= 10 * _seconds(rows, "Downpour", EVEN),
         ),
     ),
 )

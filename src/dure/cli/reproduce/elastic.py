@@ -8,6 +8,7 @@ step alone between two exchanges (`local_lr`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -49,9 +50,9 @@ def with_distance(study: Study, job: Job, setting: Setting, rounds: int, seed: i
     """The figures of `learnt`, and the distance of the workers' models from the master's in the middle of the run."""
     with TemporaryDirectory() as folder:
         place = Path(folder) / "run"
-        options = {**setting.options, "out": place, "checkpoint_every": max(1, rounds // 2)}
+        options = {**setting.options, "out": place, "checkpoint_every": -(-rounds // 2)}
         found = learnt(study, job, replace(setting, options=options), rounds, seed)
-        return found | {"distance": _distance(place) if not found["why"] else None}
+        return found | {"distance": _distance(place) if not found["why"] and rounds > 1 else math.nan}
 
 
 def _distance(place: Path) -> float:

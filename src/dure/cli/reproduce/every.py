@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,15 @@ def reproduce(
 
     A command that needs root, or a file of a checkout, is skipped where it is missing; the row says so.
 
-    Raises `UsageError` if the report cannot be written.
+    Raises `UsageError` if the report cannot be written, `DataError` if there is no folder `data`.
     """
     if not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
-    environ = {**environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150", "DURE_DATA": str((data or data_root()).absolute())}
+    if out.is_dir():
+        raise UsageError(f"cannot write {out}: it is a folder. Name a file, as in {out / 'papers.html'}.")
+    environ = {**environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    if data is not None or environ.get("DURE_DATA"):
+        environ["DURE_DATA"] = str(data_root(data, environ).absolute())
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(lambda command: _run(command, environ), commands(quick)))
     _write(out, rows, quick)
@@ -130,12 +134,21 @@ def _run(command: str, environ: Mapping[str, str]) -> Row:
 
 def _output(arguments: Sequence[str], place: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """What a command prints, with its errors if it fails, and its status."""
-    with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            arguments, cwd=place, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-        )
-        return done.stdout + (done.stderr if done.returncode else ""), done.returncode
-    return f"no end within {LIMIT_SECONDS} s", 124
+    with subprocess.Popen(
+        arguments,
+        cwd=place,
+        env=environ,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own processes too, which hold the pipes open
+            return f"no end within {LIMIT_SECONDS} s", 124
+    return output + (errors if process.returncode else ""), process.returncode
 
 
 def _inline(path: Path) -> str:

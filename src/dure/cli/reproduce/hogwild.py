@@ -106,10 +106,6 @@ STUDY = Study(
             lambda rows: _share(rows, SPARSE, 32, "table") > _share(rows, SPARSE, 1, "table"),
         ),
         Statement(
-            "Dense model: each element is in conflict",
-            lambda rows: all(_share(rows, DENSE, batch, "elements") == 1 for batch in BATCHES),
-        ),
-        Statement(
             "No lock is the fastest, a lock for reads and writes the slowest",
             lambda rows: _speed(rows, "none") >= _speed(rows, "write") >= _speed(rows, "readwrite"),
         ),

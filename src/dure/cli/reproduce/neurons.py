@@ -104,10 +104,15 @@ def _fastest(rows: OfSeed, model: str, machines: int, *choices: str) -> list[flo
     return [rows[f"{model}, {machines} machines, {choice}"]["speedup"] for choice in choices]
 
 
+def _are_ends(speeds: list[float]) -> bool:
+    """Whether the first speed is the least and the last the largest."""
+    return speeds[0] == min(speeds) and speeds[-1] == max(speeds)
+
+
 STUDY = Study(
     name="neurons",
     about=f"Units at machines of {FLOPS / 1e9:g} Gflop/s, with links of 10 Gbit/s, mini-batches of {BATCH}.",
-    nature="Computed from the assignment; Idle time includes communication.",
+    nature="Computed from the assignment; idle time includes communication.",
     job="",
     settings=_settings,
     measure=_measure,
@@ -129,10 +134,7 @@ STUDY = Study(
         ),
         Statement(
             "Local layers on 16 machines: cuts are the fastest, random places the slowest",
-            lambda rows: (
-                _fastest(rows, "local", 16, "random", "cut,slack=0.1", "even", "cut")
-                == sorted(_fastest(rows, "local", 16, "random", "cut,slack=0.1", "even", "cut"))
-            ),
+            lambda rows: _are_ends(_fastest(rows, "local", 16, "random", "cut,slack=0.1", "even", "cut")),
         ),
         Statement(
             "Whole layers at machines are no faster than one machine: one works at a time",

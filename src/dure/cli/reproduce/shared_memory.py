@@ -7,6 +7,7 @@ approaches the optimum linearly and to high precision at a constant rate, unlike
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,10 @@ def least_loss(job: Job) -> float:
 def above_optimum(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """The figures of `learnt`; on the convex job also the loss above the optimum, at the end and at half-time."""
     found = learnt(study, job, setting, rounds, seed)
-    if not setting.job or found["why"]:
+    if not setting.job:
         return found
+    if found["why"]:
+        return found | {"excess": math.inf, "halfway": math.inf}
     least = least_loss(job)
     for row in found["history"]:
         row["excess"] = max(row["loss"] - least, 1e-16)

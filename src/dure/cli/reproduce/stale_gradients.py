@@ -9,6 +9,7 @@ best learning rate of a grid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,11 @@ def _trained(study: Study, job: Job, setting: Setting, rounds: int, seed: int, r
     from dure.run.train import train
 
     workers = setting.cluster.workers
-    options: dict[str, Any] = {"steps": rounds // workers, "eval_every": max(1, EVALUATED // workers), "exact": True}
+    options: dict[str, Any] = {
+        "steps": max(1, rounds // workers),
+        "eval_every": max(1, EVALUATED // workers),
+        "exact": True,
+    }
     try:
         run = train(job, strategy=setting.strategy, on=setting.cluster, seed=seed, lr=rate, **options)
     except DivergedError:
@@ -116,11 +121,11 @@ STUDY = Study(
     statements=(
         Statement(
             "16 asynchronous workers need at least 1.5 times the samples of one",
-            lambda rows: _needs(rows, 16) >= 1.5 * _needs(rows, 1),
+            lambda rows: math.inf > _needs(rows, 16) >= 1.5 * _needs(rows, 1),
         ),
         Statement(
             "From 2 workers on, more workers need no fewer samples",
-            lambda rows: all(_needs(rows, more) >= _needs(rows, few) for few, more in pairwise(COUNTS[1:])),
+            lambda rows: all(math.inf > _needs(rows, more) >= _needs(rows, few) for few, more in pairwise(COUNTS[1:])),
         ),
         Statement(
             "The best rate of 16 workers is smaller than of one",

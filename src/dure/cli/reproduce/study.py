@@ -93,6 +93,7 @@ DIVERGED: Mapping[str, Any] = {
     "best_accuracy": 0.0,
     "loss": math.inf,
     "seconds": math.nan,
+    "steps": math.nan,
     "seconds_to_target": math.inf,
     "samples_to_target": math.inf,
     "megabytes": math.nan,
@@ -187,6 +188,8 @@ class Study:
                 raise UsageError(f"{name} must be at least 1, got {value}.")
         if not out.absolute().parent.is_dir():
             raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+        if out.is_dir():
+            raise UsageError(f"cannot write {out}: it is a folder. Name a file, as in {out / f'{self.name}.svg'}.")
         given = self.settings()
         jobs = self._jobs(given.values(), data)
         job_of = {name: jobs[setting.job or self.job] for name, setting in given.items()}
@@ -316,7 +319,7 @@ def _table(caption: str) -> Table:
 
 def _curve(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[float], list[float]]:
     """Places, means and spreads of `y` over those evaluations that each seed has."""
-    columns = list(zip(*(row["history"] for row in rows), strict=False))
+    columns = list(zip(*(row["history"] for row in rows if row["history"]), strict=False))
     places = [statistics.fmean(point[x] for point in column) for column in columns]
     values = [[point[y] for point in column] for column in columns]
     return places, [statistics.fmean(each) for each in values], [_spread(each) for each in values]
