@@ -62,6 +62,7 @@ def test_the_steps_of_a_lost_worker_are_counted_once(progress):
 
 def test_what_finished_workers_report_is_in_the_totals(progress, roster):
     said = {"bytes_sent": 1, "bytes_received": 2, "messages": 3, "time": {"wait": 1.5}, "refused": 1}
+    said["skew"] = {"0": 2, "1": 1}
     for rank in range(3):
         roster.finished[f"worker {rank}"] = {"steps": 9 + rank, "done": 10, "seconds": float(rank), **said}
     progress.reports.clear()
@@ -74,6 +75,7 @@ def test_what_finished_workers_report_is_in_the_totals(progress, roster):
     assert totals.counts["messages"] == 9
     assert totals.counts["updates_refused"] == 5
     assert totals.time["wait"] == 4.5
+    assert totals.version_skew.histogram == {0: 6, 1: 3}
 
 
 def test_a_checkpoint_gives_back_counts_and_reports(progress, roster):

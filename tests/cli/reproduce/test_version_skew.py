@@ -19,6 +19,7 @@ ROUNDS = 6
 def test_parts_differ_where_the_ways_to_servers_differ(monkeypatch, capsys):
     assert set(CASES) < set(settings())
     monkeypatch.setattr(version_skew, "settings", lambda: CASES)
+    monkeypatch.setenv("COLUMNS", "150")  # a narrow table leaves figures out
     assert main(["reproduce", "version-skew", "--rounds", str(ROUNDS), "--seeds", "1", "--json"]) == 0
     captured = capsys.readouterr()
     found = {tuple(row[name] for name in SkewSetting._fields): row for row in json.loads(captured.out)["rows"]}
