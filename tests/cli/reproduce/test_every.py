@@ -32,7 +32,8 @@ def test_a_reduced_form_has_no_flag_of_the_whole():
         "dure train digits-mlp --workers 2 --steps 100"
     )
     assert every._reduced("dure compare digits-mlp --on virtual") == "dure compare digits-mlp --on virtual --steps 100"
-    assert every._reduced(SHORT) == SHORT
+    for unchanged in (SHORT, "dure train digits-mlp --emit slurm"):
+        assert every._reduced(unchanged) == unchanged
 
 
 def test_each_command_appears_once_and_each_row_has_one():

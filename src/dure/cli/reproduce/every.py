@@ -94,7 +94,7 @@ def table(result: dict[str, Any]) -> Table:
 def _reduced(command: str) -> str:
     """The reduced form: `dure reproduce NAME --quick`, fewer steps of `dure train` and `compare`, else the command."""
     words = shlex.split(command.removeprefix("sudo "))
-    if words[:2] in (["dure", "train"], ["dure", "compare"]):
+    if words[:2] in (["dure", "train"], ["dure", "compare"]) and "--emit" not in words:
         place = words.index("--steps") if "--steps" in words else len(words)
         return shlex.join([*words[:place], *words[place + 2 :], "--steps", str(QUICK_STEPS)])
     if words[:2] != ["dure", "reproduce"]:
