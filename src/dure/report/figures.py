@@ -126,7 +126,7 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
 
 
 COUNTED = {"staleness": "updates", "version_skew": "pulls"}
-"""What a summary counts by a number of versions."""
+"""Units that a summary counts by a number of versions."""
 
 
 def version_counts(entry: Entry, look: Look, key: str, *, largest: int) -> str | None:

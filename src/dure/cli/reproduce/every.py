@@ -133,7 +133,7 @@ def _run(command: str, environ: Mapping[str, str]) -> Row:
 
 
 def _output(arguments: Sequence[str], place: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """What a command prints, with its errors if it fails, and its status."""
+    """The standard output of a command, with its errors if it fails, and its status."""
     with subprocess.Popen(
         arguments,
         cwd=place,
