@@ -32,6 +32,9 @@ def test_a_reduced_form_has_no_flag_of_the_whole():
         "dure train digits-mlp --workers 2 --steps 100"
     )
     assert every._reduced("dure compare digits-mlp --on virtual") == "dure compare digits-mlp --on virtual --steps 100"
+    assert every._reduced("dure plan digits-mlp --learn 4 --workers 4 --steps 200") == (
+        "dure plan digits-mlp --learn 1 --workers 4 --steps 40"
+    )
     for unchanged in (SHORT, "dure train digits-mlp --emit slurm"):
         assert every._reduced(unchanged) == unchanged
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ LIMIT_SECONDS = 3600
 
 QUICK_STEPS = 100
 """Steps of the reduced form of a training."""
+
+QUICK_PLAN = {"--learn": "1", "--steps": "40"}
+"""Strategies that the reduced form of a plan trains with real gradients, and their steps."""
 
 OTHER_TABLES = ("--accuracy", "--sweep")
 """Flags with which a command shows another table, so that they stay in its reduced form."""
@@ -97,11 +101,18 @@ def _reduced(command: str) -> str:
     if words[:2] in (["dure", "train"], ["dure", "compare"]) and "--emit" not in words:
         place = words.index("--steps") if "--steps" in words else len(words)
         return shlex.join([*words[:place], *words[place + 2 :], "--steps", str(QUICK_STEPS)])
+    if words[:2] == ["dure", "plan"]:
+        return shlex.join(_with(words, QUICK_PLAN))
     if words[:2] != ["dure", "reproduce"]:
         return command
     on = ["--on", "namespaces"] if "namespaces" in words else []
     kept = [word for word in words if word in OTHER_TABLES]
     return shlex.join(["sudo"] * bool(on) + [*words[:3], *on, *kept, "--quick"])
+
+
+def _with(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The words of a command with other `values` of those flags that it has."""
+    return [values.get(before, word) for before, word in pairwise(["", *words])]
 
 
 def _run(command: str, environ: Mapping[str, str]) -> Row:
