@@ -7,12 +7,16 @@
 | `adagrad`  | G      | G = G + g^2; w - lr g / (sqrt(G) + eps)                           | `torch.optim.Adagrad` |
 | `adam`     | m, v   | w - lr m' / (sqrt(v') + eps), m' and v' corrected for their start | `torch.optim.Adam`   |
 | `adamw`    | m, v   | as `adam`, from (1 - lr weight_decay) w: decoupled weight decay   | `torch.optim.AdamW`  |
+| `rmsprop`  | n, m   | w - lr g / sqrt(n - m^2 + eps); n and m, decaying means of g^2, g | optax's, centered    |
 | `assign`   |        | g: a server that keeps the last value pushed to it                |                      |
 | `add`      |        | w + g: a server that adds up the values pushed to it              |                      |
 
 Weight decay is coupled: g + weight_decay w replaces g. Only `adamw` decouples it. Adagrad on a server follows Dean et
 al. (2012). Their update gamma g / sqrt(G) has no `eps` and divides by zero where every gradient has been zero, so `eps`
 is added to the root, as in PyTorch.
+
+`rmsprop` is centered, with the decay `decay` of both means, and has its `eps` inside the root, as in the papers on DQN
+and Ape-X. `torch.optim.RMSprop` adds it outside: for gradients below sqrt(eps), the steps of the two differ by far.
 
 `clip` limits the norm of a gradient before the rule, as `torch.nn.utils.clip_grad_norm_` does (`Clipped`).
 
@@ -60,6 +64,7 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    decay: float = 0.95
     clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +85,8 @@ class OptimizerSpec:
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise StrategyError(f"{self.name}: betas must be at least 0 and below 1, got {beta}.")
+        if not 0 <= self.decay < 1:
+            raise StrategyError(f"{self.name}: decay must be at least 0 and below 1, got {self.decay}.")
         if self.nesterov and self.momentum == 0:
             raise StrategyError(f"{self.name}: nesterov needs a momentum; write momentum=0.9,nesterov=true.")
 
@@ -92,7 +99,7 @@ class OptimizerSpec:
     def __str__(self) -> str:
         plain = OptimizerSpec()
         parts = []
-        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "clip"):
+        for name in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "decay", "clip"):
             value = getattr(self, name)
             if name == "lr" or value != getattr(plain, name):
                 parts.append(f"{name}={value_text(value)}")
@@ -447,6 +454,14 @@ def _adamw(view: _View) -> None:
     _adam(view._replace(values=decayed))
 
 
+def _rmsprop(view: _View) -> None:
+    squares, mean = view.kept
+    squares.mul_(view.spec.decay).addcmul_(view.gradient, view.gradient, value=1 - view.spec.decay)
+    mean.lerp_(view.gradient, 1 - view.spec.decay)
+    variance = torch.addcmul(squares, mean, mean, value=-1, out=view.scratch).clamp_(min=0)  # rounding may be below
+    torch.addcdiv(view.values, view.gradient, variance.add_(view.spec.eps).sqrt_(), value=-view.lr, out=view.out)
+
+
 class _Rule(NamedTuple):
     update: Callable[[_View], None]
     keeps: tuple[str, ...]
@@ -458,6 +473,7 @@ _RULES: Mapping[str, _Rule] = {
     "adagrad": _Rule(_adagrad, ("squares",)),
     "adam": _Rule(_adam, ("mean", "squares")),
     "adamw": _Rule(_adamw, ("mean", "squares")),
+    "rmsprop": _Rule(_rmsprop, ("squares", "mean")),
     "assign": _Rule(_assign, ()),
     "add": _Rule(_add, ()),
 }

@@ -35,7 +35,7 @@ PLACES = (*LAUNCHERS, "virtual")
 
 FEW = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
 """Strategies that are compared if none is named: synchronous, periodic, bounded staleness, asynchronous."""
-_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001}
+_RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.001}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Options:
     """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
     as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
     optimizer: str | None = None
-    """sgd, momentum, adagrad, adam or adamw, with parameters as in momentum:momentum=0.9; the job's if left out. sgd is
-    without momentum unless it gives one; other parameters are the job's where they are not given."""
+    """sgd, momentum, adagrad, adam, adamw or rmsprop, with parameters as in momentum:momentum=0.9; the job's if left
+    out. sgd is without momentum unless it gives one; other parameters are the job's where they are not given."""
     steps: Count | None = None
     """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
     epochs: Seconds | None = None
@@ -137,9 +137,9 @@ class Options:
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The optimizer of the run: that of the job, changed by `optimizer`, `lr` and `scale_lr`.
 
-        If the rule differs from the job's, some rules have a default rate: 0.001 for Adam and AdamW, 0.01 for Adagrad.
-        sgd has the momentum of its text only. Other parameters that the text leaves out are the job's. With `scale_lr`
-        the rate is multiplied by `averaged`, the number of workers whose mean an update is.
+        If the rule differs from the job's, some rules have a default rate: 0.01 for Adagrad, 0.001 for Adam, AdamW and
+        RMSProp. sgd has the momentum of its text only. Other parameters that the text leaves out are the job's. With
+        `scale_lr` the rate is multiplied by `averaged`, the number of workers whose mean an update is.
         """
         from dure.job.optimizer import optimizer_member  # it imports torch
 
