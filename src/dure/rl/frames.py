@@ -1,0 +1,87 @@
+"""A ring of frames, each stored once, from which stacked observations are made."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dure.core.state import State
+from dure.errors import UsageError
+from dure.rl.transitions import FrameLayout
+
+GROWTH = 1.5
+
+MOVED = 1024  # frames copied at a time when the ring grows
+
+
+class FrameRing:
+    """Frames under ascending numbers; the frames of a message are freed with its last transition.
+
+    `room`: frames for which memory is reserved at first. A frame takes memory once it is written.
+    """
+
+    def __init__(self, layout: FrameLayout, room: int) -> None:
+        self.layout = layout
+        self._ring = np.empty((room, *layout.shape), np.uint8)
+        self._oldest = self._next = 0
+        self._messages: deque[tuple[int, int]] = (
+            deque()
+        )  # of each: key after its last transition, number after its frames
+
+    def __len__(self) -> int:
+        return self._next - self._oldest
+
+    def add(self, frames: NDArray[np.uint8], end: int) -> int:
+        """Store a message's frames, until the transitions before key `end` are evicted; the number of the first."""
+        if frames.shape[1:] != self.layout.shape or frames.dtype != np.uint8:
+            raise UsageError(
+                f"frames must be uint8 of shape {self.layout.shape}, got {frames.dtype} {frames.shape[1:]}."
+            )
+        first = self._next
+        if len(self) + len(frames) > len(self._ring):
+            self._grow(len(self) + len(frames))
+        self._write(first, frames)
+        self._next += len(frames)
+        self._messages.append((end, self._next))
+        return first
+
+    def free(self, oldest: int) -> None:
+        """Free the frames of messages that have no transition from key `oldest` on."""
+        while self._messages and self._messages[0][0] <= oldest:
+            _, self._oldest = self._messages.popleft()
+
+    def stacks(self, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The frames of `numbers` (count, stack), as (count, stack, *shape)."""
+        return self._ring.take(numbers % len(self._ring), axis=0)
+
+    def _write(self, first: int, frames: NDArray[np.uint8]) -> None:
+        at = first % len(self._ring)
+        fit = len(self._ring) - at
+        self._ring[at : at + len(frames)] = frames[:fit]
+        self._ring[: max(len(frames) - fit, 0)] = frames[fit:]
+
+    def _grow(self, needed: int) -> None:
+        old, oldest = self._ring, self._oldest
+        self._ring = np.empty((max(needed, int(len(old) * GROWTH)), *self.layout.shape), np.uint8)
+        for first in range(oldest, self._next, MOVED):
+            numbers = np.arange(first, min(first + MOVED, self._next))
+            self._write(first, old[numbers % len(old)])
+
+    # ---- state
+
+    def state(self) -> State:
+        messages = torch.tensor(list(self._messages), dtype=torch.int64).reshape(-1, 2)
+        frames = self.stacks(np.arange(self._oldest, self._next))
+        return State({"frames": torch.from_numpy(frames), "messages": messages}, {"oldest": self._oldest})
+
+    def restore(self, state: State) -> None:
+        frames = state.tensors["frames"].cpu().numpy()
+        self._oldest = state.plain["oldest"]
+        self._next = self._oldest + len(frames)
+        if len(frames) > len(self._ring):
+            self._ring = np.empty((len(frames), *self.layout.shape), np.uint8)
+        self._write(self._oldest, frames)
+        self._messages = deque((int(end), int(number)) for end, number in state.tensors["messages"].tolist())

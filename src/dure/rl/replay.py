@@ -1,0 +1,246 @@
+"""Prioritized replay of transitions.
+
+Schaul et al., "Prioritized Experience Replay", ICLR 2016; the soft capacity is of Horgan et al., "Distributed
+Prioritized Experience Replay", ICLR 2018.
+
+    insert   p_i = priority, or the maximum so far
+    sample   P(i) = p_i^alpha / sum_j p_j^alpha         one draw in each of `count` equal segments of the sum
+             w_i = (size * P(i))^-beta / max_j w_j      the maximum over the batch
+    update   p_i = |TD error|
+
+| in the paper                     | here                                                          |
+| priority = abs(TD error) + eps   | max(abs(TD error), PRIORITY_FLOOR): no transition gets lost    |
+| max_j w_j: of the whole memory   | of the batch, as in Ape-X                                     |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dure.core.state import State
+from dure.errors import UsageError
+from dure.rl.frames import FrameRing
+from dure.rl.sum_tree import SumTree
+from dure.rl.transitions import FRAMES, STACKED, Layout, Transitions
+
+PRIORITY_FLOOR = 1e-6
+
+FRAMES_PER_TRANSITION = 1.25
+"""Memory for frames is reserved at this rate; a message of 50 transitions has about 57 frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Transitions drawn from a replay, with their keys and importance weights (float32, at most 1)."""
+
+    keys: NDArray[np.int64]
+    values: Transitions
+    weights: NDArray[np.float32]
+    probabilities: NDArray[np.float64]
+
+
+class Replay:
+    """The newest transitions, up to `capacity` of them, drawn by priority.
+
+    A transition's key is the number of transitions inserted before it. With `storage` above `capacity`, inserts beyond
+    the capacity stay until `trim`, at most `storage` of them; without it they evict the oldest at once. `alpha=0`
+    draws uniformly and ignores priorities.
+
+    >>> from dure.rl.transitions import Column
+    >>> replay = Replay(Layout((Column("reward", "float32"),)), capacity=3, seed=0, alpha=1.0)
+    >>> for rewards in ([1, 2, 3], [4]):
+    ...     replay.insert({"reward": np.array(rewards, np.float32)}, np.full(len(rewards), 2.0))
+    range(0, 3)
+    range(3, 4)
+    >>> replay.update(np.array([0, 2, 3]), np.array([9.0, 1.0, 1.0]))
+    2
+    >>> sample = replay.sample(4, beta=1.0)
+    >>> sample.keys.tolist(), sample.weights.tolist()
+    ([3, 1, 1, 2], [1.0, 0.5, 0.5, 1.0])
+    """
+
+    def __init__(
+        self, layout: Layout, capacity: int, *, seed: int, alpha: float = 0.6, storage: int | None = None
+    ) -> None:
+        storage = capacity if storage is None else storage
+        if not 1 <= capacity <= storage:
+            raise UsageError(f"a replay needs 1 <= capacity <= storage, got {capacity} and {storage} transitions.")
+        if not alpha >= 0:
+            raise UsageError(f"alpha must be at least 0, got {alpha}.")
+        self.layout, self.capacity, self.storage, self.alpha = layout, capacity, storage, alpha
+        self.inserted = self.sampled = self.evicted = 0
+        self._rng = np.random.default_rng(seed)
+        self._rows = np.empty(storage, layout.row)
+        self._tree = SumTree(storage) if alpha else None
+        self._maximum = 1.0
+        self._frames = FrameRing(layout.frames, int(storage * FRAMES_PER_TRANSITION) + 1) if layout.frames else None
+
+    @property
+    def size(self) -> int:
+        """Transitions that can be drawn."""
+        return self.inserted - self.evicted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the transitions that can be drawn, and of their frames."""
+        frames = len(self._frames) * self._frames.layout.nbytes if self._frames is not None else 0
+        return self.size * self._rows.itemsize + frames
+
+    # ---- insert
+
+    def insert(self, values: Transitions, priorities: NDArray[np.floating] | None) -> range:
+        """Store transitions; the range of their keys."""
+        count = self._checked(values)
+        weights = self._weights(priorities, count) if self.alpha else None
+        keys = range(self.inserted, self.inserted + count)
+        self._evict(keys.stop - self.storage)
+        if self._frames is not None:
+            values = self._with_numbers(values, keys.stop)
+        done = 0
+        for slots in self._slots(keys.start, keys.stop):
+            part = slice(done, done + slots.stop - slots.start)
+            for name in self._rows.dtype.names or ():
+                self._rows[name][slots] = values[name][part]
+            if self._tree is not None and weights is not None:
+                self._tree.fill(slots, weights[part])
+            done = part.stop
+        self.inserted = keys.stop
+        return keys
+
+    def _checked(self, values: Transitions) -> int:
+        """The number of transitions. An error names what does not fit the layout."""
+        row = self._rows.dtype
+        wanted = {*(row.names or ()), *([FRAMES] if self._frames is not None else [])}
+        if values.keys() != wanted:
+            raise UsageError(f"the columns {sorted(wanted)} are stored here, got {sorted(values)}.")
+        count = len(values[self.layout.columns[0].name])
+        if count > self.storage:
+            raise UsageError(f"{count} transitions in one insert do not fit a storage of {self.storage}.")
+        for name, (dtype, *_) in (row.fields or {}).items():
+            given, shape = values[name], (count, *dtype.shape)
+            if given.shape != shape or not np.can_cast(given.dtype, dtype.base, "same_kind"):
+                raise UsageError(f"{name} must be {dtype.base} of shape {shape}, got {given.dtype} of {given.shape}.")
+        return count
+
+    def _with_numbers(self, values: Transitions, end: int) -> Transitions:
+        """The transitions with the ring's numbers of frames in place of indices into the message."""
+        assert self._frames is not None
+        for name in STACKED:
+            indices = values[name]
+            if indices.size and not (indices.min() >= 0 and indices.max() < len(values[FRAMES])):
+                raise UsageError(
+                    f"{name} refers to frames that are not among the {len(values[FRAMES])} of its message."
+                )
+        first = self._frames.add(values[FRAMES], end)
+        return values | {name: values[name] + np.int64(first) for name in STACKED}
+
+    def _slots(self, first: int, end: int) -> list[slice]:
+        """Where the transitions of the keys first .. end - 1 are stored: one or two ranges of the ring, in order."""
+        start, count = first % self.storage, end - first
+        fit = min(count, self.storage - start)
+        return [slice(start, start + fit)] + ([slice(0, count - fit)] if count > fit else [])
+
+    # ---- sample
+
+    def sample(self, count: int, beta: float) -> Sample:
+        """Draw `count` transitions, with replacement."""
+        if not self.size:
+            raise UsageError("the replay is empty: insert transitions before a sample.")
+        strata = (np.arange(count) + self._rng.random(count)) / count
+        if self._tree is None:
+            keys = self.evicted + np.minimum((strata * self.size).astype(np.int64), self.size - 1)
+            slots = keys % self.storage
+            probabilities = np.full(count, 1 / self.size)
+            weights = np.ones(count, np.float32)
+        else:
+            total = self._tree.total
+            slots = self._tree.find(strata * total)
+            keys = self.evicted + (slots - self.evicted) % self.storage
+            likely = self._tree.weights(slots)
+            probabilities = likely / total
+            weights = ((likely.min() / likely) ** beta).astype(np.float32)  # size and total cancel out
+        self.sampled += count
+        return Sample(keys, self._values(slots), weights, probabilities)
+
+    def _values(self, slots: NDArray[np.int64]) -> Transitions:
+        rows = self._rows.take(slots)
+        values = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}
+        if self._frames is not None:
+            values |= {name: self._frames.stacks(values[name]) for name in STACKED}
+        return values
+
+    # ---- priorities
+
+    def update(self, keys: NDArray[np.int64], priorities: NDArray[np.floating]) -> int:
+        """Set priorities; the number of keys that were not evicted. Of several priorities of one key the last stays."""
+        live = (keys >= self.evicted) & (keys < self.inserted)
+        if self._tree is not None:
+            weights = self._weights(priorities, len(keys))
+            self._tree.set(keys[live] % self.storage, weights[live])
+        return int(live.sum())
+
+    def _weights(self, priorities: NDArray[np.floating] | None, count: int) -> NDArray[np.float64]:
+        """The priorities to the power of alpha, which the tree holds."""
+        if priorities is None:
+            return np.full(count, self._maximum**self.alpha)
+        given = np.asarray(priorities, np.float64)
+        if given.shape != (count,) or not np.isfinite(given).all() or (given < 0).any():
+            raise UsageError(f"priorities must be {count} finite numbers of at least 0, got {priorities}.")
+        self._maximum = max(self._maximum, float(given.max(initial=0)))
+        return np.maximum(given, PRIORITY_FLOOR) ** self.alpha
+
+    # ---- eviction
+
+    def trim(self) -> int:
+        """Evict the oldest transitions beyond the capacity; their number."""
+        before = self.evicted
+        self._evict(self.inserted - self.capacity)
+        if self._tree is not None:
+            for slots in self._slots(before, self.evicted):
+                self._tree.fill(slots, 0.0)
+        return self.evicted - before
+
+    def _evict(self, oldest: int) -> None:
+        """Evict the transitions before key `oldest`. Their weights stay in the tree: an insert overwrites them."""
+        self.evicted = max(self.evicted, oldest)
+        if self._frames is not None:
+            self._frames.free(self.evicted)
+
+    # ---- state
+
+    def state(self) -> State:
+        """All that a restart needs, the generator included."""
+        slots = np.arange(self.evicted, self.inserted) % self.storage
+        rows = self._rows[slots]
+        columns = {name: torch.from_numpy(np.ascontiguousarray(rows[name])) for name in rows.dtype.names or ()}
+        counts = {"inserted": self.inserted, "sampled": self.sampled, "evicted": self.evicted}
+        state = State({}, counts | {"maximum": self._maximum, "rng": self._rng.bit_generator.state})
+        state |= State(columns).under("columns")
+        if self._tree is not None:
+            state |= State({"weights": torch.from_numpy(self._tree.weights(slots))})
+        return state if self._frames is None else state | self._frames.state().under("frames")
+
+    def restore(self, state: State) -> None:
+        """Continue from `state`, which a replay of the same layout, storage and alpha gave."""
+        plain = state.plain
+        if plain["inserted"] - plain["evicted"] > self.storage:
+            held = plain["inserted"] - plain["evicted"]
+            raise UsageError(f"{held} transitions of a checkpoint do not fit a storage of {self.storage}.")
+        self.inserted, self.sampled, self.evicted = plain["inserted"], plain["sampled"], plain["evicted"]
+        self._maximum = plain["maximum"]
+        self._rng.bit_generator.state = plain["rng"]
+        slots = np.arange(self.evicted, self.inserted) % self.storage
+        for name, column in state.part("columns").tensors.items():
+            self._rows[name][slots] = column.cpu().numpy()
+        if self._tree is not None:
+            self._tree = SumTree(self.storage)
+            weights, done = state.tensors["weights"].cpu().numpy(), 0
+            for part in self._slots(self.evicted, self.inserted):
+                self._tree.fill(part, weights[done : done + part.stop - part.start])
+                done += part.stop - part.start
+        if self._frames is not None:
+            self._frames.restore(state.part("frames"))
