@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 export OMP_NUM_THREADS ?= 1
+# tests start hundreds of processes, which would each compile dure again: half a second each
+unexport PYTHONDONTWRITEBYTECODE
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
 .PHONY: setup test soak quick lint format demo bench accelerator test-gpu clean
@@ -27,10 +29,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# what measures seconds of its own runs alone, after the rest
+# what measures seconds of its own runs alone, after the rest; the other files need not be collected again
+ALONE = $(shell grep -rl 'mark\.alone' tests)
 test: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak"
-	$(BIN)/pytest -m "alone and not soak"
+	$(BIN)/pytest -m "alone and not soak" $(ALONE)
 
 # what takes minutes: steps of 90 s that must end nothing
 SEED ?= 1
