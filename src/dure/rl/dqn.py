@@ -73,8 +73,10 @@ class Dqn:
         """
         with torch.inference_mode():
             values = module(torch.from_numpy(observations)).numpy()
-        random = rng.integers(values.shape[1], size=len(values))
-        return np.where(rng.random(len(values)) < noise, random, values.argmax(1))
+        count, actions = values.shape
+        first, second = rng.random((2, count))
+        chosen: np.ndarray = np.where(first < noise, (second * actions).astype(np.int64), values.argmax(1))
+        return chosen
 
     def loss(
         self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor], weights: Tensor

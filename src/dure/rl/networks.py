@@ -78,14 +78,15 @@ def q_network(
 ) -> QNetwork:
     """A network of action values. `hidden` are the layers for observations that are no images."""
     trunk, width, head = _trunk(observation_space, hidden)
-    return QNetwork(trunk, _layers((width, *head, actions)), _layers((width, *head, 1)) if dueling else None)
+    value = nn.Sequential(*_layers((width, *head, 1))) if dueling else None
+    return QNetwork(nn.Sequential(*trunk), nn.Sequential(*_layers((width, *head, actions))), value)
 
 
-def _trunk(observation_space: Space[Any], hidden: Sequence[int]) -> tuple[nn.Module, int, tuple[int, ...]]:
+def _trunk(observation_space: Space[Any], hidden: Sequence[int]) -> tuple[list[nn.Module], int, tuple[int, ...]]:
     """Layers that read observations, the number of their outputs, and the hidden layers that belong after them."""
     space = arrays(observation_space)
     if not is_image(space):
-        return nn.Sequential(_Floats(), _layers((math.prod(space.shape), *hidden)), nn.ReLU()), hidden[-1], ()
+        return [_Floats(), *_layers((math.prod(space.shape), *hidden)), nn.ReLU()], hidden[-1], ()
     channels, *sides = space.shape
     if min(sides) < SMALLEST:
         raise UsageError(
@@ -97,15 +98,15 @@ def _trunk(observation_space: Space[Any], hidden: Sequence[int]) -> tuple[nn.Mod
     for outputs, width, stride in CONVOLUTIONS:
         layers += [nn.Conv2d(channels, outputs, width, stride), nn.ReLU()]
         channels, sides = outputs, [(side - width) // stride + 1 for side in sides]
-    return nn.Sequential(*layers, nn.Flatten()), channels * math.prod(sides), (HEAD,)
+    return [*layers, nn.Flatten()], channels * math.prod(sides), (HEAD,)
 
 
-def _layers(widths: Sequence[int]) -> nn.Sequential:
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
     """Dense layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.ReLU(), nn.Linear(inputs, outputs)]
-    return nn.Sequential(*layers[1:])
+    return layers[1:]
 
 
 class PolicyAndCritic(nn.Module):
@@ -113,18 +114,20 @@ class PolicyAndCritic(nn.Module):
 
     low: Tensor
     high: Tensor
+    center: Tensor
+    half_range: Tensor
 
     def __init__(self, policy: nn.Module, critic: nn.Module, low: Tensor, high: Tensor) -> None:
         super().__init__()
         self.policy_layers = policy
         self.critic_layers = critic
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
+        bounds = {"low": low, "high": high, "center": (low + high) / 2, "half_range": (high - low) / 2}
+        for name, values in bounds.items():
+            self.register_buffer(name, values, persistent=False)
 
     def policy(self, observations: Tensor) -> Tensor:
         """Actions (count, a) for observations (count, ...)."""
-        unit = torch.tanh(self.policy_layers(observations))
-        return self.low + (unit + 1) / 2 * (self.high - self.low)
+        return torch.addcmul(self.center, self.half_range, torch.tanh(self.policy_layers(observations)))
 
     def critic(self, observations: Tensor, actions: Tensor) -> Tensor:
         """The values (count,) of actions (count, a)."""
@@ -143,7 +146,7 @@ def policy_and_critic(
             "environment with discrete actions and DQN."
         )
     inputs, outputs = math.prod(space.shape), actions.shape[0]
-    policy = nn.Sequential(_Floats(), _layers((inputs, *hidden, outputs)))
-    critic = _layers((inputs + outputs, *hidden, 1))
+    policy = nn.Sequential(_Floats(), *_layers((inputs, *hidden, outputs)))
+    critic = nn.Sequential(*_layers((inputs + outputs, *hidden, 1)))
     low, high = (torch.as_tensor(bound, dtype=torch.float32) for bound in (actions.low, actions.high))
     return PolicyAndCritic(policy, critic, low, high)
