@@ -105,14 +105,20 @@ def test_a_restart_has_the_frames():
 def test_references_to_frames_of_other_messages(index):
     values = message(0, 3)
     values["next_observation"][1, 2] = index
-    replay = Replay(LAYOUT, 90, seed=0)
-    with pytest.raises(UsageError, match="next_observation refers to frames that are not among the 7"):
+    refused(values, "next_observation refers to frames that are not among the 7")
+
+
+@pytest.mark.parametrize("frames", [np.zeros((7, 2, 3), np.uint8), np.zeros((7, *SHAPE), np.float32)])
+def test_frames_of_a_wrong_form(frames):
+    refused(message(0, 3) | {"frames": frames}, r"frames must be uint8 of shape \(3, 2\)")
+
+
+def refused(values, error):
+    """A full replay refuses `values` and keeps what it has."""
+    replay = Replay(LAYOUT, 10, seed=0)
+    insert(replay, 10)
+    nbytes = replay.nbytes
+    with pytest.raises(UsageError, match=error):
         replay.insert(values, None)
-    assert (replay.size, replay.nbytes) == (0, 0)
-
-
-def test_frames_of_a_wrong_form():
-    replay = Replay(LAYOUT, 90, seed=0)
-    for wrong in (np.zeros((7, 2, 3), np.uint8), np.zeros((7, *SHAPE), np.float32)):
-        with pytest.raises(UsageError, match=r"frames must be uint8 of shape \(3, 2\)"):
-            replay.insert(message(0, 3) | {"frames": wrong}, None)
+    assert (replay.size, replay.evicted, replay.nbytes) == (10, 0, nbytes)
+    is_film(replay.sample(40, beta=0.4))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dure.core.state import State
 from dure.errors import UsageError
-from dure.rl.transitions import FrameLayout
+from dure.rl.transitions import FRAMES, STACKED, FrameLayout, Transitions
 
 GROWTH = 1.5
 
@@ -34,19 +34,30 @@ class FrameRing:
     def __len__(self) -> int:
         return self._next - self._oldest
 
-    def add(self, frames: NDArray[np.uint8], end: int) -> int:
-        """Store a message's frames, until the transitions before key `end` are evicted; the number of the first."""
+    def check(self, message: Transitions) -> None:
+        """Raise `UsageError` if the frames of a message do not fit the layout or its references are not to them."""
+        frames = message[FRAMES]
         if frames.shape[1:] != self.layout.shape or frames.dtype != np.uint8:
             raise UsageError(
                 f"frames must be uint8 of shape {self.layout.shape}, got {frames.dtype} {frames.shape[1:]}."
             )
-        first = self._next
+        for name in STACKED:
+            indices = message[name]
+            if indices.size and not (indices.min() >= 0 and indices.max() < len(frames)):
+                raise UsageError(f"{name} refers to frames that are not among the {len(frames)} of its message.")
+
+    def add(self, message: Transitions, end: int) -> Transitions:
+        """Store a message's frames until the transitions before key `end` are evicted.
+
+        Returns the message with the numbers of frames in place of its indices.
+        """
+        frames, first = message[FRAMES], self._next
         if len(self) + len(frames) > len(self._ring):
             self._grow(len(self) + len(frames))
         self._write(first, frames)
         self._next += len(frames)
         self._messages.append((end, self._next))
-        return first
+        return message | {name: message[name] + np.int64(first) for name in STACKED}
 
     def free(self, oldest: int) -> None:
         """Free the frames of messages that have no transition from key `oldest` on."""

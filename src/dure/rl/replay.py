@@ -75,6 +75,7 @@ class Replay:
         self.inserted = self.sampled = self.evicted = 0
         self._rng = np.random.default_rng(seed)
         self._rows = np.empty(storage, layout.row)
+        self._columns = {name: self._rows[name] for name in self._rows.dtype.names or ()}
         self._tree = SumTree(storage) if alpha else None
         self._maximum = 1.0
         self._frames = FrameRing(layout.frames, int(storage * FRAMES_PER_TRANSITION) + 1) if layout.frames else None
@@ -99,12 +100,12 @@ class Replay:
         keys = range(self.inserted, self.inserted + count)
         self._evict(keys.stop - self.storage)
         if self._frames is not None:
-            values = self._with_numbers(values, keys.stop)
+            values = self._frames.add(values, keys.stop)
         done = 0
         for slots in self._slots(keys.start, keys.stop):
             part = slice(done, done + slots.stop - slots.start)
-            for name in self._rows.dtype.names or ():
-                self._rows[name][slots] = values[name][part]
+            for name, column in self._columns.items():
+                column[slots] = values[name][part]
             if self._tree is not None and weights is not None:
                 self._tree.fill(slots, weights[part])
             done = part.stop
@@ -113,30 +114,19 @@ class Replay:
 
     def _checked(self, values: Transitions) -> int:
         """The number of transitions. An error names what does not fit the layout."""
-        row = self._rows.dtype
-        wanted = {*(row.names or ()), *([FRAMES] if self._frames is not None else [])}
+        wanted = self._columns.keys() | ({FRAMES} if self._frames is not None else set())
         if values.keys() != wanted:
             raise UsageError(f"the columns {sorted(wanted)} are stored here, got {sorted(values)}.")
         count = len(values[self.layout.columns[0].name])
         if count > self.storage:
             raise UsageError(f"{count} transitions in one insert do not fit a storage of {self.storage}.")
-        for name, (dtype, *_) in (row.fields or {}).items():
-            given, shape = values[name], (count, *dtype.shape)
-            if given.shape != shape or not np.can_cast(given.dtype, dtype.base, "same_kind"):
-                raise UsageError(f"{name} must be {dtype.base} of shape {shape}, got {given.dtype} of {given.shape}.")
+        for name, column in self._columns.items():
+            given, shape = values[name], (count, *column.shape[1:])
+            if given.shape != shape or not np.can_cast(given.dtype, column.dtype, "same_kind"):
+                raise UsageError(f"{name} must be {column.dtype} of shape {shape}, got {given.dtype} of {given.shape}.")
+        if self._frames is not None:
+            self._frames.check(values)
         return count
-
-    def _with_numbers(self, values: Transitions, end: int) -> Transitions:
-        """The transitions with the ring's numbers of frames in place of indices into the message."""
-        assert self._frames is not None
-        for name in STACKED:
-            indices = values[name]
-            if indices.size and not (indices.min() >= 0 and indices.max() < len(values[FRAMES])):
-                raise UsageError(
-                    f"{name} refers to frames that are not among the {len(values[FRAMES])} of its message."
-                )
-        first = self._frames.add(values[FRAMES], end)
-        return values | {name: values[name] + np.int64(first) for name in STACKED}
 
     def _slots(self, first: int, end: int) -> list[slice]:
         """Where the transitions of the keys first .. end - 1 are stored: one or two ranges of the ring, in order."""
@@ -168,9 +158,11 @@ class Replay:
 
     def _values(self, slots: NDArray[np.int64]) -> Transitions:
         rows = self._rows.take(slots)
-        values = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}
+        values = {name: np.ascontiguousarray(rows[name]) for name in self._columns}
         if self._frames is not None:
-            values |= {name: self._frames.stacks(values[name]) for name in STACKED}
+            # One array for both: the C library gives back the memory of two, and a fresh page costs more than its copy.
+            stacks = self._frames.stacks(np.concatenate([values[name] for name in STACKED]))
+            values |= zip(STACKED, np.split(stacks, 2), strict=True)
         return values
 
     # ---- priorities
@@ -188,9 +180,10 @@ class Replay:
         if priorities is None:
             return np.full(count, self._maximum**self.alpha)
         given = np.asarray(priorities, np.float64)
-        if given.shape != (count,) or not np.isfinite(given).all() or (given < 0).any():
+        least, most = given.min(initial=0), given.max(initial=0)  # NaN if one is
+        if given.shape != (count,) or not (least >= 0 and most < np.inf):
             raise UsageError(f"priorities must be {count} finite numbers of at least 0, got {priorities}.")
-        self._maximum = max(self._maximum, float(given.max(initial=0)))
+        self._maximum = max(self._maximum, float(most))
         return np.maximum(given, PRIORITY_FLOOR) ** self.alpha
 
     # ---- eviction
@@ -216,7 +209,7 @@ class Replay:
         """All that a restart needs, the generator included."""
         slots = np.arange(self.evicted, self.inserted) % self.storage
         rows = self._rows[slots]
-        columns = {name: torch.from_numpy(np.ascontiguousarray(rows[name])) for name in rows.dtype.names or ()}
+        columns = {name: torch.from_numpy(np.ascontiguousarray(rows[name])) for name in self._columns}
         counts = {"inserted": self.inserted, "sampled": self.sampled, "evicted": self.evicted}
         state = State({}, counts | {"maximum": self._maximum, "rng": self._rng.bit_generator.state})
         state |= State(columns).under("columns")
@@ -235,7 +228,7 @@ class Replay:
         self._rng.bit_generator.state = plain["rng"]
         slots = np.arange(self.evicted, self.inserted) % self.storage
         for name, column in state.part("columns").tensors.items():
-            self._rows[name][slots] = column.cpu().numpy()
+            self._columns[name][slots] = column.cpu().numpy()
         if self._tree is not None:
             self._tree = SumTree(self.storage)
             weights, done = state.tensors["weights"].cpu().numpy(), 0
